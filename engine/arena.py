@@ -1,0 +1,157 @@
+"""A bounded shared-memory arena: one memfd, one writer that allocates and frees, any number of readers.
+
+The api process owns one (request payloads), the processor the other (token ids, image bytes); `engine/serve.py` creates both and every
+child inherits the descriptors, so nothing has a name in the file system and the kernel frees all of it with the last process.
+
+     0        64       192                      size
+     | region | free   | region  | free ...      |      offsets are multiples of 64, neighbouring free ranges are always merged
+"""
+
+import bisect
+import mmap
+import os
+
+ALIGNMENT = 64
+
+
+class ArenaFull(Exception):
+    """No free range is large enough now; a later release may make room."""
+
+
+class ArenaTooSmall(ValueError):
+    """The request exceeds the whole arena: it never fits."""
+
+
+def create_memfd(name: str, size: int) -> int:
+    """A memfd of `size` bytes whose pages are reserved now, so that a later write cannot fail. Inheritable. Raises OSError."""
+    fd = os.memfd_create(name, 0)
+    try:
+        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        raise
+    os.set_inheritable(fd, True)
+    return fd
+
+
+def memory_limit() -> int:
+    """Bytes that this process may use: the smallest of the cgroup limits and what the machine has available."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+class ArenaView:
+    """A mapped arena, to read or write ranges that somebody else's message names."""
+
+    def __init__(self, fd: int, size: int, writable: bool = False):
+        self.size = size
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        self._view = memoryview(self._map)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole arena."""
+        return self._view
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """`length` bytes at `offset`, not copied. Raises IndexError outside the arena."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise IndexError(f"range {offset}+{length} lies outside the arena of {self.size} bytes")
+        return self._view[offset : offset + length]
+
+
+class Arena(ArenaView):
+    """The writer's side: first-fit allocation with merged free ranges. Not thread-safe: one thread allocates and frees.
+
+    Invariant (`check`): allocated and free ranges tile `[0, size)` exactly, and no two free ranges touch.
+    """
+
+    def __init__(self, fd: int, size: int):
+        super().__init__(fd, size, writable=True)
+        self._free_starts = [0]
+        self._free_ends = [size]
+        self._allocated: dict[int, int] = {}  # offset -> end
+
+    @property
+    def num_allocated_bytes(self) -> int:
+        return sum(end - start for start, end in self._allocated.items())
+
+    def is_empty(self) -> bool:
+        return not self._allocated
+
+    def alloc(self, length: int) -> int:
+        """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
+        need = max(ALIGNMENT, -(-length // ALIGNMENT) * ALIGNMENT)
+        if need > self.size:
+            raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
+        for i, start in enumerate(self._free_starts):
+            if self._free_ends[i] - start >= need:
+                self._take(i, need)
+                self._allocated[start] = start + need
+                return start
+        raise ArenaFull(f"no room for {length} bytes")
+
+    def free(self, offset: int) -> None:
+        """Releases the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
+        end = self._allocated.pop(offset)
+        i = bisect.bisect_left(self._free_starts, offset)
+        joins_next = i < len(self._free_starts) and self._free_starts[i] == end
+        joins_previous = i > 0 and self._free_ends[i - 1] == offset
+        if joins_next:
+            end = self._free_ends[i]
+            del self._free_starts[i], self._free_ends[i]
+        if joins_previous:
+            self._free_ends[i - 1] = end
+        else:
+            self._free_starts.insert(i, offset)
+            self._free_ends.insert(i, end)
+
+    def grow(self, offset: int, used: int, length: int) -> int:
+        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset (it may change)."""
+        end = self._allocated[offset]
+        need = -(-length // ALIGNMENT) * ALIGNMENT
+        if offset + need <= end:
+            return offset
+        i = bisect.bisect_left(self._free_starts, offset)
+        if i < len(self._free_starts) and self._free_starts[i] == end and self._free_ends[i] >= offset + need:
+            self._take(i, offset + need - end)
+            self._allocated[offset] = offset + need
+            return offset
+        moved = self.alloc(length)
+        self._view[moved : moved + used] = self._view[offset : offset + used]
+        self.free(offset)
+        return moved
+
+    def shrink(self, offset: int, length: int) -> None:
+        """Gives back what lies behind the first `length` bytes of the region at `offset`."""
+        end = self._allocated[offset]
+        keep = offset + max(ALIGNMENT, -(-length // ALIGNMENT) * ALIGNMENT)
+        if keep < end:
+            self._allocated[offset] = keep
+            self._allocated[keep] = end
+            self.free(keep)
+
+    def check(self) -> None:
+        """Asserts the invariant; called at idle and by tests."""
+        ranges = sorted([*self._allocated.items(), *zip(self._free_starts, self._free_ends, strict=True)])
+        cursor = 0
+        for start, end in ranges:
+            assert start == cursor and end > start, f"hole or overlap at {start}, expected {cursor}"
+            cursor = end
+        assert cursor == self.size
+        for end, start in zip(self._free_ends, self._free_starts[1:], strict=False):
+            assert end < start, "two free ranges touch"
+
+    def _take(self, i: int, need: int) -> None:
+        self._free_starts[i] += need
+        if self._free_starts[i] == self._free_ends[i]:
+            del self._free_starts[i], self._free_ends[i]

@@ -1,0 +1,125 @@
+"""All settings of the engine: one typed class, from which the command line and its help are generated. Read by every process."""
+
+import argparse
+import os
+import types
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
+
+
+def num_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Every field is a flag: `max_model_len` is `--max-model-len`. The text is its help. Byte sizes take K, M and G suffixes."""
+
+    model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = "demo"
+    served_model_name: Annotated[str | None, "name that the API shows and accepts; default: the model as given"] = None
+    load_format: Annotated[Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto' is bfloat16 on GPUs and float32 on CPUs"] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
+    tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
+    host: Annotated[str, "address to listen on"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
+    api_key: Annotated[str | None, "demand this bearer token; default: the environment's ENGINE_API_KEY, else none"] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
+
+    max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
+    max_num_seqs: Annotated[int, "requests that run at once"] = 128
+    max_num_batched_tokens: Annotated[int, "tokens of one step"] = 8192
+    max_num_mixed_tokens: Annotated[int, "prefill tokens of a step that also decodes: bounds how long streams stall"] = 2048
+    max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
+    max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
+    prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
+    image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
+    gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
+    kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: what is left of the GPU's share, 512M on CPUs"] = None
+    num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
+    block_size: Annotated[int, "tokens of one KV block"] = 16
+    attention_backend: Annotated[Literal["auto", "flashinfer", "torch"], "'auto' is flashinfer on GPUs and torch on CPUs"] = "auto"
+    enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
+    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "torchvision", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
+
+    api_arena_bytes: Annotated[int, "shared memory for request bodies"] = 1 * GIB
+    processor_arena_bytes: Annotated[int, "shared memory for images and token ids"] = 2 * GIB
+    media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
+    processing_pool_size: Annotated[int, "threads that decode images other than baseline JPEGs; on CPUs also JPEGs"] = max(1, min(16, num_cpus()))
+    max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
+    max_images_per_request: Annotated[int, "images in one request"] = 128
+    max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
+    max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
+    allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
+    allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = None
+    allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
+
+    @property
+    def model_name(self) -> str:
+        """The name the API shows."""
+        return self.served_model_name or self.model
+
+
+def parse_bytes(text: str) -> int:
+    """'512M' -> 536870912. Raises ValueError."""
+    factor = SUFFIXES.get(text[-1:].upper())
+    return int(float(text[:-1]) * factor) if factor else int(text)
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, annotated: Any, default: Any) -> None:
+    kind, text = get_args(annotated)[:2]
+    choices = None
+    if get_origin(kind) is types.UnionType:
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    if get_origin(kind) is Literal:
+        choices, kind = get_args(kind), str
+    if kind is int:
+        kind = parse_bytes
+    flag = "--" + name.replace("_", "-")
+    shown = f"{text} (default: %(default)s)" if default is not None else text
+    if kind is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=shown)
+    else:
+        metavar = None if choices else name.split("_")[-1].upper()
+        parser.add_argument(flag, type=kind, choices=choices, default=default, help=shown, metavar=metavar)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of `python -m engine.serve`."""
+    parser = argparse.ArgumentParser("engine.serve", description="Serve a Qwen3-VL model behind an OpenAI-compatible API.")
+    for name, annotated in get_type_hints(EngineConfig, include_extras=True).items():
+        _add_flag(parser, name, annotated, msgspec.structs.fields(EngineConfig)[_index(name)].default)
+    return parser
+
+
+def _index(name: str) -> int:
+    return EngineConfig.__struct_fields__.index(name)
+
+
+def parse_args(argv: list[str] | None = None) -> EngineConfig:
+    """The configuration of a command line. Exits with a message that names the flag if a value is bad."""
+    parser = make_parser()
+    config = EngineConfig(**vars(parser.parse_args(argv)))
+    if config.api_key is None and os.environ.get("ENGINE_API_KEY"):
+        config = msgspec.structs.replace(config, api_key=os.environ["ENGINE_API_KEY"])
+    problem = find_problem(config)
+    if problem:
+        parser.error(problem)
+    return config
+
+
+def find_problem(config: EngineConfig) -> str | None:
+    """Why this configuration cannot work, or None."""
+    positive = ("tp", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens", "max_num_encoder_tokens", "max_queued_requests", "block_size")
+    for name in positive:
+        if getattr(config, name) < 1:
+            return f"--{name.replace('_', '-')} must be at least 1"
+    if not 0 < config.gpu_memory_utilization <= 1:
+        return "--gpu-memory-utilization must lie in (0, 1]"
+    if config.max_num_seqs > config.max_num_batched_tokens:
+        return "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token a step"
+    return None

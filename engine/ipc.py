@@ -1,0 +1,174 @@
+"""How processes find and talk to each other: ZMQ PUSH/PULL over `ipc://` in a private directory, msgpack of typed messages.
+
+Every child calls `Child.attach()` first. A receiver binds its one inbox; senders connect; queues are unbounded because admission bounds
+what is in flight. The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.arena import ArenaView
+from engine.config import EngineConfig
+from engine.messages import API_ARENA, PROCESSOR_ARENA, Status
+
+T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
+LINGER_MS = 500
+
+
+class Runtime(msgspec.Struct, frozen=True):
+    """What the launcher hands to each child, as JSON in its first argument."""
+
+    config: EngineConfig
+    run_dir: str
+    arena_fds: tuple[int, int]
+    lifeline_fd: int
+    model_folder: str
+    model_name: str
+    max_model_len: int
+
+
+def address(run_dir: str | Path, name: str) -> str:
+    """The endpoint of the inbox called `name`: api, processor, scheduler, launcher or worker-RANK."""
+    return f"ipc://{run_dir}/{name}.sock"
+
+
+class Outbox(Generic[T]):
+    """Sends messages of one type to one inbox; never blocks."""
+
+    def __init__(self, run_dir: str, name: str):
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.connect(address(run_dir, name))
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: T) -> None:
+        self.send_bytes(self._encoder.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.send(data, flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Inbox(Generic[T]):
+    """Receives messages of one type (a union is told apart by its tags), blocking or polled."""
+
+    def __init__(self, run_dir: str, name: str, kind: object):
+        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address(run_dir, name))
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+
+    def recv(self, timeout: float | None = None) -> T | None:
+        """The next message; None if none came within `timeout` seconds (None: wait for ever)."""
+        if timeout is not None and not self._socket.poll(max(0, int(timeout * 1000))):
+            return None
+        return self._decoder.decode(self._socket.recv())
+
+    def recv_ready(self) -> T | None:
+        """The next message if one has already come, else None."""
+        try:
+            return self._decoder.decode(self._socket.recv(flags=zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncInbox(Generic[T]):
+    """The asyncio form of `Inbox`."""
+
+    def __init__(self, run_dir: str, name: str, kind: object):
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address(run_dir, name))
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+
+    async def recv(self) -> T:
+        return self._decoder.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Child:
+    """A child process's view of the engine: its runtime, the arenas, and its line to the launcher."""
+
+    def __init__(self, role: str, runtime: Runtime):
+        self.role = role
+        self.runtime = runtime
+        self.config = runtime.config
+        self.run_dir = runtime.run_dir
+        self._status: Outbox[Status] = Outbox(runtime.run_dir, "launcher")
+
+    @classmethod
+    def attach(cls, role: str) -> "Child":
+        """Reads the runtime from `sys.argv[1]`, sets up logging and ties this process's life to the launcher's."""
+        runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
+        setup_logging(role, runtime.config.log_level)
+        die_with_parent(signal.SIGTERM)
+        return cls(role, runtime)
+
+    def arena_view(self, arena: int) -> ArenaView:
+        """A read-only mapping of API_ARENA or PROCESSOR_ARENA."""
+        return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena))
+
+    def arena_size(self, arena: int) -> int:
+        return {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
+
+    def progress(self, text: str) -> None:
+        self._status.send(Status(self.role, "progress", text))
+
+    def ready(self, text: str = "") -> None:
+        self._status.send(Status(self.role, "ready", text))
+
+    def failed(self, text: str) -> None:
+        """Tells the launcher why this process is about to exit."""
+        self._status.send(Status(self.role, "failed", text))
+
+    def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
+        """Calls `stop` (from a thread) when the launcher is gone, and ends this process for good `grace` seconds later."""
+
+        def watch() -> None:
+            os.read(self.runtime.lifeline_fd, 1)
+            stop()
+            threading.Event().wait(grace)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def die_with_parent(sig: signal.Signals) -> None:
+    """Asks the kernel to send `sig` when the parent dies, also while this process is stuck in native code. Linux only."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
+
+
+def setup_logging(role: str, level: str) -> None:
+    """One line format for every process, on stderr."""
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)
+
+
+def run_async(main: Callable[[], "asyncio.Future[None]"]) -> None:
+    """Runs an async entry point on uvloop."""
+    import uvloop
+
+    uvloop.run(main())

@@ -1,0 +1,283 @@
+"""Every message that crosses a process boundary: typed, msgpack, pointers instead of pixels. Read by all four processes.
+
+| edge                  | message                       | carries                                                                    |
+|-----------------------|-------------------------------|----------------------------------------------------------------------------|
+| api -> processor      | Submit, Abort                 | the small JSON of a request; its media as regions of the api arena or URLs |
+| processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
+| processor -> scheduler| EngineRequest, Abort          | prompt ids as a region, image spans with their bytes as regions            |
+| scheduler -> processor| EngineOutputs                 | token ids, terminal events, requests whose regions may be reused           |
+| scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
+| worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
+| all -> launcher       | Status                        | progress, ready, failure                                                   |
+
+All times are `time.monotonic()` seconds: one clock for all processes of a host.
+"""
+
+from typing import Literal
+
+import msgspec
+
+API_ARENA = 0
+PROCESSOR_ARENA = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`length` bytes at `offset` of a shared-memory arena."""
+
+    arena: int
+    offset: int
+    length: int
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An OpenAI error object with its HTTP status. `message` is shown to the client: no path, address or traceback."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the context."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Stages(msgspec.Struct):
+    """When a request passed each boundary of its critical path; 0.0 until it has."""
+
+    received: float = 0.0  # last byte of the body
+    submitted: float = 0.0  # handed to the scheduler by the processor: media hashed, prompt built
+    admitted: float = 0.0  # first named in a plan
+    launched: float = 0.0  # first chunk launched by the worker
+    prefilled: float = 0.0  # last chunk done on the device
+    first_token: float = 0.0  # first token received by the scheduler
+    sent: float = 0.0  # first text handed to the socket
+    decode_ms: float = 0.0  # overlapped work, device milliseconds: JPEG decode and preprocessing,
+    encode_ms: float = 0.0  # vision tower,
+    forward_ms: float = 0.0  # decoder, of the steps that this request's prefill took part in
+
+
+# ---- api <-> processor -------------------------------------------------------------------------------------------------------------
+
+
+class MediaRef(msgspec.Struct, frozen=True):
+    """One image of a request: base64 text in the api arena, or a URL that the processor fetches."""
+
+    mime: str = ""
+    payload: Region | None = None
+    url: str | None = None
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """A validated chat request. `messages` is JSON; an image part in it is `{"type": "image", "media": index into media}`."""
+
+    rid: int
+    messages: bytes
+    media: list[MediaRef]
+    params: SamplingParams
+    stop: list[str]
+    stages: Stages
+    body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
+    template_kwargs: dict[str, bool | str] = {}
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """The client went away, or a stop string was found: the sender wants no further output. The receiver still releases."""
+
+    rid: int
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
+
+    rid: int
+    text: str = ""
+    num_tokens: int = 0  # generated tokens so far
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    stages: Stages | None = None  # with the first token
+
+
+class Events(msgspec.Struct, frozen=True):
+    events: list[Event]
+    released_bodies: list[int] = []
+    stats: "EngineStats | None" = None
+    heartbeat: float = 0.0
+
+
+# ---- processor <-> scheduler -------------------------------------------------------------------------------------------------------
+
+
+class ImageSource(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8)."""
+
+    encoding: Literal["rgb", "jpeg"]
+    region: Region
+    height: int
+    width: int
+    orientation: int = 1
+
+
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens `start : start + length` are the placeholders of one image. `hash` covers its bytes and all processing parameters."""
+
+    hash: bytes
+    start: int
+    length: int
+    grid: tuple[int, int, int]  # (t, h, w) in patches
+    source: ImageSource
+
+
+class EngineRequest(msgspec.Struct, tag=True, frozen=True):
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
+
+    rid: int
+    prompt: Region
+    images: list[ImageSpan]
+    params: SamplingParams
+    stages: Stages
+    cache_salt: str = ""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
+
+    rid: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    num_cached_tokens: int = 0
+    stages: Stages | None = None  # with the first token
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and running totals of the scheduler, for `/metrics` and `/health`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free or only cached
+    num_pinned_images: int = 0
+    image_cache_bytes: int = 0
+    image_cache_budget: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    images_encoded: int = 0
+    images_hit: int = 0
+    images_skipped: int = 0  # every token came from the prefix cache
+    images_evicted: int = 0
+    preemptions: int = 0
+
+
+class EngineOutputs(msgspec.Struct, frozen=True):
+    """What one step (or a reject) means for requests. `released`: requests whose regions of the processor arena may be reused."""
+
+    outputs: list[RequestOutput]
+    released: list[int]
+    stats: EngineStats | None = None
+    heartbeat: float = 0.0
+
+
+# ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
+
+
+class Admit(msgspec.Struct, frozen=True, array_like=True):
+    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline."""
+
+    row: int
+    prompt: Region
+    output_ids: list[int]
+    spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in merged tokens: for M-RoPE positions
+    params: SamplingParams
+
+
+class VisualRef(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `start : start + length` of the sequence are tokens `offset : offset + length` of image `image_id`."""
+
+    image_id: int
+    start: int
+    length: int
+    offset: int
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table."""
+
+    row: int
+    start: int
+    length: int
+    sample: bool
+    blocks: list[int]
+    visual: list[VisualRef]
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True):
+    image_id: int
+    source: ImageSource
+    grid: tuple[int, int, int]
+
+
+class StepPlan(msgspec.Struct, tag=True, frozen=True):
+    """One step, executed in this order: evict, admit, encode, forward, sample. Prefill chunks come before decode chunks."""
+
+    step: int
+    evict: list[int]
+    admits: list[Admit]
+    encodes: list[Encode]
+    chunks: list[Chunk]
+    prefetch: list[Encode] = []  # images that the next chunks will need: may be decoded ahead on a second stream
+
+
+class WorkerReady(msgspec.Struct, tag=True, frozen=True):
+    rank: int
+    num_blocks: int
+    image_cache_bytes: int
+
+
+class StepResult(msgspec.Struct, tag=True, frozen=True):
+    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks; `failed_images` are those this rank could not decode."""
+
+    rank: int
+    step: int
+    token_ids: list[int]
+    failed_images: list[int]
+    launched: float
+    done: float
+    decode_ms: float = 0.0
+    encode_ms: float = 0.0
+    forward_ms: float = 0.0
+
+
+# ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A child's progress line, its readiness, or why it failed."""
+
+    role: str
+    state: Literal["progress", "ready", "failed"]
+    text: str = ""
+
+
+ToProcessor = Submit | Abort
+ToScheduler = EngineRequest | Abort
+FromWorker = WorkerReady | StepResult

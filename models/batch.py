@@ -1,0 +1,47 @@
+"""What one forward pass computes: the explicit input of the decoder. The worker's runner builds one per step.
+
+Shape legend used in all of `models/`: T tokens of the step, R rows (sequences) of the step, P patches, V vocabulary,
+D hidden size, H heads, K head_dim, B batch, L DeepStack levels, N tokens of one image.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """Which tokens attend to which KV pages in this step.
+
+    Rows are sequences; the tokens of row r are `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]` of the step. Its last query token is the last
+    of its `kv_lens_cpu[r]` cached tokens (this step's tokens included), so the causal mask is aligned to the end. Rows
+    `num_prefill_rows :` are decode rows: exactly one token each. All `*_cpu` tensors are int32 on the CPU.
+    """
+
+    qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets
+    kv_lens_cpu: torch.Tensor  # (R,) tokens in the cache after this step
+    page_indptr_cpu: torch.Tensor  # (R + 1,) offsets into `pages`
+    pages: torch.Tensor  # (sum of pages,) int32 on the device: block ids, row after row
+    slot_mapping_T: torch.Tensor  # (T,) int64 on the device: block * page_size + offset where token t's K/V is written
+    num_prefill_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisualSlice:
+    """Rows `start : start + length` of the step's tokens are image tokens `offset : offset + length` of `embedding`."""
+
+    start: int
+    length: int
+    offset: int
+    embedding: torch.Tensor  # (1 + L, N, D): the main embedding, then one per DeepStack level
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step. `logits_indices` may be empty: then no logits are computed (a chunk in the middle of a prompt)."""
+
+    input_ids_T: torch.Tensor  # int64 on the device; image placeholders are overwritten by `visual`
+    positions_3T: torch.Tensor  # (3, T) int64 on the device: M-RoPE positions (time, height, width)
+    attention: AttentionLayout
+    visual: tuple[VisualSlice, ...]
+    logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending

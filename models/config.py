@@ -1,0 +1,221 @@
+"""What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files.
+
+Called by the launcher, the scheduler and the workers; imports no torch. It reads both the layout of transformers 5 (`rope_parameters`)
+and that of the published Qwen3-VL checkpoints (`rope_scaling` beside `rope_theta`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.geometry import VisionGeometry
+
+# Of the published checkpoints' preprocessor_config.json, for folders that lack the file.
+DEFAULT_MIN_PIXELS = 65_536
+DEFAULT_MAX_PIXELS = 16_777_216
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """The decoder. `head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 on a hidden size of 5120."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to head_dim / 2
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The vision tower. DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int  # a square grid, 48 x 48 in every published size
+    deepstack_indexes: tuple[int, ...]
+    rope_theta: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the checkpoint recommends where a request is silent (generation_config.json). `top_k` 0 means off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything that the engine needs to know about a checkpoint besides its weights."""
+
+    text: TextConfig
+    vision: VisionConfig
+    geometry: VisionGeometry
+    sampling: SamplingDefaults
+    dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
+    tie_word_embeddings: bool
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_visual_levels(self) -> int:
+        """Rows of one visual token: the main embedding and one per DeepStack level."""
+        return 1 + len(self.vision.deepstack_indexes)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Reads config.json, preprocessor_config.json and generation_config.json. ValueError names what is not supported."""
+        config = _read_json(folder / "config.json", required=True)
+        _reject_unsupported(config)
+        generation = _read_json(folder / "generation_config.json", required=False)
+        vision = _vision(config["vision_config"])
+        text = config["text_config"]
+        return cls(
+            text=_text(text),
+            vision=vision,
+            geometry=_geometry(_read_json(folder / "preprocessor_config.json", required=False), vision),
+            sampling=_sampling(generation),
+            dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            image_token_id=config["image_token_id"],
+            video_token_id=config["video_token_id"],
+            vision_start_token_id=config["vision_start_token_id"],
+            vision_end_token_id=config["vision_end_token_id"],
+            eos_token_ids=_as_ids(_first((generation, config, text), ("eos_token_id",), ())),
+        )
+
+
+def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}")
+        return {}
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path.name} must hold a JSON object")
+    return loaded
+
+
+def _first(sources: tuple[Mapping[str, Any], ...], keys: tuple[str, ...], default: object) -> Any:  # noqa: ANN401 - JSON has any type
+    """The first value that any source holds under any of the keys."""
+    for source in sources:
+        for key in keys:
+            if source.get(key) is not None:
+                return source[key]
+    return default
+
+
+def _as_ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _reject_unsupported(config: Mapping[str, Any]) -> None:
+    model_type = config.get("model_type")
+    if model_type == "qwen3_vl_moe":
+        raise ValueError("mixture-of-experts checkpoints (qwen3_vl_moe) are not supported yet")
+    if model_type != "qwen3_vl":
+        raise ValueError(f"model_type must be qwen3_vl, got {model_type!r}")
+    if "quantization_config" in config:
+        raise ValueError("quantized checkpoints are not supported yet")
+    text, vision = config["text_config"], config["vision_config"]
+    for found, supported, name in (
+        (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),
+        (vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh", "vision_config.hidden_act"),
+        (text.get("attention_bias", False), False, "text_config.attention_bias"),
+    ):
+        if found != supported:
+            raise ValueError(f"{name} must be {supported!r}, got {found!r}")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of either layout, with `rope_theta` always inside."""
+    rope = dict(_first((config,), ("rope_parameters", "rope_scaling"), {}))
+    rope.setdefault("rope_theta", config.get("rope_theta", 5_000_000.0))
+    rope_type = _first((rope,), ("rope_type", "type"), "default")
+    if rope_type not in ("default", "mrope"):
+        raise ValueError(f"rope type {rope_type!r} is not supported")
+    return rope
+
+
+def _text(config: Mapping[str, Any]) -> TextConfig:
+    rope = _rope(config)
+    section = tuple(rope.get("mrope_section", (24, 20, 20)))
+    if len(section) != 3 or sum(section) != config["head_dim"] // 2:
+        raise ValueError(f"mrope_section must be three numbers that sum to half of head_dim, got {section}")
+    return TextConfig(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=float(rope["rope_theta"]),
+        mrope_section=section,
+        max_position_embeddings=config["max_position_embeddings"],
+    )
+
+
+def _vision(config: Mapping[str, Any]) -> VisionConfig:
+    rope = config.get("rope_parameters") or {}
+    return VisionConfig(
+        depth=config["depth"],
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_heads"],
+        intermediate_size=config["intermediate_size"],
+        in_channels=config["in_channels"],
+        patch_size=config["patch_size"],
+        temporal_patch_size=config["temporal_patch_size"],
+        merge_size=config["spatial_merge_size"],
+        out_hidden_size=config["out_hidden_size"],
+        num_position_embeddings=config["num_position_embeddings"],
+        deepstack_indexes=tuple(config["deepstack_visual_indexes"]),
+        rope_theta=float(rope.get("rope_theta", 10_000.0)),
+    )
+
+
+def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:
+    size = preprocessor.get("size") or {}
+    return VisionGeometry(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=int(_first((preprocessor, size), ("min_pixels", "shortest_edge"), DEFAULT_MIN_PIXELS)),
+        max_pixels=int(_first((preprocessor, size), ("max_pixels", "longest_edge"), DEFAULT_MAX_PIXELS)),
+    )
+
+
+def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
+    greedy = generation.get("do_sample") is False
+    return SamplingDefaults(
+        temperature=0.0 if greedy else float(generation.get("temperature", 1.0)),
+        top_p=float(generation.get("top_p", 1.0)),
+        top_k=int(generation.get("top_k", 0)),
+        repetition_penalty=float(generation.get("repetition_penalty", 1.0)),
+    )

@@ -1,0 +1,61 @@
+"""Sizes of images in patches and tokens, in plain Python: the server's processor counts tokens with it, the workers resize with it.
+
+Both must agree to the token, so this file is the only place that rounds a size. It imports nothing but the standard library.
+"""
+
+import math
+from dataclasses import dataclass
+
+MAX_ASPECT_RATIO = 200
+
+Grid = tuple[int, int, int]  # (t, h, w): frame pairs, patch rows, patch columns
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) in pixels to which an image is resized: multiples of `factor`, area within the limits, ratio nearly kept.
+
+    The formula, including Python's round-half-to-even, is that of transformers' `qwen2_vl` image processor. Raises ValueError for an
+    empty image or an aspect ratio above 200.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"an image needs at least one pixel, got {width}x{height}")
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise ValueError(f"the aspect ratio of an image must not exceed {MAX_ASPECT_RATIO}, got {width}x{height}")
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+@dataclass(frozen=True, slots=True)
+class VisionGeometry:
+    """How pixels become patches and tokens. Pixel limits are areas (height * width) after resizing."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The patch grid (1, h, w) of an image of this size; h and w are multiples of `merge_size`. ValueError as `smart_resize`."""
+        factor = self.patch_size * self.merge_size
+        new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+        return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Placeholder tokens that an item of this patch grid takes in the prompt."""
+        t, h, w = grid
+        return t * h * w // self.merge_size**2
+
+    def merged(self, grid: Grid) -> Grid:
+        """The grid in tokens, (t, h / merge, w / merge): what M-RoPE positions are computed from."""
+        t, h, w = grid
+        return t, h // self.merge_size, w // self.merge_size
