@@ -121,7 +121,7 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
     return loaded
 
 
-def _first(sources: tuple[Mapping[str, Any], ...], keys: tuple[str, ...], default: object) -> Any:  # noqa: ANN401 - JSON has any type
+def _first(sources: tuple[Mapping[str, Any], ...], keys: tuple[str, ...], default: object) -> Any:
     """The first value that any source holds under any of the keys."""
     for source in sources:
         for key in keys:
@@ -157,8 +157,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(_first((config,), ("rope_parameters", "rope_scaling"), {}))
     rope.setdefault("rope_theta", config.get("rope_theta", 5_000_000.0))
     rope_type = _first((rope,), ("rope_type", "type"), "default")
-    if rope_type not in ("default", "mrope"):
-        raise ValueError(f"rope type {rope_type!r} is not supported")
+    if rope_type != "default":
+        raise ValueError(f"rope_type must be 'default', got {rope_type!r}")
     return rope
 
 
@@ -201,6 +201,9 @@ def _vision(config: Mapping[str, Any]) -> VisionConfig:
 
 
 def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:
+    for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
+        if any(value != 0.5 for value in preprocessor.get(key, ())):
+            raise ValueError(f"{key} must be 0.5 for every channel, got {preprocessor[key]}")
     size = preprocessor.get("size") or {}
     return VisionGeometry(
         patch_size=vision.patch_size,

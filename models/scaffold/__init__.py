@@ -1,0 +1,39 @@
+"""Writes complete model folders without a download: the shapes of the published checkpoints with dummy weights, and a tiny one.
+
+Called by the registry (`--load-format dummy`), by tests and by `python -m models.scaffold`.
+"""
+
+import json
+from pathlib import Path
+
+from models.scaffold.configs import config_json, generation_config_json, image_processor_json, video_processor_json
+from models.scaffold.shapes import SHAPES, Shape
+from models.scaffold.tokenizer import tokenizer_config_json, tokenizer_json
+
+__all__ = ["SHAPES", "Shape", "write_model_folder"]
+
+
+def write_model_folder(out: Path, shape: Shape, weights: str, seed: int) -> None:
+    """Writes every file that a checkpoint of this shape has; loadable by this engine and by transformers.
+
+    `weights` is "none" (the folder then needs `--load-format dummy`; torch is not imported) or "random": seeded normal values as
+    safetensors under Hugging Face names, in shards when big. Existing files are replaced. The output is a function of the arguments.
+    """
+    if weights not in ("none", "random"):
+        raise ValueError(f"weights must be 'none' or 'random', got {weights!r}")
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = json.dumps(tokenizer_json(shape.num_base_tokens), ensure_ascii=False, separators=(",", ":"))
+    (out / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    files = {
+        "config.json": config_json(shape),
+        "generation_config.json": generation_config_json(shape),
+        "tokenizer_config.json": tokenizer_config_json(shape.num_base_tokens),
+        "preprocessor_config.json": image_processor_json(),
+        "video_preprocessor_config.json": video_processor_json(),
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if weights == "random":
+        from models.scaffold.weights import write_random_weights  # torch is imported only when weights are made
+
+        write_random_weights(out, seed)

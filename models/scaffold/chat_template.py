@@ -1,0 +1,60 @@
+"""The chat template of scaffolded folders: the ChatML text that Qwen3-VL was trained on, written anew in Jinja. Used by the scaffold.
+
+Content is a string or a list of parts; an image or video part of any role's message becomes one placeholder that the server expands.
+"""
+
+CHAT_TEMPLATE = """\
+{%- macro render(content) -%}
+  {%- if content is string -%}
+    {{- content -}}
+  {%- elif content is not none -%}
+    {%- for part in content -%}
+      {%- if part.type in ('image', 'image_url') -%}
+        {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+      {%- elif part.type in ('video', 'video_url') -%}
+        {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+      {%- elif part.type == 'text' -%}
+        {{- part.text -}}
+      {%- endif -%}
+    {%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+{%- set system = render(messages[0].content) if messages and messages[0].role == 'system' else '' -%}
+{%- if tools -%}
+  {{- '<|im_start|>system\\n' + (system + '\\n\\n' if system else '') -}}
+  {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
+  {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
+  {%- for tool in tools -%}
+    {{- '\\n' + (tool | tojson) -}}
+  {%- endfor -%}
+  {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' -}}
+  {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n' -}}
+  {{- '</tool_call><|im_end|>\\n' -}}
+{%- elif messages and messages[0].role == 'system' -%}
+  {{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}
+    {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
+      {{- '<|im_start|>user' -}}
+    {%- endif -%}
+    {{- '\\n<tool_response>\\n' + render(message.content) + '\\n</tool_response>' -}}
+    {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}
+      {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
+  {%- elif not (loop.first and message.role == 'system') -%}
+    {{- '<|im_start|>' + message.role + '\\n' + render(message.content) -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set function = call.function or call -%}
+      {{- '\\n' if message.content or not loop.first else '' -}}
+      {{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' -}}
+      {{- function.arguments if function.arguments is string else function.arguments | tojson -}}
+      {{- '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""

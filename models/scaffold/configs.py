@@ -1,0 +1,106 @@
+"""The JSON files of a model folder besides the tokenizer's, in the layout of the published checkpoints. Used by the scaffold."""
+
+from models.scaffold.shapes import Shape
+from models.scaffold.tokenizer import special_token_ids
+
+
+def config_json(shape: Shape) -> dict[str, object]:
+    """config.json; transformers and `ModelConfig.from_folder` both read it."""
+    ids = special_token_ids(shape.num_base_tokens)
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "transformers_version": "4.57.0",
+        "dtype": shape.dtype,
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": shape.tied,
+        "text_config": _text_config(shape, bos=ids["<|endoftext|>"], eos=ids["<|im_end|>"]),
+        "vision_config": _vision_config(shape),
+    }
+
+
+def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
+    return {
+        "model_type": "qwen3_vl_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "dtype": shape.dtype,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": 262_144,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5_000_000,
+        "tie_word_embeddings": shape.tied,
+        "use_cache": True,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def _vision_config(shape: Shape) -> dict[str, object]:
+    return {
+        "model_type": "qwen3_vl",
+        "deepstack_visual_indexes": list(shape.deepstack),
+        "depth": shape.vision_depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": shape.vision_hidden,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.vision_intermediate,
+        "num_heads": shape.vision_heads,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": shape.hidden,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
+def generation_config_json(shape: Shape) -> dict[str, object]:
+    """generation_config.json: stop tokens and the sampling that the published Instruct checkpoints recommend."""
+    ids = special_token_ids(shape.num_base_tokens)
+    return {
+        "bos_token_id": ids["<|endoftext|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+        "do_sample": True,
+        "repetition_penalty": 1.0,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.8,
+    }
+
+
+def image_processor_json() -> dict[str, object]:
+    """preprocessor_config.json; `size` is an area in pixels."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+
+
+def video_processor_json() -> dict[str, object]:
+    """video_preprocessor_config.json; `size` is an area in pixels summed over the frames."""
+    return {
+        **image_processor_json(),
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": 4_096, "longest_edge": 25_165_824},
+    }

@@ -1,0 +1,145 @@
+"""A byte-level BPE tokenizer of the published vocabulary size, made from rules instead of a corpus. Used by the scaffold.
+
+Its splitting, byte alphabet, special tokens and ids are those of Qwen3-VL; its merges are not: they come from letter frequencies alone,
+so English words take about as many tokens as with the real one, but other ones. Every id decodes to text.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from models.scaffold.chat_template import CHAT_TEMPLATE
+
+# In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and thoughts.
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+    "<tool_response>", "</tool_response>", "<think>", "</think>",
+)  # fmt: skip
+NUM_SKIPPED_SPECIALS = 14
+
+# How Qwen2 and Qwen3 cut text before BPE: contractions, words with one leading separator, single digits, punctuation, white space.
+SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_LETTERS = "etaoinsrhldcumfpgwybvkxjqz"  # by frequency in English
+_VOWELS = frozenset("aeiouy")
+_SPACE, _NEWLINE = "Ġ", "Ċ"  # the byte alphabet's spelling of 0x20 and 0x0A
+
+
+def special_token_ids(num_base_tokens: int) -> dict[str, int]:
+    """Special tokens and their ids, which follow the base vocabulary."""
+    return {token: num_base_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
+
+
+def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
+    """tokenizer.json as `tokenizers` reads it. `num_base_tokens` is 256 bytes and the merges that follow; ValueError if out of range."""
+    alphabet = byte_alphabet()
+    merges = _first_merges(num_base_tokens - len(alphabet), set(alphabet))
+    tokens = alphabet + [left + right for left, right in merges]
+    split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": num_base_tokens + i, **_added_token(i)} for i in range(len(SPECIAL_TOKENS))],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [f"{left} {right}" for left, right in merges],
+        },
+    }
+
+
+def tokenizer_config_json(num_base_tokens: int) -> dict[str, object]:
+    """tokenizer_config.json as transformers reads it, the chat template included."""
+    return {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "added_tokens_decoder": {str(num_base_tokens + i): _added_token(i) for i in range(len(SPECIAL_TOKENS))},
+        "additional_special_tokens": list(SPECIAL_TOKENS[1:NUM_SKIPPED_SPECIALS]),
+        "add_prefix_space": False,
+        "add_bos_token": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "model_max_length": 262_144,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def byte_alphabet() -> list[str]:
+    """One printable character per byte in the order of the ids of GPT-2's byte-level BPE: printable bytes first, then the others."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+
+
+def _added_token(index: int) -> dict[str, object]:
+    return {
+        "content": SPECIAL_TOKENS[index],
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": index < NUM_SKIPPED_SPECIALS,
+    }
+
+
+def _first_merges(count: int, known: set[str]) -> list[tuple[str, str]]:
+    """The first `count` merges whose result is not yet a token; both parts always are."""
+    merges: list[tuple[str, str]] = []
+    candidates = _merge_candidates()
+    while len(merges) < count:
+        pair = next(candidates, None)
+        if pair is None:
+            raise ValueError(f"the merge rules give at most {len(merges)} merges, {count} were asked for")
+        if pair[0] + pair[1] not in known:
+            known.add(pair[0] + pair[1])
+            merges.append(pair)
+    return merges
+
+
+def _merge_candidates() -> Iterator[tuple[str, str]]:
+    """Pairs of tokens, the likelier ones of English first; BPE applies them in this order."""
+    pairs = _letter_pairs()
+    capitals = _LETTERS.upper()
+    words = [left + right for left, right in pairs]
+    starts = [_SPACE + word for word in words]
+    yield from ((char * n, char * n) for n in (1, 2, 4, 8) for char in (_SPACE, _NEWLINE, "-", "=", "*", "#"))
+    yield from pairs
+    yield from product(capitals, _LETTERS)
+    yield from product([_SPACE], words)
+    yield from product([_SPACE], _LETTERS + capitals + "(\"'<[{")
+    yield from product([_SPACE + letter for letter in _LETTERS + capitals], words)
+    yield from product(capitals, words)
+    yield from product(starts[:180], words[:180])
+    yield from product(words[:180], words[:180])
+    yield from product(starts, _LETTERS)
+    yield from product(words, _LETTERS)
+    yield from product(words, words)
+
+
+def _letter_pairs() -> list[tuple[str, str]]:
+    """All pairs of lower-case letters by a guess at their frequency: frequent letters first, vowel beside consonant preferred."""
+
+    def rank(pair: tuple[str, str]) -> tuple[float, tuple[str, str]]:
+        left, right = pair
+        mixed = (left in _VOWELS) != (right in _VOWELS)
+        return (1 + _LETTERS.index(left)) * (1 + _LETTERS.index(right)) * (1.0 if mixed else 2.5), pair
+
+    return sorted(product(_LETTERS, _LETTERS), key=rank)

@@ -1,0 +1,133 @@
+"""Seeded random weights under the tensor names of the published checkpoints. Used by the scaffold and by tests that compare models.
+
+Every tensor is a function of (seed, name), so any process can make any of them alone, on any device of one kind.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from models.config import ModelConfig, TextConfig, VisionConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+MAX_SHARD_BYTES = 4 << 30
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Name and shape of every tensor of a checkpoint, as Hugging Face's `Qwen3VLForConditionalGeneration` names them."""
+    shapes = _vision_shapes(config.vision) | _text_shapes(config.text)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.text.vocab_size, config.text.hidden_size)
+    return shapes
+
+
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Embeddings of unit scale, matrices of fan_in ** -0.5 (activations keep their scale), norm weights about 1, biases about 0."""
+    generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    normal = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+    if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
+        return normal
+    if len(shape) > 1:
+        return normal.mul_(torch.Size(shape[1:]).numel() ** -0.5)
+    return normal.mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
+
+
+def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes safetensors beside the folder's config.json: one file, or shards with an index when they exceed `max_shard_bytes`."""
+    config = ModelConfig.from_folder(folder)
+    shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
+    shards = list(_shards(shapes, dtype, max_shard_bytes))
+    for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        stale.unlink()
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: random_tensor(name, shapes[name], seed, dtype, torch.device("cpu")) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        total = sum(_num_bytes(shape, dtype) for shape in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a `ModelConfig.dtype`. ValueError for any other name."""
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
+    return dtypes[name]
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _shards(shapes: Shapes, dtype: torch.dtype, max_bytes: int) -> Iterator[list[str]]:
+    """Names grouped in order so that each group stays within `max_bytes`; a single larger tensor is a group of its own."""
+    group: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        num_bytes = _num_bytes(shape, dtype)
+        if group and size + num_bytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += num_bytes
+    yield group
+
+
+def _linear(name: str, rows: int, columns: int) -> Shapes:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def _layer_norm(name: str, size: int) -> Shapes:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def _vision_shapes(vision: VisionConfig) -> Shapes:
+    hidden, inner = vision.hidden_size, vision.intermediate_size
+    kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    shapes: Shapes = {
+        "model.visual.patch_embed.proj.weight": (hidden, *kernel),
+        "model.visual.patch_embed.proj.bias": (hidden,),
+        "model.visual.pos_embed.weight": (vision.num_position_embeddings, hidden),
+    }
+    for i in range(vision.depth):
+        block = f"model.visual.blocks.{i}"
+        shapes |= _layer_norm(f"{block}.norm1", hidden) | _layer_norm(f"{block}.norm2", hidden)
+        shapes |= _linear(f"{block}.attn.qkv", 3 * hidden, hidden) | _linear(f"{block}.attn.proj", hidden, hidden)
+        shapes |= _linear(f"{block}.mlp.linear_fc1", inner, hidden) | _linear(f"{block}.mlp.linear_fc2", hidden, inner)
+    merged = hidden * vision.merge_size**2
+    mergers = {"model.visual.merger": hidden}  # this one normalises before the patches of a block are joined, the others after
+    mergers |= {f"model.visual.deepstack_merger_list.{i}": merged for i in range(len(vision.deepstack_indexes))}
+    for merger, norm_size in mergers.items():
+        shapes |= _layer_norm(f"{merger}.norm", norm_size)
+        shapes |= _linear(f"{merger}.linear_fc1", merged, merged) | _linear(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
+    return shapes
+
+
+def _text_shapes(text: TextConfig) -> Shapes:
+    hidden, queries, keys = text.hidden_size, text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
+    shapes: Shapes = {"model.language_model.embed_tokens.weight": (text.vocab_size, hidden)}
+    for i in range(text.num_layers):
+        layer = f"model.language_model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (queries, hidden),
+            f"{layer}.self_attn.k_proj.weight": (keys, hidden),
+            f"{layer}.self_attn.v_proj.weight": (keys, hidden),
+            f"{layer}.self_attn.q_norm.weight": (text.head_dim,),
+            f"{layer}.self_attn.k_norm.weight": (text.head_dim,),
+            f"{layer}.self_attn.o_proj.weight": (hidden, queries),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (text.intermediate_size, hidden),
+            f"{layer}.mlp.up_proj.weight": (text.intermediate_size, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, text.intermediate_size),
+        }
+    return shapes | {"model.language_model.norm.weight": (hidden,)}
