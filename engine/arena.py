@@ -116,7 +116,7 @@ class Arena(ArenaView):
             self._free_ends.insert(i, end)
 
     def grow(self, offset: int, used: int, length: int) -> int:
-        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset (it may change)."""
+        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset, old or new."""
         end = self._allocated[offset]
         need = -(-length // ALIGNMENT) * ALIGNMENT
         if offset + need <= end:

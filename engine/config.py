@@ -19,9 +19,13 @@ def num_cpus() -> int:
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every field is a flag: `max_model_len` is `--max-model-len`. The text is its help. Byte sizes take K, M and G suffixes."""
 
-    model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = "demo"
+    model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
+        "demo"
+    )
     served_model_name: Annotated[str | None, "name that the API shows and accepts; default: the model as given"] = None
-    load_format: Annotated[Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"
+    ] = "auto"
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto' is bfloat16 on GPUs and float32 on CPUs"] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
@@ -49,13 +53,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_arena_bytes: Annotated[int, "shared memory for request bodies"] = 1 * GIB
     processor_arena_bytes: Annotated[int, "shared memory for images and token ids"] = 2 * GIB
     media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
-    processing_pool_size: Annotated[int, "threads that decode images other than baseline JPEGs; on CPUs also JPEGs"] = max(1, min(16, num_cpus()))
+    processing_pool_size: Annotated[int, "threads that decode images other than baseline JPEGs; on CPUs also JPEGs"] = max(
+        1, min(16, num_cpus())
+    )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
     max_images_per_request: Annotated[int, "images in one request"] = 128
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
-    allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = None
+    allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (
+        None
+    )
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
     @property
@@ -114,7 +122,15 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 
 def find_problem(config: EngineConfig) -> str | None:
     """Why this configuration cannot work, or None."""
-    positive = ("tp", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens", "max_num_encoder_tokens", "max_queued_requests", "block_size")
+    positive = (
+        "tp",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_mixed_tokens",
+        "max_num_encoder_tokens",
+        "max_queued_requests",
+        "block_size",
+    )
     for name in positive:
         if getattr(config, name) < 1:
             return f"--{name.replace('_', '-')} must be at least 1"

@@ -4,7 +4,6 @@ Every child calls `Child.attach()` first. A receiver binds its one inbox; sender
 what is in flight. The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
 """
 
-import asyncio
 import ctypes
 import logging
 import os
@@ -50,7 +49,7 @@ class Outbox(Generic[T]):
     """Sends messages of one type to one inbox; never blocks."""
 
     def __init__(self, run_dir: str, name: str):
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.connect(address(run_dir, name))
@@ -70,11 +69,11 @@ class Inbox(Generic[T]):
     """Receives messages of one type (a union is told apart by its tags), blocking or polled."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address(run_dir, name))
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def recv(self, timeout: float | None = None) -> T | None:
         """The next message; None if none came within `timeout` seconds (None: wait for ever)."""
@@ -101,7 +100,7 @@ class AsyncInbox(Generic[T]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address(run_dir, name))
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     async def recv(self) -> T:
         return self._decoder.decode(await self._socket.recv())
@@ -166,9 +165,3 @@ def setup_logging(role: str, level: str) -> None:
     """One line format for every process, on stderr."""
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)
 
-
-def run_async(main: Callable[[], "asyncio.Future[None]"]) -> None:
-    """Runs an async entry point on uvloop."""
-    import uvloop
-
-    uvloop.run(main())

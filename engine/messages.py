@@ -118,7 +118,7 @@ class Events(msgspec.Struct, frozen=True):
     events: list[Event]
     released_bodies: list[int] = []
     stats: "EngineStats | None" = None
-    heartbeat: float = 0.0
+    heartbeat: float = 0.0  # when the engine last made progress, or was idle; /health compares it with now
 
 
 # ---- processor <-> scheduler -------------------------------------------------------------------------------------------------------
@@ -206,7 +206,8 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     row: int
     prompt: Region
     output_ids: list[int]
-    spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in merged tokens: for M-RoPE positions
+    spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
+    blocks: list[int]  # held from the prefix cache
     params: SamplingParams
 
 
@@ -237,20 +238,21 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """One step, executed in this order: evict, admit, encode, forward, sample. Prefill chunks come before decode chunks."""
+    """One step, executed in this order: evict, admit, encode, forward, sample. Prefill chunks come before
+    decode chunks, which are those of one sampled token without an image."""
 
     step: int
     evict: list[int]
     admits: list[Admit]
     encodes: list[Encode]
     chunks: list[Chunk]
-    prefetch: list[Encode] = []  # images that the next chunks will need: may be decoded ahead on a second stream
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     rank: int
     num_blocks: int
     image_cache_bytes: int
+    bytes_per_image_token: int
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
@@ -279,5 +281,4 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Submit | Abort
-ToScheduler = EngineRequest | Abort
-FromWorker = WorkerReady | StepResult
+ToScheduler = EngineRequest | Abort | WorkerReady | StepResult

@@ -1,0 +1,155 @@
+"""The directory of KV blocks: who holds which, what a block's content is called, what is evicted next. Used by the scheduler's policy.
+
+      ref > 0                      ref == 0, in `_free` from least to most recently used
+   +-----------+   release    +---------------------------------------------+
+   |  in use   | -----------> | cached (hash known, may be matched) or blank |
+   +-----------+ <----------- +---------------------------------------------+
+                 acquire (hit) / alloc (evicts: the hash is forgotten)
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from engine.messages import ImageSpan
+
+DIGEST_SIZE = 16
+
+
+class BlockPool:
+    """Ref-counted KV blocks with a hash directory. Pure bookkeeping: the bytes are in the workers.
+
+    Invariant (`check`): a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._refs = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached or not."""
+        return len(self._free)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest cached beginning of a hash chain; not yet held."""
+        blocks = []
+        for digest in hashes:
+            block = self._cached.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks would leave the free list if they were acquired."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Holds cached blocks once more."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+
+    def alloc(self, count: int) -> list[int] | None:
+        """`count` blank blocks, least recently used first (their cached content is forgotten); None if there are not enough."""
+        if count > len(self._free):
+            return None
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops one hold of each block. The end of a sequence is evicted before its beginning."""
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} released twice"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                self._free.move_to_end(block, last=self._hashes[block] is not None)
+
+    def commit(self, block: int, digest: bytes) -> None:
+        """Names the content of a full, held block. If another block already has this content, that one stays the cached one."""
+        assert self._refs[block] > 0
+        if self._hashes[block] is None and digest not in self._cached:
+            self._hashes[block] = digest
+            self._cached[digest] = block
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Un-names blocks whose content turned out to be wrong."""
+        for block in blocks:
+            self._forget(block)
+
+    def check(self) -> None:
+        """Asserts the invariant."""
+        assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))
+        assert all(ref >= 0 for ref in self._refs)
+        assert all(self._hashes[block] == digest for digest, block in self._cached.items())
+        assert sum(digest is not None for digest in self._hashes) == len(self._cached)
+
+    def check_refs(self, held: Iterable[Sequence[int]]) -> None:
+        """Asserts that the counts are exactly the holds of these block tables."""
+        counts = [0] * self.num_blocks
+        for table in held:
+            for block in table:
+                counts[block] += 1
+        assert counts == self._refs, "block counts drifted from the block tables"
+
+    def _forget(self, block: int) -> None:
+        digest = self._hashes[block]
+        if digest is not None:
+            del self._cached[digest]
+            self._hashes[block] = None
+
+
+class BlockHasher:
+    """The hash chain of one sequence: link i names the content of block i and of everything before it.
+
+    A link covers the parent link, the block's token ids and, for each image that overlaps it, the image's hash and where in the
+    image the block begins; so equal placeholder ids of different pictures never alias. The chain begins with the tenant's salt.
+    """
+
+    def __init__(self, block_size: int, images: Sequence[ImageSpan], salt: str):
+        self._block_size = block_size
+        self._images = images
+        self._next_image = 0  # first image that does not end before the next block
+        self.links: list[bytes] = []
+        self._parent = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
+
+    def extend(self, token_ids: np.ndarray) -> None:
+        """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""
+        size = self._block_size
+        for i in range(len(self.links), len(token_ids) // size):
+            state = hashlib.blake2b(self._parent, digest_size=DIGEST_SIZE)
+            state.update(token_ids[i * size : (i + 1) * size].tobytes())
+            for part in self._image_parts(i * size, (i + 1) * size):
+                state.update(part)
+            self._parent = state.digest()
+            self.links.append(self._parent)
+
+    def _image_parts(self, start: int, end: int) -> Iterable[bytes]:
+        while self._next_image < len(self._images) and self._ends_before(self._images[self._next_image], start):
+            self._next_image += 1
+        for image in self._images[self._next_image :]:
+            if image.start >= end:
+                break
+            yield image.hash + (start - image.start).to_bytes(8, "little", signed=True)
+
+    @staticmethod
+    def _ends_before(image: ImageSpan, position: int) -> bool:
+        return image.start + image.length <= position

@@ -1,0 +1,333 @@
+"""Who computes what in the next step: state in, `StepPlan` out. No clock, no sockets, no tensors; called by `main`.
+
+One rule for prefill, chunked prefill and decode: `num_computed` chases `num_tokens` within the step's token budget, oldest request
+first. What a chunk lacks (a KV block, room for an embedding) is taken from the youngest running request by preemption.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.request import Request, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may do. `bytes_per_image_token` is what the workers' cache takes for one image token."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_mixed_tokens: int
+    max_num_encoder_tokens: int
+    bytes_per_image_token: int
+    prefix_cache: bool = True
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals for the metrics."""
+
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0
+    images_encoded: int = 0
+    images_hit: int = 0
+    images_skipped: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """All that the policy decides on. `running` is in order of admission, `waiting` in order of arrival."""
+
+    limits: Limits
+    blocks: BlockPool
+    images: ImageDirectory
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    stopping: set[Request] = field(default_factory=set)
+    free_rows: list[int] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    num_steps: int = 0
+
+    def check(self) -> None:
+        """Asserts every invariant that relates requests, blocks, images and rows."""
+        self.blocks.check()
+        self.images.check()
+        holders = [*self.running, *self.stopping]
+        self.blocks.check_refs(request.blocks for request in holders)
+        for request in self.waiting:
+            assert not request.blocks and not request.pins and request.row < 0
+        for request in self.running:
+            assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
+            assert len(request.blocks) >= self.blocks.num_needed(request.num_computed)
+        rows = [request.row for request in holders if request.row >= 0]
+        assert sorted([*rows, *self.free_rows]) == list(range(self.limits.max_num_seqs)), "rows leaked"
+        pins: dict[bytes, int] = {}
+        for request in holders:
+            for index in request.pins:
+                pins[request.images[index].hash] = pins.get(request.images[index].hash, 0) + 1
+        for digest, count in pins.items():
+            entry = self.images.get(digest)
+            assert entry is None or entry.pins == count, "pins drifted from the requests"
+        assert self.images.num_pinned <= len(pins)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan for the workers, and what the scheduler must remember until its result is in."""
+
+    plan: StepPlan
+    requests: list[Request]  # of plan.chunks, in their order
+    encoded: dict[int, bytes]  # image id -> hash
+
+
+def plan(state: State) -> PlannedStep | None:
+    """The next step, or None if nothing can run now. Mutates the state as if the step had been sent."""
+    step = _StepBuilder(state)
+    step.continue_running()
+    step.admit_waiting()
+    return step.finish()
+
+
+def release(state: State, request: Request) -> None:
+    """Takes row, blocks and pins from a request. Plans in flight may still use them: workers execute in plan order."""
+    _unpin(state, request)
+    state.blocks.release(request.blocks)
+    request.blocks = []
+    if request.row >= 0:
+        state.free_rows.append(request.row)
+        request.row = -1
+
+
+def preempt(state: State, request: Request) -> None:
+    """Sends a running request back to the queue's front; it recomputes what the prefix cache forgets."""
+    state.running.remove(request)
+    release(state, request)
+    request.status = Status.WAITING
+    request.num_computed = request.num_committed = request.first_needed = 0
+    position = sum(other.arrival < request.arrival for other in state.waiting)
+    state.waiting.insert(position, request)
+    state.counters.preemptions += 1
+
+
+def commit(state: State, request: Request, num_computed: int) -> None:
+    """Offers the full blocks up to `num_computed` to the directory: called when the result of the step that computed them is in."""
+    if not state.limits.prefix_cache or not request.blocks:
+        return
+    request.hasher.extend(request.known_ids())
+    full = min(num_computed // state.blocks.block_size, len(request.hasher.links), len(request.blocks))
+    for i in range(request.num_committed, full):
+        state.blocks.commit(request.blocks[i], request.hasher.links[i])
+    request.num_committed = max(request.num_committed, full)
+
+
+def _unpin(state: State, request: Request) -> None:
+    for index in request.pins:
+        state.images.unpin(request.images[index].hash)
+    request.pins.clear()
+
+
+class _StepBuilder:
+    """Collects one step. A request is only ever preempted before it has a chunk in the step: victims are younger than whoever asks."""
+
+    def __init__(self, state: State):
+        self.state = state
+        self.limits = state.limits
+        self.admits: list[Admit] = []
+        self.encodes: list[Encode] = []
+        self.encoded: dict[int, bytes] = {}
+        self.prefills: list[tuple[Request, Chunk]] = []
+        self.decodes: list[tuple[Request, Chunk]] = []
+        self.unpins: list[tuple[Request, int]] = []
+        self.num_encoder_tokens = 0
+        num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
+        budget = self.limits.max_num_batched_tokens - num_decodes
+        self.budget = min(budget, self.limits.max_num_mixed_tokens) if num_decodes else budget
+
+    def continue_running(self) -> None:
+        """A chunk for every running request that fits the budget, oldest first."""
+        i = 0
+        while i < len(self.state.running):
+            request = self.state.running[i]
+            if request.is_decoding:
+                if request.wants_tokens:
+                    self._schedule(request, 1)
+            elif request.num_tokens > request.num_computed:
+                self._schedule(request, self.budget)
+            if i < len(self.state.running) and self.state.running[i] is request:
+                i += 1
+
+    def admit_waiting(self) -> None:
+        """First chunks of waiting requests in order of arrival, as long as nobody must be preempted for it."""
+        while self.state.waiting and self.budget > 0 and self.state.free_rows:
+            request = self.state.waiting[0]
+            if request.num_in_flight or not self._admit(request):
+                break
+
+    def finish(self) -> PlannedStep | None:
+        """The plan, prefill chunks first; images whose last token is computed lose their pin now, not earlier."""
+        for request, index in self.unpins:
+            if index in request.pins:
+                request.pins.remove(index)
+                self.state.images.unpin(request.images[index].hash)
+        members = self.prefills + self.decodes
+        if not members:
+            return None
+        for request, _ in members:
+            request.num_in_flight += 1
+        step = StepPlan(
+            step=self.state.num_steps,
+            evict=self.state.images.take_evicted(),
+            admits=self.admits,
+            encodes=self.encodes,
+            chunks=[chunk for _, chunk in members],
+        )
+        self.state.num_steps += 1
+        self.state.counters.images_encoded += len(self.encodes)
+        self.state.counters.computed_tokens += sum(chunk.length for chunk in step.chunks)
+        return PlannedStep(step, [request for request, _ in members], self.encoded)
+
+    def _admit(self, request: Request) -> bool:
+        blocks = self.state.blocks
+        hits = self._prefix_hits(request)
+        needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
+        if needed > blocks.num_free:
+            return False
+        blocks.acquire(hits)
+        request.blocks = list(hits)
+        request.num_computed = len(hits) * blocks.block_size
+        request.num_committed = len(hits)
+        length, _ = self._fit_images(request, min(self.budget, request.num_tokens - request.num_computed))
+        if length == 0:  # no room for its next embedding beside the pinned ones: wait, nobody is preempted for a newcomer
+            blocks.release(request.blocks)
+            request.blocks, request.num_computed, request.num_committed = [], 0, 0
+            return False
+        self._start(request)
+        self._schedule(request, length)
+        return True
+
+    def _start(self, request: Request) -> None:
+        self.state.waiting.popleft()
+        self.state.running.append(request)
+        request.status = Status.RUNNING
+        request.row = self.state.free_rows.pop()
+        if request.num_cached < 0:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            self.state.counters.cached_prompt_tokens += request.num_cached
+            self.state.counters.images_skipped += sum(s.start + s.length <= request.num_computed for s in request.images)
+        while request.first_needed < len(request.images) and _end(request.images[request.first_needed]) <= request.num_computed:
+            request.first_needed += 1
+        output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
+        spans = [(s.start, *s.grid) for s in request.images]
+        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, request.blocks.copy(), request.params))
+
+    def _prefix_hits(self, request: Request) -> list[int]:
+        """Cached blocks of the beginning; at least one token is always left to compute, for its logits."""
+        if not self.limits.prefix_cache:
+            return []
+        request.hasher.extend(request.known_ids())
+        usable = (request.num_tokens - 1) // self.state.blocks.block_size
+        return self.state.blocks.match(request.hasher.links[:usable])
+
+    def _schedule(self, request: Request, budget: int) -> None:
+        """Adds a chunk of at most `budget` tokens, preempting younger requests (at last itself) for what it lacks."""
+        length = min(budget, request.num_tokens - request.num_computed)
+        while length > 0:
+            fitting, starved = self._fit_images(request, length)
+            if fitting == 0 and not starved:
+                return  # the step's encoder budget is used up
+            new_blocks = self._blocks_for(request, fitting) if fitting else None
+            if new_blocks is not None:
+                self._add_chunk(request, fitting, new_blocks)
+                return
+            victim = self.state.running[-1]
+            preempt(self.state, victim)
+            if victim is request:
+                return
+
+    def _blocks_for(self, request: Request, length: int) -> list[int] | None:
+        needed = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
+        return self.state.blocks.alloc(needed) if needed > 0 else []
+
+    def _fit_images(self, request: Request, length: int) -> tuple[int, bool]:
+        """Cuts a chunk before the first image that cannot be had now. Also returns whether cache room, not the encoder budget, cut it."""
+        start, end = request.num_computed, request.num_computed + length
+        encoder_tokens, used = self.num_encoder_tokens, self.state.images.pinned_bytes
+        seen: set[bytes] = set()
+        for span in request.images[request.first_needed :]:
+            if span.start >= end:
+                break
+            if _end(span) <= start or span.hash in seen:
+                continue
+            seen.add(span.hash)
+            entry = self.state.images.get(span.hash)
+            size = span.length * self.limits.bytes_per_image_token
+            used += size if entry is None or entry.pins == 0 else 0
+            if used > self.state.images.budget_bytes:
+                return max(0, span.start - start), True
+            if entry is not None:
+                continue
+            if encoder_tokens > 0 and encoder_tokens + span.length > self.limits.max_num_encoder_tokens:
+                return max(0, span.start - start), False
+            if _end(span) > end and span.length <= length and span.start - start >= max(1, length // 2):
+                return span.start - start, False  # a chunk prefers to end on an image's end
+            encoder_tokens += span.length
+        return length, False
+
+    def _add_chunk(self, request: Request, length: int, new_blocks: list[int]) -> None:
+        start, end = request.num_computed, request.num_computed + length
+        request.blocks.extend(new_blocks)
+        visual = self._take_images(request, start, end)
+        sample = end == request.num_tokens
+        chunk = Chunk(request.row, start, length, sample, new_blocks, visual)
+        if not request.is_decoding:
+            self.budget -= length  # decodes were taken off the budget at the start
+        is_decode_row = sample and length == 1 and not visual
+        (self.decodes if is_decode_row else self.prefills).append((request, chunk))
+        request.num_computed = end
+        request.num_drawn += sample
+
+    def _take_images(self, request: Request, start: int, end: int) -> list[VisualRef]:
+        """Pins and, where needed, plans to encode the images that overlap the chunk; lets go of those that end in it after this step."""
+        refs = []
+        overlapping = [i for i in range(request.first_needed, len(request.images)) if request.images[i].start < end]
+        self._pin_cached(request, overlapping)  # before any eviction that `reserve` may do
+        for index in overlapping:
+            span = request.images[index]
+            if index not in request.pins:
+                self._pin_encoded(request, index)
+            entry = self.state.images.get(span.hash)
+            assert entry is not None
+            first, last = max(start, span.start), min(end, _end(span))
+            refs.append(VisualRef(entry.image_id, first, last - first, first - span.start))
+            if _end(span) <= end:
+                self.unpins.append((request, index))
+                request.first_needed = index + 1
+        return refs
+
+    def _pin_cached(self, request: Request, indexes: list[int]) -> None:
+        for index in indexes:
+            digest = request.images[index].hash
+            if index not in request.pins and self.state.images.get(digest) is not None:
+                self.state.images.pin(digest)
+                request.pins.add(index)
+                self.state.counters.images_hit += 1
+
+    def _pin_encoded(self, request: Request, index: int) -> None:
+        span = request.images[index]
+        if self.state.images.get(span.hash) is None:
+            entry = self.state.images.reserve(span.hash, span.length * self.limits.bytes_per_image_token)
+            assert entry is not None, "room was counted before"
+            self.encodes.append(Encode(entry.image_id, span.source, span.grid))
+            self.encoded[entry.image_id] = span.hash
+            self.num_encoder_tokens += span.length
+        else:
+            self.state.counters.images_hit += 1
+        self.state.images.pin(span.hash)
+        request.pins.add(index)
+
+
+def _end(span: ImageSpan) -> int:
+    return span.start + span.length

@@ -1,0 +1,103 @@
+"""One request as the scheduler sees it: a sequence whose `num_computed` chases its `num_tokens`. Used by policy and main."""
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.messages import EngineRequest, FinishReason, ImageSpan, SamplingParams
+from engine.scheduler.blocks import BlockHasher
+
+
+class Status(enum.Enum):
+    """WAITING has no row and no blocks (new, or preempted); RUNNING has both; STOPPING only waits for its plans in flight to land."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The state of one request.
+
+        0 ............ num_prompt ........ len(token_ids) ... num_tokens
+        |-- prompt ids --|-- output ids, known --|-- drawn on the device, in flight --|
+        |-------- num_computed: K/V exists after all plans sent so far -------|
+
+    Invariants: num_computed <= num_tokens; blocks cover num_computed; pins are images that the sequence is in the middle of.
+    """
+
+    wire: EngineRequest
+    token_ids: np.ndarray  # int32, prompt and known output; capacity for the whole sequence
+    num_known: int  # valid entries of token_ids
+    max_tokens: int
+    eos_ids: frozenset[int]
+    hasher: BlockHasher
+    arrival: int = 0
+    status: Status = Status.WAITING
+    row: int = -1
+    num_computed: int = 0
+    num_committed: int = 0  # blocks whose content was offered to the block directory
+    num_drawn: int = 0  # sampled by plans in flight
+    num_in_flight: int = 0  # plans in flight that name this request
+    num_cached: int = -1  # prompt tokens of the first admission that came from the prefix cache; -1 before it
+    blocks: list[int] = field(default_factory=list)
+    pins: set[int] = field(default_factory=set)  # indexes into images
+    first_needed: int = 0  # images before this index are computed or came from the prefix cache
+    finish: FinishReason | None = None
+
+    @property
+    def rid(self) -> int:
+        return self.wire.rid
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.wire.params
+
+    @property
+    def images(self) -> list[ImageSpan]:
+        return self.wire.images
+
+    @property
+    def num_prompt(self) -> int:
+        return self.wire.prompt.length // 4
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids exist, on the host or on the device."""
+        return self.num_known + self.num_drawn
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens, those in flight included."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def wants_tokens(self) -> bool:
+        """False when enough tokens are drawn already and only their results are awaited."""
+        return self.num_output < self.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
+
+    def append(self, token_id: int) -> None:
+        """A drawn token's id has come."""
+        self.token_ids[self.num_known] = token_id
+        self.num_known += 1
+        self.num_drawn -= 1
+
+    def finish_reason_of(self, token_id: int) -> FinishReason | None:
+        """Whether the token just appended ends the request."""
+        if not self.params.ignore_eos and token_id in self.eos_ids:
+            return "stop"
+        if token_id in self.params.stop_token_ids:
+            return "stop"
+        if self.num_known - self.num_prompt >= self.max_tokens:
+            return "length"
+        return None
+
+    def known_ids(self) -> np.ndarray:
+        """int32 ids of the prompt and the known output."""
+        return self.token_ids[: self.num_known]
