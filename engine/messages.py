@@ -74,7 +74,7 @@ class Stages(msgspec.Struct):
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, or a URL that the processor fetches."""
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch."""
 
     mime: str = ""
     payload: Region | None = None
@@ -101,7 +101,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     rid: int
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
 
     rid: int
@@ -188,7 +188,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
 
 
-class EngineOutputs(msgspec.Struct, frozen=True):
+class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
     """What one step (or a reject) means for requests. `released`: requests whose regions of the processor arena may be reused."""
 
     outputs: list[RequestOutput]
@@ -280,5 +280,5 @@ class Status(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-ToProcessor = Submit | Abort
+ToProcessor = Submit | Abort | EngineOutputs
 ToScheduler = EngineRequest | Abort | WorkerReady | StepResult
