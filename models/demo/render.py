@@ -12,12 +12,16 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from models.demo.scenes import COLOURS, Item, Scene
+from models.geometry import VisionGeometry
+
+# The model's preprocessing: a token is 32 x 32 pixels, a picture takes 4 to 144 of them.
+IMAGE_GEOMETRY = VisionGeometry(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=64 * 64, max_pixels=384 * 384)
 
 FONTS = tuple(sorted((Path(__file__).parent / "fonts").glob("*.ttf")))
 DEFAULT_FONT = len(FONTS)  # Pillow's own comes after the files
 MIN_CONTRAST = 120.0  # between an item's colour and what is behind it, Euclidean in RGB
+MIN_LUMA = 35.0  # and in brightness, so that text can be read
 MIN_TEXT = 15.0  # height of a line of text after the model's resize, in pixels
-MODEL_PIXELS = 384 * 384  # what larger pictures are scaled down to before the model sees them
 
 RGB = tuple[int, int, int]
 MASK_SIDE = 128
@@ -64,9 +68,13 @@ def _ground_colour(rng: np.random.Generator, colours: list[RGB]) -> RGB:
     """A background on which all the colours can be seen."""
     for _ in range(100):
         ground: RGB = tuple(rng.integers(0, 256, 3).tolist()) if rng.random() < 0.7 else _jitter(rng, (235, 235, 235), 20)  # type: ignore[assignment]
-        if all(math.dist(ground, colour) >= MIN_CONTRAST for colour in colours):
+        if all(math.dist(ground, colour) >= MIN_CONTRAST and abs(_luma(ground) - _luma(colour)) >= MIN_LUMA for colour in colours):
             return ground
     return (128, 128, 128)
+
+
+def _luma(colour: RGB) -> float:
+    return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
 
 
 def _background(rng: np.random.Generator, scene: Scene, ground: RGB) -> Image.Image:
@@ -103,35 +111,35 @@ def _clutter(image: Image.Image, rng: np.random.Generator, mess: float, ground: 
 
 def _place_item(image: Image.Image, rng: np.random.Generator, scene: Scene, item: Item, colour: RGB) -> list[Mark]:
     """Paste one item into its part of the canvas."""
-    left, top, width, height = _cell(scene, item)
+    left, top, width, height = _cell(scene, item, float(rng.uniform(1 / 3, 0.95)))
     if item.kind == "shape":
-        small, shape_only = min(width, height), len(scene.items) == 1 and item.place != "centre"
-        side = float(rng.uniform(0.75 if shape_only else 0.45, 0.92)) * small
-        mask, marks = _shape_mask(rng, item, max(side, 16.0))
+        side = float(rng.uniform(0.6, 0.95)) * min(width, height)
+        mask, marks = _shape_mask(rng, item, max(side, 18.0))
     else:
         mask, marks = _text_mask(rng, item, width * 0.94, height * 0.94, _scale(scene))
-    slack_x, slack_y = width - mask.width, height - mask.height
-    share = 0.5 * (rng.random(2) if len(scene.items) == 1 and item.place == "centre" and item.kind != "shape" else rng.random(2) * 0.8 + 0.1)
-    x, y = round(left + slack_x * share[0] * 2), round(top + slack_y * share[1] * 2)
+    share_x, share_y = rng.random(2)
+    x, y = round(left + (width - mask.width) * share_x), round(top + (height - mask.height) * share_y)
     image.paste(colour, (x, y), mask)
     return [Mark(mark.x + x, mark.y + y, mark.width, mark.height, mark.label, mark.colour) for mark in marks]
 
 
 def _scale(scene: Scene) -> float:
     """By how much the model's preprocessing shrinks the picture (1 for small ones)."""
-    return min(1.0, math.sqrt(MODEL_PIXELS / (scene.width * scene.height)))
+    return min(1.0, math.sqrt(IMAGE_GEOMETRY.max_pixels / (scene.width * scene.height)))
 
 
-def _cell(scene: Scene, item: Item) -> tuple[float, float, float, float]:
-    """The part of the canvas that belongs to the item: a half beside another item, a ninth for a named place, else all of it."""
+def _cell(scene: Scene, item: Item, central: float) -> tuple[float, float, float, float]:
+    """(left, top, width, height) of the item's part of the canvas: a half beside another item, a ninth for a shape at a named place (the
+    share `central` of both sides for one in the centre), all of it for a text alone."""
     width, height = float(scene.width), float(scene.height)
     if len(scene.items) == 2:
-        share = 0.5 if item.kind == "shape" else 0.5
         if item.place in ("left", "right"):
-            return (0.0 if item.place == "left" else width * share), 0.0, width / 2, height
-        return 0.0, (0.0 if item.place == "top" else height * share), width, height / 2
+            return (0.0 if item.place == "left" else width / 2), 0.0, width / 2, height
+        return 0.0, (0.0 if item.place == "top" else height / 2), width, height / 2
     if item.kind != "shape":
         return 0.0, 0.0, width, height
+    if item.place == "centre":
+        return width * (1 - central) / 2, height * (1 - central) / 2, width * central, height * central
     column = 0 if "left" in item.place else 2 if "right" in item.place else 1
     row = 0 if "top" in item.place else 2 if "bottom" in item.place else 1
     return column * width / 3, row * height / 3, width / 3, height / 3

@@ -4,11 +4,12 @@ A scene is everything that a question may be about, so an answer is looked up he
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 Kind = Literal["number", "word", "shape"]
+T = TypeVar("T")
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (215, 30, 35),
@@ -25,7 +26,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 SHAPES = ("circle", "square", "triangle", "star", "heart", "cross", "diamond", "ring")
 WORDS = (
     "apple", "bread", "bridge", "castle", "cat", "chair", "cloud", "coffee", "dog", "door", "engine", "fish", "flower", "forest", "garden",
-    "horse", "house", "island", "jacket", "kite", "lamp", "lemon", "lion", "market", "moon", "mountain", "music", "ocean", "orange", "paper",
+    "horse", "house", "island", "jacket", "kite", "lamp", "lemon", "lion", "market", "moon", "mountain", "music", "ocean", "paper",
     "pencil", "piano", "queen", "rabbit", "river", "rocket", "school", "ship", "silver", "snow", "spoon", "summer", "table", "tiger", "train",
     "violin", "water", "window", "winter", "zebra",
 )  # fmt: skip
@@ -87,7 +88,7 @@ def random_number(rng: np.random.Generator, digits: int | None = None) -> str:
     return str(int(rng.integers(low, 10**length)))
 
 
-def pick[T](rng: np.random.Generator, options: tuple[T, ...]) -> T:
+def pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
     """One of the options, all equally likely, with its own type (`rng.choice` would turn it into a numpy scalar)."""
     return options[int(rng.integers(len(options)))]
 
