@@ -1,0 +1,50 @@
+"""Causal attention over a paged KV cache, behind one Protocol. The worker makes a backend, plans each step and hands it to the model."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from models.batch import AttentionLayout
+from models.config import TextConfig
+from models.layers.ops import KVPool
+from models.layers.parallel import TensorParallel, kv_heads_of
+
+
+class AttentionBackend(Protocol):
+    """Owns the KV pools of all layers. Once a step: `plan`; then in each layer: keys and values go into `pool(layer)`, then `run`."""
+
+    def plan(self, layout: AttentionLayout) -> None:
+        """Takes the rows and pages of the next step. Host work and copies only; not part of a captured graph."""
+
+    def pool(self, layer: int) -> KVPool:
+        """Where the layer's keys and values are written, at the layout's slots."""
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end.
+
+        Query heads share KV heads in groups of H / KV heads; the scale is K ** -0.5. The step's keys must be in the pool already.
+        """
+
+
+def allocate_pools(
+    config: TextConfig, tp: TensorParallel, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[KVPool]:
+    """One (k, v) pair per layer, zeros (a page that was never written must not hold NaN), this rank's KV heads."""
+    shape = (num_blocks, page_size, kv_heads_of(config.num_kv_heads, tp)[1], config.head_dim)
+
+    def zeros() -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return [(zeros(), zeros()) for _ in range(config.num_layers)]
+
+
+def make_attention(pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+    """The backend for the device of the pools; `num_heads` are this rank's query heads."""
+    if pools[0][0].device.type == "cuda":
+        from models.layers.attention_flashinfer import FlashInferAttention  # needs FlashInfer, which a CPU machine lacks
+
+        return FlashInferAttention(pools, num_heads)
+    from models.layers.attention_torch import TorchAttention
+
+    return TorchAttention(pools)

@@ -1,0 +1,24 @@
+"""The decoder's norm. Used by `models.text`."""
+
+import torch
+from torch import nn
+
+from models.layers.ops import Ops
+from models.layers.parallel import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension; whole on every rank."""
+
+    def __init__(self, size: int, eps: float, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ops = ops
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(x_TD, self.weight, self.eps)
+
+    def add_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        """residual += x in place, and the norm of that; `x_TD` must not be used afterwards."""
+        return self.ops.add_rms_norm_(x_TD, residual_TD, self.weight, self.eps)

@@ -1,0 +1,171 @@
+"""Tensor parallelism: the group of ranks as an explicit object, and the linear layers and embeddings that are cut over it.
+
+Every rank runs the same code on its share; activations between layers are whole on every rank. Called by the decoder and the loader.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from models.layers.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Rank `rank` of `size`. With one rank every collective is the identity and `group` is None."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def single(cls) -> "TensorParallel":
+        """The whole model on one device."""
+        return cls(rank=0, size=1, group=None)
+
+    def share(self, total: int, what: str) -> int:
+        """`total / size`; ValueError that names `what` if it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{what} ({total}) does not divide over {self.size} tensor-parallel ranks")
+        return total // self.size
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of rank 0, in place."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, n) of each rank -> (S, size * n), in rank order."""
+        if self.size == 1:
+            return x
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        return gathered.transpose(0, 1).reshape(x.shape[0], -1)
+
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Counts may differ, and every rank knows all of them."""
+        if self.size == 1:
+            return x
+        longest = max(counts)
+        padded = x.new_zeros((longest, *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        gathered = x.new_empty((self.size * longest, *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        return torch.cat([gathered[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows `start : start + rows` of the checkpoint's matrix `name`, which has `total_rows` rows."""
+
+    name: str
+    total_rows: int
+    start: int
+    rows: int
+
+
+def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
+    """This rank's share of a matrix that divides over the ranks."""
+    rows = tp.share(total_rows, name)
+    return Part(name, total_rows, tp.rank * rows, rows)
+
+
+def kv_heads_of(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
+    """(first KV head, number of KV heads) of this rank. With more ranks than heads a head is replicated on size / heads ranks."""
+    if tp.size <= num_kv_heads:
+        count = tp.share(num_kv_heads, "num_key_value_heads")
+        return tp.rank * count, count
+    if tp.size % num_kv_heads:
+        raise ValueError(f"{tp.size} tensor-parallel ranks are not a multiple of num_key_value_heads ({num_kv_heads})")
+    return tp.rank * num_kv_heads // tp.size, 1
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter without gradient; the loader or the dummy initialiser fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """A whole linear layer with bias, the same on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(out_features, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class FusedColumnParallelLinear(nn.Module):
+    """Several matrices of the checkpoint with the same input as one GEMM, their outputs side by side: (T, in) -> (T, sum of rows)."""
+
+    def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.weight = empty_parameter(sum(part.rows for part in parts), in_features, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
+        """The matrices are siblings of this layer in the checkpoint."""
+        parent = prefix.rpartition(".")[0]
+        row = 0
+        for part in self.parts:
+            shape = (part.total_rows, self.weight.shape[1])
+            index = (slice(part.start, part.start + part.rows),)
+            yield Slot(f"{parent}.{part.name}.weight", shape, index, self.weight.data[row : row + part.rows])
+            row += part.rows
+
+
+class RowParallelLinear(nn.Module):
+    """Each rank holds some input columns; the outputs are summed over the ranks: (T, in / size) -> (T, out)."""
+
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = empty_parameter(out_features, tp.share(in_features, "in_features"), dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce_(F.linear(x, self.weight))
+
+    def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
+        rows, columns = self.weight.shape
+        index = (slice(None), slice(self.tp.rank * columns, (self.tp.rank + 1) * columns))
+        yield Slot(f"{prefix}.weight", (rows, columns * self.tp.size), index, self.weight.data)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds a range of token ids. Also the output head's matrix (`logits`), which a tied model shares with the input."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = empty_parameter(tp.share(vocab_size, "vocab_size"), hidden_size, dtype=dtype, device=device)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Ids (T,) of the whole vocabulary -> (T, D)."""
+        if self.tp.size == 1:
+            return F.embedding(ids_T, self.weight)
+        rows = self.weight.shape[0]
+        local_T = ids_T - self.tp.rank * rows
+        elsewhere_T = (local_T < 0) | (local_T >= rows)
+        hidden_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        return self.tp.all_reduce_(hidden_TD.masked_fill_(elsewhere_T[:, None], 0))
+
+    def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
+        rows, columns = self.weight.shape
+        index = (slice(self.tp.rank * rows, (self.tp.rank + 1) * rows),)
+        yield Slot(f"{prefix}.weight", (rows * self.tp.size, columns), index, self.weight.data)

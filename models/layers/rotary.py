@@ -1,0 +1,40 @@
+"""Rotary tables: interleaved M-RoPE rows of a step for the decoder, axial rows of a patch grid for the vision tower.
+
+Both are float32 (rows, K): K / 2 cosines, then K / 2 sines. They are computed once a step or once a grid and shared by all layers.
+"""
+
+import torch
+
+from models.config import TextConfig
+
+
+class MRope:
+    """Position triples -> cos/sin rows. Pair i follows time, height or width: T H W T H W ... as far as the sections go, then time."""
+
+    def __init__(self, config: TextConfig, device: torch.device) -> None:
+        half = config.head_dim // 2
+        axis = torch.zeros(half, dtype=torch.int64)
+        for dim in (1, 2):
+            axis[dim : 3 * config.mrope_section[dim] : 3] = dim
+        self._axis_of_pair = axis.to(device)
+        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim).to(device)
+
+    def rows(self, positions_3T: torch.Tensor) -> torch.Tensor:
+        """(3, T) integer positions -> (T, K) float32; formula of transformers' `Qwen3VLTextRotaryEmbedding`."""
+        angles_TJ = positions_3T.index_select(0, self._axis_of_pair).t().float() * self._inv_freq
+        return torch.cat((angles_TJ.cos(), angles_TJ.sin()), dim=-1)
+
+
+def inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
+    """theta ** (-2 i / dim) for i < dim / 2, float32 on the CPU."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def vision_rows(row_P: torch.Tensor, column_P: torch.Tensor, theta: float, head_dim: int) -> torch.Tensor:
+    """(P,) patch coordinates -> (P, K) float32: a quarter of the head follows the row, a quarter the column, then both again.
+
+    The formula is that of transformers' `Qwen3VLVisionRotaryEmbedding`.
+    """
+    inv_freq = inverse_frequencies(theta, head_dim // 2).to(row_P.device)
+    angles_PJ = torch.cat((row_P[:, None].float() * inv_freq, column_P[:, None].float() * inv_freq), dim=-1)
+    return torch.cat((angles_PJ.cos(), angles_PJ.sin()), dim=-1)

@@ -1,0 +1,82 @@
+"""Qwen3-VL as the worker runs it: `encode` turns pixels into image embeddings, `forward` turns a step's tokens into logits."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.geometry import Grid
+from models.layers.attention import AttentionBackend
+from models.layers.ops import make_ops
+from models.layers.parallel import TensorParallel, VocabParallelEmbedding
+from models.layers.slots import Slot, module_slots
+from models.preprocess import write_patches
+from models.text import TextModel
+from models.vision import VisionTower
+
+
+class Qwen3VL(nn.Module):
+    """This rank's part of the decoder and head, and the whole vision tower. Weights are uninitialised until loaded (`models.weights`)."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.tp = tp
+        self.dtype = dtype
+        self.device = device
+        self.ops = make_ops(device)
+        self.visual = VisionTower(config.vision, self.ops, dtype, device)
+        self.language_model = TextModel(config, tp, self.ops, dtype, device)
+        if config.tie_word_embeddings:
+            self.lm_head = self.language_model.embed_tokens
+        else:
+            self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, tp, dtype, device)
+
+    def encode(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """uint8 images (H, W, 3) on the device -> for each its embeddings (1 + L, N, D), in a storage of its own.
+
+        The images are resized as `config.geometry` says; ValueError for a size that it rejects. All are encoded in one pass, so the
+        caller bounds their patches.
+        """
+        if not images:
+            return []
+        grids = [self.config.geometry.grid(image.shape[0], image.shape[1]) for image in images]
+        order = sorted(range(len(images)), key=lambda i: grids[i])  # images of one grid side by side
+        patches_PX = self._patches([images[i] for i in order], [grids[i] for i in order])
+        distinct = sorted(set(grids))
+        levels = self.visual(patches_PX, [(grid, grids.count(grid)) for grid in distinct])
+        embeddings: dict[int, torch.Tensor] = {}
+        token = 0
+        for i in order:
+            end = token + self.config.geometry.num_tokens(grids[i])
+            embeddings[i] = torch.stack([level_ND[token:end] for level_ND in levels])
+            token = end
+        return [embeddings[i] for i in range(len(images))]
+
+    def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        vision = self.config.vision
+        counts = [t * h * w for t, h, w in grids]
+        patches_PX = torch.empty((sum(counts), vision.in_channels * vision.patch_size**2), dtype=self.dtype, device=self.device)
+        for image, grid, out_PX in zip(images, grids, patches_PX.split(counts), strict=True):
+            write_patches(image, grid, vision.patch_size, vision.merge_size, out_PX)
+        return patches_PX
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """(S, V) float32 logits of `batch.logits_indices` over the whole vocabulary, on every rank.
+
+        `attention.plan(batch.attention)` has been called. The step's keys and values are in the pools afterwards.
+        """
+        return self.compute_logits(self.language_model(batch, attention))
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """(S, V) float32 logits of final hidden states."""
+        return self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
+
+    def checkpoint_slots(self) -> Iterator[Slot]:
+        """Where each of the checkpoint's tensors goes."""
+        yield from module_slots(self.visual, "model.visual")
+        yield from module_slots(self.language_model, "model.language_model")
+        if not self.config.tie_word_embeddings:
+            yield from module_slots(self.lm_head, "lm_head")

@@ -1,0 +1,79 @@
+"""From what a user passes as `--model` to a folder on disk: a folder, a short alias, or a hub id. Called once by the launcher.
+
+Imports no torch; the hub is contacted only for a model that is not on disk.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from models.scaffold import SHAPES, write_model_folder
+
+LoadFormat = Literal["auto", "dummy"]
+
+DENSE_SIZES = ("2B", "4B", "8B", "32B")
+MOE_SIZES = ("30B-A3B", "235B-A22B")
+CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
+WEIGHT_PATTERNS = ("*.safetensors",)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """`folder` holds config and tokenizer (and weights, unless they are dummies); `name` is what clients call the model."""
+
+    folder: Path
+    name: str
+
+
+def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
+    """The folder of `model`: a given one, or one downloaded into the hub library's own cache (progress goes to stderr).
+
+    A published size with dummy weights needs no network: the scaffold writes its files below `cache_dir`. ValueError for what is
+    neither a folder, an alias nor a hub id, for FP8 and mixture-of-experts checkpoints, and when the download fails.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ResolvedModel(path, path.resolve().name)
+    hub_id = aliases().get(model, model)
+    _reject_unsupported(hub_id)
+    shape_name = _published_size(hub_id)
+    if load_format == "dummy" and shape_name is not None:
+        folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
+        write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0)
+        return ResolvedModel(folder, model)
+    patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
+    return ResolvedModel(_download(hub_id, patterns), model)
+
+
+def aliases() -> dict[str, str]:
+    """Short names and the hub ids they stand for: `Qwen3-VL-8B` is the Instruct checkpoint."""
+    names: dict[str, str] = {}
+    for size in (*DENSE_SIZES, *MOE_SIZES):
+        names[f"Qwen3-VL-{size}"] = f"Qwen/Qwen3-VL-{size}-Instruct"
+        for kind in ("Instruct", "Thinking", "Instruct-FP8", "Thinking-FP8"):
+            names[f"Qwen3-VL-{size}-{kind}"] = f"Qwen/Qwen3-VL-{size}-{kind}"
+        names[f"Qwen3-VL-{size}-FP8"] = f"Qwen/Qwen3-VL-{size}-Instruct-FP8"
+    return names
+
+
+def _published_size(hub_id: str) -> str | None:
+    return next((size for size in DENSE_SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
+
+
+def _reject_unsupported(hub_id: str) -> None:
+    if hub_id.endswith("-FP8"):
+        raise ValueError(f"{hub_id}: FP8 checkpoints are not supported yet, use the bfloat16 one")
+    if any(hub_id.startswith(f"Qwen/Qwen3-VL-{size}-") for size in MOE_SIZES):
+        raise ValueError(f"{hub_id}: mixture-of-experts checkpoints are not supported yet")
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):
+        raise ValueError(f"{hub_id!r} is neither a folder, nor a hub id, nor an alias such as Qwen3-VL-8B")
+
+
+def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ValueError(f"{hub_id} could not be fetched from the hub: {error}") from error

@@ -1,0 +1,113 @@
+"""The decoder of Qwen3-VL: embedding, layers with paged attention, DeepStack, output head. Built and called by `models.qwen3_vl`."""
+
+import torch
+from torch import nn
+
+from models.batch import ForwardBatch
+from models.config import ModelConfig, TextConfig
+from models.layers.attention import AttentionBackend
+from models.layers.norm import RMSNorm
+from models.layers.ops import KVPool, Ops
+from models.layers.parallel import (
+    FusedColumnParallelLinear,
+    Part,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    even_part,
+    kv_heads_of,
+)
+from models.layers.rotary import MRope
+from models.splice import add_deepstack_, splice_
+
+
+class SelfAttention(nn.Module):
+    """Projections around the paged attention; this rank's heads."""
+
+    def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        head_dim, total_kv = config.head_dim, config.num_kv_heads * config.head_dim
+        first_kv, num_kv = kv_heads_of(config.num_kv_heads, tp)
+        parts = (
+            even_part("q_proj", config.num_heads * head_dim, tp),
+            Part("k_proj", total_kv, first_kv * head_dim, num_kv * head_dim),
+            Part("v_proj", total_kv, first_kv * head_dim, num_kv * head_dim),
+        )
+        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, dtype, device)
+
+    def store_and_query(self, x_TD: torch.Tensor, cos_sin_TK: torch.Tensor, pool: KVPool, slots_T: torch.Tensor) -> torch.Tensor:
+        """Writes the tokens' keys and values into the pool and returns their queries (T, H, K), normalised and rotated."""
+        qkv_TX = self.qkv_proj(x_TD)
+        eps = self.q_norm.eps
+        return self.ops.norm_rope_store_(qkv_TX, self.q_norm.weight, self.k_norm.weight, eps, cos_sin_TK, pool, slots_T)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        parts = [even_part(name, config.intermediate_size, tp) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, dtype, device)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        down_TD: torch.Tensor = self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TD)))
+        return down_TD
+
+
+class DecoderLayer(nn.Module):
+    """The parts of one layer; `TextModel.forward` runs them, since the residual stream runs across layers."""
+
+    def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.self_attn = SelfAttention(config, tp, ops, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.mlp = MLP(config, tp, ops, dtype, device)
+
+
+class TextModel(nn.Module):
+    """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        text = config.text
+        self.num_deepstack_levels = len(config.vision.deepstack_indexes)
+        self.rope = MRope(text, device)
+        self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, tp, dtype, device)
+        self._layers = [DecoderLayer(text, tp, ops, dtype, device) for _ in range(text.num_layers)]
+        self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, ops, dtype, device)
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """(S, D): normalised hidden states of `batch.logits_indices`; the keys and values of all tokens are in the pool afterwards.
+
+        `attention` has been planned for this batch. The residual stream is one tensor, added to in place: a layer's output joins it in
+        the norm that follows. After the last layer's keys are stored, only the wanted tokens go on.
+        """
+        residual_TD = self.embed_tokens(batch.input_ids_T)
+        splice_(residual_TD, batch.visual)
+        cos_sin_TK = self.rope.rows(batch.positions_3T)
+        slots_T, wanted_S = batch.attention.slot_mapping_T, batch.logits_indices
+        x_TD = self._layers[0].input_layernorm(residual_TD)
+        for i, layer in enumerate(self._layers):
+            if i > 0:
+                x_TD = layer.input_layernorm.add_(x_TD, residual_TD)
+            q_THK = layer.self_attn.store_and_query(x_TD, cos_sin_TK, attention.pool(i), slots_T)
+            if i == len(self._layers) - 1 and len(wanted_S) == 0:
+                return residual_TD[:0]
+            out_TX = attention.run(i, q_THK).flatten(1)
+            if i == len(self._layers) - 1 and len(wanted_S) < len(out_TX):
+                out_TX, residual_TD = out_TX[wanted_S], residual_TD[wanted_S]
+            x_TD = layer.post_attention_layernorm.add_(layer.self_attn.o_proj(out_TX), residual_TD)
+            x_TD = layer.mlp(x_TD)
+            if i < self.num_deepstack_levels:
+                add_deepstack_(x_TD, batch.visual, level=i)
+        hidden_SD: torch.Tensor = self.norm.add_(x_TD, residual_TD)
+        return hidden_SD

@@ -1,0 +1,128 @@
+"""Fills a model's parameters: from safetensors, each rank reading only its slices, or with dummy values. Called by the worker at start."""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from models.layers.slots import Index
+from models.qwen3_vl import Qwen3VL
+
+Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
+
+
+class WeightSource(Protocol):
+    """Named tensors of which slices can be read."""
+
+    def names(self) -> set[str]:
+        """All tensors there are."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """`tensor[index]`, on any device."""
+
+
+class TensorSource:
+    """Whole tensors in memory, such as the state of another model."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        return self._tensors[name][index]
+
+
+class SafetensorsSource:
+    """The files of a model folder: model.safetensors, or the shards that its index names. A context manager: it holds them open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {file: safe_open(file, framework="pt") for file in _weight_files(folder)}
+        self._file_of = {name: opened for opened in self._files.values() for name in opened.keys()}  # noqa: SIM118 - not a dict
+
+    def __enter__(self) -> "SafetensorsSource":
+        for opened in self._files.values():
+            opened.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for opened in self._files.values():
+            opened.__exit__(kind, error, trace)
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        part: torch.Tensor = self._slice(name)[index]
+        return part
+
+    def _slice(self, name: str) -> Any:
+        return self._file_of[name].get_slice(name)
+
+
+def load_weights(model: Qwen3VL, folder: Path, progress: Progress) -> None:
+    """Reads the folder's safetensors into the model. ValueError names tensors that are missing, not expected, or of another shape."""
+    with SafetensorsSource(folder) as source:
+        fill(model, source, progress)
+
+
+def fill(model: Qwen3VL, source: WeightSource, progress: Progress) -> None:
+    """As `load_weights`, from any source. Values are converted to the model's dtype."""
+    slots = list(model.checkpoint_slots())
+    expected = {slot.name: slot.shape for slot in slots}
+    found = source.names() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    _demand_none("misses", expected.keys() - found)
+    _demand_none("has unexpected", found - expected.keys())
+    total, done = sum(slot.target.nbytes for slot in slots), 0
+    for slot in slots:
+        if source.shape(slot.name) != slot.shape:
+            raise ValueError(f"tensor {slot.name} has shape {source.shape(slot.name)}, the configuration says {slot.shape}")
+        slot.target.copy_(source.read(slot.name, slot.index))
+        done += slot.target.nbytes
+        progress(done, total)
+
+
+def init_dummy_weights(model: Qwen3VL, seed: int) -> None:
+    """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero.
+
+    What is whole on every rank is equal on all of them; what is cut over the ranks differs, and depends on their number.
+    """
+    for name, parameter in model.named_parameters():
+        rank = 0 if name.startswith("visual.") else model.tp.rank
+        generator = torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+        else:
+            parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(f"{folder} holds no safetensors weights (dummy weights need no files: --load-format dummy)")
+    return [single]
+
+
+def _demand_none(verb: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise ValueError(f"the checkpoint {verb} tensor{'s' if len(names) > 1 else ''} {shown}")
