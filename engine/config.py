@@ -46,7 +46,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: what is left of the GPU's share, 512M on CPUs"] = None
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
-    attention_backend: Annotated[Literal["auto", "flashinfer", "torch"], "'auto' is flashinfer on GPUs and torch on CPUs"] = "auto"
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
     jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "torchvision", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
 

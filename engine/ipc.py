@@ -127,9 +127,9 @@ class Child:
         die_with_parent(signal.SIGTERM)
         return cls(role, runtime)
 
-    def arena_view(self, arena: int) -> ArenaView:
-        """A read-only mapping of API_ARENA or PROCESSOR_ARENA."""
-        return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena))
+    def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
+        """A mapping of API_ARENA or PROCESSOR_ARENA."""
+        return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
 
     def arena_size(self, arena: int) -> int:
         return {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
@@ -143,6 +143,10 @@ class Child:
     def failed(self, text: str) -> None:
         """Tells the launcher why this process is about to exit."""
         self._status.send(Status(self.role, "failed", text))
+
+    def close(self) -> None:
+        """Lets the last status go out."""
+        self._status.close()
 
     def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
         """Calls `stop` (from a thread) when the launcher is gone, and ends this process for good `grace` seconds later."""

@@ -123,6 +123,13 @@ def commit(state: State, request: Request, num_computed: int) -> None:
     request.num_committed = max(request.num_committed, full)
 
 
+def unpin_image(state: State, request: Request, digest: bytes) -> None:
+    """Drops a request's pins on one image, because its embedding turned out to be wrong."""
+    for index in [index for index in request.pins if request.images[index].hash == digest]:
+        state.images.unpin(digest)
+        request.pins.discard(index)
+
+
 def _unpin(state: State, request: Request) -> None:
     for index in request.pins:
         state.images.unpin(request.images[index].hash)

@@ -1,0 +1,221 @@
+"""The life of requests between plans: arrival, landed results, ends, releases. No sockets and no tensors; driven by `main` and by tests.
+
+    add ──▶ waiting ──▶ running ──▶ stopping ──▶ released        one terminal output each, resources back when the last plan has landed
+               ▲  preempted │
+               └────────────┘
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, FinishReason, RequestOutput, StepResult
+from engine.scheduler import policy
+from engine.scheduler.blocks import BlockHasher
+from engine.scheduler.policy import PlannedStep, State
+from engine.scheduler.request import Request, Status
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan that was sent, until every rank's result is in."""
+
+    step: PlannedStep
+    results: list[StepResult] = field(default_factory=list)
+
+
+class SchedulerCore:
+    """All requests of the engine. Single-threaded."""
+
+    def __init__(self, state: State, num_ranks: int, max_model_len: int, eos_token_ids: frozenset[int]):
+        self.state = state
+        self._num_ranks = num_ranks
+        self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
+        self._eos_token_ids = eos_token_ids
+        self._requests: dict[int, Request] = {}
+        self._in_flight: deque[InFlight] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._released: list[int] = []
+        self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
+        self.last_progress = 0.0  # when a step landed, or the first one in flight was made
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans sent whose results are not all in."""
+        return len(self._in_flight)
+
+    def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32]) -> None:
+        """A new request; one that could never run is answered with an error at once. `prompt_ids` are copied."""
+        problem = self._find_problem(wire, len(prompt_ids))
+        if problem is not None:
+            self._outputs.append(RequestOutput(wire.rid, [], error=ErrorInfo(400, problem, code="context_length_exceeded")))
+            self._released.append(wire.rid)
+            return
+        room = self._capacity - len(prompt_ids)
+        max_tokens = room if wire.params.max_tokens is None else min(room, wire.params.max_tokens)
+        token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
+        token_ids[: len(prompt_ids)] = prompt_ids
+        hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.cache_salt)
+        request = Request(wire, token_ids, len(prompt_ids), max_tokens, self._eos_token_ids, hasher, self._num_arrived)
+        self._num_arrived += 1
+        self._num_prompt_tokens += len(prompt_ids)
+        self._requests[wire.rid] = request
+        self.state.waiting.append(request)
+
+    def abort(self, rid: int) -> None:
+        """The client wants no more: no output, only the release. Unknown or ended requests are ignored."""
+        request = self._requests.get(rid)
+        if request is not None and request.status is not Status.STOPPING:
+            self._stop(request, "abort")
+            self._release_if_landed(request)
+
+    def next_step(self) -> PlannedStep | None:
+        """Plans a step that the caller must send to every rank; None if nothing can run now."""
+        step = policy.plan(self.state)
+        if step is not None:
+            now = time.monotonic()
+            if not self._in_flight:
+                self.last_progress = now
+            self._in_flight.append(InFlight(step))
+            for request in step.requests:
+                request.wire.stages.admitted = request.wire.stages.admitted or now
+        return step
+
+    def collect(self, result: StepResult) -> None:
+        """Keeps a rank's result; lands the oldest steps that are complete, in order."""
+        self._in_flight[result.step - self._in_flight[0].step.plan.step].results.append(result)
+        while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
+            landed = self._in_flight.popleft()
+            self._land(landed.step, landed.results)
+            self.last_progress = time.monotonic()
+
+    def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
+        """What has gathered since the last call."""
+        outputs = EngineOutputs(self._outputs, self._released, stats, heartbeat)
+        self._outputs, self._released = [], []
+        return outputs
+
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outputs or self._released)
+
+    def check(self) -> None:
+        """Asserts the invariants of the state; with no request left, that everything came back."""
+        self.state.check()
+        if not self._requests:
+            assert not self._in_flight and not self.state.running and not self.state.waiting and not self.state.stopping
+            assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
+
+    def stats(self) -> EngineStats:
+        """Gauges and totals, for the metrics."""
+        state, counters = self.state, self.state.counters
+        return EngineStats(
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
+            num_blocks=state.blocks.num_blocks,
+            num_free_blocks=state.blocks.num_free,
+            num_pinned_images=state.images.num_pinned,
+            image_cache_bytes=state.images.used_bytes,
+            image_cache_budget=state.images.budget_bytes,
+            steps=state.num_steps,
+            prompt_tokens=self._num_prompt_tokens,
+            generated_tokens=self._num_generated,
+            images_evicted=state.images.num_evicted,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
+            computed_tokens=counters.computed_tokens,
+            images_encoded=counters.images_encoded,
+            images_hit=counters.images_hit,
+            images_skipped=counters.images_skipped,
+            preemptions=counters.preemptions,
+        )
+
+    def _find_problem(self, wire: EngineRequest, num_prompt: int) -> str | None:
+        """Why a request could never run: what is refused here never loops in the policy."""
+        if num_prompt + 1 > self._capacity:
+            return f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."
+        limits = self.state.limits
+        largest = min(limits.max_num_encoder_tokens, self.state.images.budget_bytes // limits.bytes_per_image_token)
+        for span in wire.images:
+            if span.length > largest:
+                return f"An image takes {span.length} tokens; the largest that can be encoded takes {largest}."
+        return None
+
+    def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
+        """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
+        for image_id in {image_id for result in results for image_id in result.failed_images}:
+            self._fail_image(step.encoded[image_id])
+        token_ids = iter(next(result for result in results if result.rank == 0).token_ids)
+        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+            token_id = next(token_ids) if chunk.sample else None
+            request.num_in_flight -= 1
+            if request.status is Status.STOPPING:
+                self._release_if_landed(request)
+                continue
+            _note_stages(request, chunk.sample, results)
+            if request.status is Status.RUNNING:
+                policy.commit(self.state, request, chunk.start + chunk.length)
+            if token_id is not None:
+                self._deliver(request, token_id)
+
+    def _deliver(self, request: Request, token_id: int) -> None:
+        """A drawn token goes to its request and to the client."""
+        request.append(token_id)
+        self._num_generated += 1
+        stages = None
+        if request.num_known == request.num_prompt + 1:
+            stages = request.wire.stages
+            stages.first_token = time.monotonic()
+        reason = request.finish_reason_of(token_id)
+        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, max(0, request.num_cached), stages))
+        if reason is not None:
+            self._stop(request, reason)
+            self._release_if_landed(request)
+
+    def _fail_image(self, digest: bytes) -> None:
+        """Every request that shares the image gets the client's error; its hash is forgotten."""
+        error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
+        for request in list(self._requests.values()):
+            policy.unpin_image(self.state, request, digest)
+            if request.status is not Status.STOPPING and any(span.hash == digest for span in request.images):
+                self._outputs.append(RequestOutput(request.rid, [], error=error))
+                self._stop(request, "error")
+                self._release_if_landed(request)
+        self.state.images.forget(digest)
+
+    def _stop(self, request: Request, reason: FinishReason) -> None:
+        """No further chunks; resources go when its plans in flight have landed."""
+        if request.status is Status.WAITING:
+            self.state.waiting.remove(request)
+        else:
+            self.state.running.remove(request)
+        request.status = Status.STOPPING
+        request.finish = reason
+        self.state.stopping.add(request)
+
+    def _release_if_landed(self, request: Request) -> None:
+        if request.num_in_flight == 0:
+            policy.release(self.state, request)
+            self.state.stopping.discard(request)
+            del self._requests[request.rid]
+            self._released.append(request.rid)
+
+
+def _note_stages(request: Request, sampled: bool, results: Sequence[StepResult]) -> None:
+    """Adds a landed prefill step to the request's record; nothing after its first token."""
+    stages = request.wire.stages
+    if stages.first_token:
+        return
+    stages.launched = stages.launched or min(result.launched for result in results)
+    stages.decode_ms += max(result.decode_ms for result in results)
+    stages.encode_ms += max(result.encode_ms for result in results)
+    stages.forward_ms += max(result.forward_ms for result in results)
+    if sampled:
+        stages.prefilled = max(result.done for result in results)

@@ -1,0 +1,103 @@
+"""The composition root: `python -m engine.serve --model NAME`. Parses flags, makes the arenas, starts the processes and watches them.
+
+Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a model that cannot be had.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from engine.arena import create_memfd, memory_limit
+from engine.config import GIB, EngineConfig, parse_args
+from engine.ipc import Runtime, setup_logging
+from engine.supervise import ChildDied, Family
+from models.config import ModelConfig
+from models.registry import resolve
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until interrupted; the exit code."""
+    started = time.monotonic()
+    config = parse_args(argv)
+    setup_logging("launcher", config.log_level)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    family = Family()
+    try:
+        runtime = make_runtime(config, family)
+        start_all(family, runtime)
+        roles = {"processor", "scheduler", "api"}
+        url = family.wait_ready(roles)["api"]
+        print(ready_text(url, runtime, time.monotonic() - started), flush=True)
+        family.watch()
+    except Interrupted:
+        logger.info("stopping")
+        return 0
+    except ChildDied as death:
+        logger.error("%s", death)
+        return 1
+    except (ValueError, OSError) as problem:
+        logger.error("%s", problem)
+        return 2
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        family.stop()
+    return 0
+
+
+def make_runtime(config: EngineConfig, family: Family) -> Runtime:
+    """Finds the model, sizes the context and reserves the arenas. ValueError or OSError says what is missing."""
+    resolved = resolve(config.model, config.load_format, family.run_dir)
+    model = ModelConfig.from_folder(resolved.folder)
+    limit = model.text.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
+    total, available = config.api_arena_bytes + config.processor_arena_bytes, memory_limit()
+    if total > available // 2:
+        raise ValueError(f"the arenas take {total / GIB:.1f} GiB: more than half of the {available / GIB:.1f} GiB of memory")
+    fds = (create_memfd("api", config.api_arena_bytes), create_memfd("processor", config.processor_arena_bytes))
+    return Runtime(
+        config=config,
+        run_dir=str(family.run_dir),
+        arena_fds=fds,
+        lifeline_fd=family.lifeline_fd,
+        model_folder=str(resolved.folder),
+        model_name=config.model_name,
+        max_model_len=config.max_model_len or limit,
+    )
+
+
+def start_all(family: Family, runtime: Runtime) -> None:
+    """Starts every process at once; they find each other through the run directory."""
+    for rank in range(runtime.config.tp):
+        family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
+    family.start("scheduler", "engine.scheduler.main", runtime)
+    family.start("processor", "server.processor", runtime)
+    family.start("api", "server.app", runtime)
+    for fd in runtime.arena_fds:
+        os.close(fd)
+
+
+def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
+    """The one line that says where, and what to try."""
+    body = f'{{"model": "{runtime.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    example = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"ready after {seconds:.1f} s: {url} serves {Path(runtime.model_name).name or runtime.model_name}\n  {example}"
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

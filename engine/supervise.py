@@ -1,0 +1,111 @@
+"""The launcher's grip on its children: start them, hear them, notice a death, stop them all. Used by `engine.serve` only.
+
+A child's death of any kind becomes one event; the api process is told to stop first, so that it can answer every waiting client.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.ipc import Inbox, Runtime
+from engine.messages import Status
+
+logger = logging.getLogger(__name__)
+
+API_GRACE_S = 5.0
+KILL_GRACE_S = 5.0
+POLL_S = 0.1
+
+
+class ChildDied(RuntimeError):
+    """A child ended although nobody asked it to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    role: str
+    process: "subprocess.Popen[bytes]"
+
+
+class Family:
+    """All children of one engine, their run directory (0700, removed at the end) and their lifeline."""
+
+    def __init__(self) -> None:
+        self.run_dir = Path(tempfile.mkdtemp(prefix="engine-"))  # mkdtemp makes it 0700
+        self.lifeline_fd, self._lifeline_write_fd = os.pipe()
+        os.set_inheritable(self.lifeline_fd, True)
+        self._inbox: Inbox[Status] = Inbox(str(self.run_dir), "launcher", Status)
+        self._children: list[ChildProcess] = []
+        self._failures: list[str] = []
+
+    def start(self, role: str, module: str, runtime: Runtime, *arguments: str) -> None:
+        """Starts `python -m module RUNTIME.json arguments`, with the arenas and the lifeline as its only inherited descriptors."""
+        path = self.run_dir / f"{role}.json"
+        path.touch(0o600)
+        path.write_bytes(msgspec.json.encode(runtime))
+        command = [sys.executable, "-m", module, str(path), *arguments]
+        fds = (*runtime.arena_fds, self.lifeline_fd)
+        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=fds)))
+
+    def wait_ready(self, roles: set[str]) -> dict[str, str]:
+        """Logs progress until every role has said that it is ready; their texts. Raises ChildDied."""
+        texts: dict[str, str] = {}
+        while not roles <= texts.keys():
+            status = self._next_status()
+            if status is not None and status.state == "ready":
+                texts[status.role] = status.text
+        return texts
+
+    def watch(self) -> None:
+        """Returns never; raises ChildDied when any child ends."""
+        while True:
+            self._next_status()
+
+    def stop(self) -> None:
+        """Ends every child, the api first so that clients get their errors, and removes the run directory."""
+        api = [child for child in self._children if child.role == "api"]
+        others = [child for child in self._children if child.role != "api"]
+        _terminate(api, API_GRACE_S)
+        _terminate(others, KILL_GRACE_S)
+        self._inbox.close()
+        os.close(self._lifeline_write_fd)
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _next_status(self) -> Status | None:
+        """A child's message if one comes soon. Raises ChildDied."""
+        status = self._inbox.recv(timeout=POLL_S)
+        if status is not None:
+            if status.state == "failed":
+                self._failures.append(f"{status.role}: {status.text}")
+            elif status.text:
+                logger.info("%s: %s", status.role, status.text)
+            return status
+        for child in self._children:
+            code = child.process.poll()
+            if code is not None:
+                reason = "; ".join(self._failures) or f"{child.role} ended with code {code}"
+                raise ChildDied(reason)
+        return None
+
+
+def _terminate(children: list[ChildProcess], grace: float) -> None:
+    for child in children:
+        if child.process.poll() is None:
+            child.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.warning("%s does not stop: killing it", child.role)
+            child.process.kill()
+            child.process.wait()

@@ -1,0 +1,92 @@
+"""Assembles a worker's parts in order: model, weights, profile, memory, KV pool, graphs. Called once by `engine.worker.main`.
+
+Everything that depends on the kind of device is decided here, so that the step itself has no branches for it.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.config import MIB, EngineConfig
+from engine.ipc import Child
+from engine.messages import PROCESSOR_ARENA, WorkerReady
+from engine.worker.graphs import DecodeGraphs
+from engine.worker.images import ImageCache
+from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
+from engine.worker.memory import plan_memory, profile_peak
+from engine.worker.rows import Rows
+from engine.worker.runner import Runner
+from engine.worker.staging import Staging
+from models.config import ModelConfig
+from models.layers.attention import allocate_pools, make_attention
+from models.layers.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+from models.weights import init_dummy_weights, load_weights
+
+INT64 = 8
+STAGED_PER_TOKEN = 5 * INT64  # an id, three positions, a slot
+STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
+
+
+def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, WorkerReady]:
+    """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
+    config = child.config
+    dtype = pick_dtype(config, device)
+    tp = join_ranks(child, rank, device)
+    model = load_model(child, model_config, tp, dtype, device)
+    peak = profile_peak(model, config, model_config, dtype, device, tp)
+    memory = plan_memory(config, model_config, tp, dtype, device, peak)
+    pools = allocate_pools(model_config.text, tp, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
+    attention = make_attention(pools, model_config.text.num_heads // tp.size)
+    max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
+    graphs = None
+    if device.type == "cuda" and not config.enforce_eager:
+        graphs = DecodeGraphs(model, attention, rows, memory.num_blocks, config.max_num_seqs)
+        child.progress(f"captured {graphs.capture()} decode graphs")
+    arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
+    images = ImageCache(model, ImageReader(arena, pick_decoder(config, device), device), tp)
+    runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
+    bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
+    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """bfloat16 on GPUs and float32 on CPUs unless the flag says otherwise."""
+    name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if config.dtype == "auto" else config.dtype
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def join_ranks(child: Child, rank: int, device: torch.device) -> TensorParallel:
+    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port."""
+    size = child.config.tp
+    if size == 1:
+        return TensorParallel.single()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{child.run_dir}/ranks", rank=rank, world_size=size)
+    return TensorParallel(rank, size, dist.group.WORLD)
+
+
+def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> Qwen3VL:
+    """The model with its weights, read or made up."""
+    started = time.monotonic()
+    model = Qwen3VL(model_config, tp, dtype, device)
+    if child.config.load_format == "dummy":
+        init_dummy_weights(model, seed=0)
+    else:
+        load_weights(model, Path(child.runtime.model_folder), child.progress)
+    child.progress(f"weights are on {device} after {time.monotonic() - started:.1f} s")
+    return model
+
+
+def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:
+    """Who decodes baseline JPEGs."""
+    return PillowDecoder(config.processing_pool_size, device)
+
+
+def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
+    """Upper bound of what one step stages: per token, per row, and the int32 pages of every row's table."""
+    pages = 4 * config.max_num_seqs * max_blocks
+    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_ROW * config.max_num_seqs + pages + MIB

@@ -1,0 +1,81 @@
+"""Image bytes in shared memory -> uint8 RGB tensors on the device. Used by the worker's image cache; decides nothing.
+
+Baseline JPEGs come encoded, everything else as RGB. A JPEG that cannot be decoded is None: its request fails, not the engine.
+"""
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from PIL import Image
+
+from engine.arena import ArenaView
+from engine.messages import ImageSource
+
+
+class JpegDecoder(Protocol):
+    """Decodes a batch; the pixels are within 2/255 of Pillow's, before EXIF orientation is applied."""
+
+    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
+        """uint8 (height, width, 3) on the device for each payload, None for one that cannot be decoded."""
+        ...
+
+
+class PillowDecoder:
+    """The reference, on CPU threads (Pillow releases the interpreter lock while it decodes)."""
+
+    def __init__(self, num_threads: int, device: torch.device):
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="jpeg")
+        self._device = device
+
+    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
+        return [None if pixels is None else pixels.to(self._device) for pixels in self._pool.map(_decode_with_pillow, payloads)]
+
+
+class ImageReader:
+    """Reads image sources out of the processor's arena."""
+
+    def __init__(self, arena: ArenaView, decoder: JpegDecoder, device: torch.device):
+        self._arena = arena
+        self._decoder = decoder
+        self._device = device
+
+    def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
+        """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded."""
+        encoded = [source for source in sources if source.encoding == "jpeg"]
+        decoded = iter(self._decoder.decode([self._bytes(source) for source in encoded]))
+        return [self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source) for source in sources]
+
+    def _bytes(self, source: ImageSource) -> memoryview:
+        return self._arena.view(source.region.offset, source.region.length)
+
+    def _rgb(self, source: ImageSource) -> torch.Tensor:
+        flat = torch.frombuffer(self._bytes(source), dtype=torch.uint8)
+        return flat.view(source.height, source.width, 3).to(self._device, non_blocking=True)
+
+    @staticmethod
+    def _checked(pixels: torch.Tensor | None, source: ImageSource) -> torch.Tensor | None:
+        """Upright pixels; None if the decoded size is not what the header said when the tokens were counted."""
+        if pixels is None:
+            return None
+        upright = apply_orientation(pixels, source.orientation)
+        return upright if upright.shape == (source.height, source.width, 3) else None
+
+
+def apply_orientation(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
+    """EXIF orientation 1-8 undone, as PIL.ImageOps.exif_transpose does (TIFF 6.0, tag 274)."""
+    if orientation in (5, 6, 7, 8):
+        pixels_HWC = pixels_HWC.transpose(0, 1)
+    flips = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}.get(orientation, ())
+    return pixels_HWC.flip(flips).contiguous() if flips else pixels_HWC.contiguous()
+
+
+def _decode_with_pillow(payload: memoryview) -> torch.Tensor | None:
+    try:
+        with Image.open(io.BytesIO(payload), formats=("JPEG",)) as image:
+            rgb = image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    return torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)

@@ -1,0 +1,81 @@
+"""A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`. Started by the launcher, driven by plans.
+
+    plan ──▶ launch (returns at once) ──▶ pending, at most two ──▶ done? ──▶ result
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig, num_cpus
+from engine.ipc import Child, Inbox, Outbox
+from engine.messages import StepPlan, StepResult, WorkerReady
+from engine.worker.build import build_runner
+from engine.worker.runner import LaunchedStep, Runner
+from models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+DEPTH = 2  # steps launched and not yet reported; the scheduler never has more in flight
+IDLE_POLL_S = 1.0
+SPIN_S = 20e-6
+
+
+def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | StepResult], stopping: threading.Event) -> None:
+    """The loop: a step is launched while the one before it still runs; results go out in order."""
+    pending: deque[LaunchedStep] = deque()
+    while not stopping.is_set():
+        plan = plans.recv_ready() if pending else plans.recv(timeout=IDLE_POLL_S)
+        if plan is not None:
+            pending.append(runner.launch(plan))
+        if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
+            results.send(pending.popleft().result())
+        elif pending and plan is None:
+            time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
+
+
+def pick_device(config: EngineConfig, rank: int) -> torch.device:
+    """The rank's GPU, or the CPU. ValueError if GPUs are demanded or too few."""
+    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if not use_gpu:
+        torch.set_num_threads(max(1, num_cpus() // config.tp))
+        return torch.device("cpu")
+    if torch.cuda.device_count() < config.tp:
+        raise ValueError(f"--tp {config.tp} needs as many GPUs; there are {torch.cuda.device_count()}")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def main() -> None:
+    """Entry point of a worker process."""
+    rank = int(sys.argv[2])
+    child = Child.attach(f"worker-{rank}")
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
+    child.on_orphaned(stopping.set)
+    plans: Inbox[StepPlan] = Inbox(child.run_dir, child.role, StepPlan)
+    results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
+    try:
+        model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))
+        device = pick_device(child.config, rank)
+        runner, ready = build_runner(child, model_config, rank, device)
+    except (ValueError, OSError, torch.OutOfMemoryError) as problem:
+        child.failed(str(problem))
+        sys.exit(1)
+    results.send(ready)
+    run(runner, plans, results, stopping)
+    child.close()
+    os._exit(0)  # at once: tearing down collectives may wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""How much of a device the KV pool may take: what is left of its share after weights, the image cache and the peak of a forward pass.
+
+Called once at start by the worker. On a CPU the sizes are the configured ones.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import GIB, MIB, EngineConfig
+from models.batch import AttentionLayout, ForwardBatch
+from models.config import ModelConfig
+from models.layers.attention import allocate_pools, make_attention
+from models.layers.parallel import TensorParallel, kv_heads_of
+from models.qwen3_vl import Qwen3VL
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 512 * MIB
+CPU_IMAGE_CACHE_BYTES = 256 * MIB
+GPU_IMAGE_CACHE_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes that the worker allocates or promises."""
+
+    num_blocks: int
+    image_cache_bytes: int
+
+
+def plan_memory(
+    config: EngineConfig, model: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device, peak_bytes: int
+) -> MemoryPlan:
+    """`peak_bytes` is what a profiling pass held at its peak, weights included. ValueError if no block fits."""
+    text = model.text
+    block_bytes = 2 * text.num_layers * config.block_size * kv_heads_of(text.num_kv_heads, tp)[1] * text.head_dim * dtype.itemsize
+    on_gpu = device.type == "cuda"
+    image_bytes = config.image_cache_bytes or (GPU_IMAGE_CACHE_BYTES if on_gpu else CPU_IMAGE_CACHE_BYTES)
+    kv_bytes = config.kv_cache_memory_bytes or CPU_KV_BYTES
+    if on_gpu and config.kv_cache_memory_bytes is None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        kv_bytes = int(total * config.gpu_memory_utilization) - peak_bytes - image_bytes
+        sizes = [f"{size / GIB:.1f}" for size in (total, peak_bytes, image_bytes, kv_bytes)]
+        logger.info("memory in GiB: %s in all, %s weights and peak, %s image cache, %s KV pool", *sizes)
+    num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError("no memory is left for the KV pool: raise --gpu-memory-utilization or lower --image-cache-bytes")
+    return MemoryPlan(num_blocks, image_bytes)
+
+
+@torch.inference_mode()
+def profile_peak(
+    model: Qwen3VL, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+) -> int:
+    """Bytes that the device holds at the peak of the largest step: an encoder budget of images, then a full batch of tokens."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    unit = model_config.vision.patch_size * model_config.vision.merge_size
+    side = int(config.max_num_encoder_tokens**0.5)
+    model.encode([torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)])
+    num_tokens = config.max_num_batched_tokens
+    num_blocks = -(-num_tokens // config.block_size)
+    pools = allocate_pools(model_config.text, tp, num_blocks, config.block_size, dtype, device)
+    attention = make_attention(pools, model_config.text.num_heads // tp.size)
+    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, device)
+    attention.plan(batch.attention)
+    model(batch, attention)
+    torch.cuda.synchronize(device)
+    pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
+    return torch.cuda.max_memory_allocated(device) - pool_bytes
+
+
+def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, device: torch.device) -> ForwardBatch:
+    positions = torch.arange(num_tokens, device=device)
+    layout = AttentionLayout(
+        qo_indptr_cpu=torch.tensor([0, num_tokens], dtype=torch.int32),
+        kv_lens_cpu=torch.tensor([num_tokens], dtype=torch.int32),
+        page_indptr_cpu=torch.tensor([0, num_blocks], dtype=torch.int32),
+        pages=torch.arange(num_blocks, dtype=torch.int32, device=device),
+        slot_mapping_T=positions,
+        num_prefill_rows=1,
+    )
+    logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
+    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices)

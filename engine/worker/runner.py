@@ -1,0 +1,160 @@
+"""One step on the device: evict, admit, encode, forward, sample. Called by the worker's loop with each plan, in plan order.
+
+Nothing here waits for the device: a launched step is a handle that is asked later whether it is done.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.arena import ArenaView
+from engine.messages import StepPlan, StepResult
+from engine.worker.graphs import DecodeGraphs
+from engine.worker.images import ImageCache
+from engine.worker.rows import Rows, StepInputs
+from engine.worker.sampler import sample
+from engine.worker.staging import Staging
+from models.layers.attention import AttentionBackend
+from models.layers.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Points of a step in stream order: CUDA events, or clock readings on a CPU where everything is done when it returns."""
+
+    events: tuple[torch.cuda.Event, ...]
+    times: tuple[float, ...]
+
+    def is_done(self) -> bool:
+        return not self.events or self.events[-1].query()
+
+    def wait(self) -> None:
+        if self.events:
+            self.events[-1].synchronize()
+
+    def spans_ms(self) -> list[float]:
+        """Milliseconds between consecutive marks; the step must be done."""
+        if self.events:
+            return [first.elapsed_time(second) for first, second in zip(self.events, self.events[1:], strict=False)]
+        return [(second - first) * 1e3 for first, second in zip(self.times, self.times[1:], strict=False)]
+
+
+class Stopwatch:
+    """Collects the marks of one step on the current stream."""
+
+    def __init__(self, on_gpu: bool):
+        self._on_gpu = on_gpu
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.monotonic())
+
+    def marks(self) -> Marks:
+        return Marks(tuple(self._events), tuple(self._times))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device works on. `tokens_S` is valid once `marks` are done."""
+
+    step: int
+    rank: int
+    launched: float
+    tokens_S: torch.Tensor  # int64, pinned host memory
+    failed_images: list[int]
+    marks: Marks
+
+    def result(self) -> StepResult:
+        """Waits for the device, then says what came out."""
+        self.marks.wait()
+        decode_ms, encode_ms, forward_ms = self.marks.spans_ms()
+        return StepResult(
+            rank=self.rank,
+            step=self.step,
+            token_ids=self.tokens_S.tolist() if self.rank == 0 else [],
+            failed_images=self.failed_images,
+            launched=self.launched,
+            done=time.monotonic(),
+            decode_ms=decode_ms,
+            encode_ms=encode_ms,
+            forward_ms=forward_ms,
+        )
+
+
+class Runner:
+    """Executes plans for one rank."""
+
+    def __init__(
+        self,
+        model: Qwen3VL,
+        attention: AttentionBackend,
+        rows: Rows,
+        images: ImageCache,
+        staging: Staging,
+        graphs: DecodeGraphs | None,
+        prompts: ArenaView,
+        tp: TensorParallel,
+    ):
+        self._model = model
+        self._attention = attention
+        self._rows = rows
+        self._images = images
+        self._staging = staging
+        self._graphs = graphs
+        self._prompts = prompts
+        self._tp = tp
+        self._on_gpu = rows.last_token_R.is_cuda
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Enqueues a whole step and returns at once (on a GPU)."""
+        launched = time.monotonic()
+        watch = Stopwatch(self._on_gpu)
+        watch.mark()
+        self._images.evict(plan.evict)
+        for admit in plan.admits:
+            region = admit.prompt
+            self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
+        for chunk in plan.chunks:
+            self._rows.append_blocks(chunk.row, chunk.blocks)
+        pixels = self._images.read(plan.encodes)
+        watch.mark()
+        failed = self._images.encode(plan.encodes, pixels) if plan.encodes else []
+        watch.mark()
+        inputs = self._rows.build(plan.admits, plan.chunks, self._images.tensors, self._staging)
+        tokens_S = self._to_host(self._draw(inputs))
+        watch.mark()
+        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, failed, watch.marks())
+
+    def _draw(self, inputs: StepInputs) -> torch.Tensor:
+        """Forward and sample; the tokens also go to the rows, for the next step."""
+        logits_SV = self._forward(inputs)
+        if not inputs.sampling.num_rows:
+            return torch.empty(0, dtype=torch.int64)
+        tokens_S = sample(logits_SV, inputs.sampling)
+        self._tp.broadcast_(tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
+        self._rows.last_token_R[inputs.sampling.rows_S] = tokens_S
+        return tokens_S
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        if self._graphs is not None and self._graphs.fits(inputs):
+            return self._graphs.run(inputs)
+        self._attention.plan(inputs.batch.attention)
+        return self._model(inputs.batch, self._attention)
+
+    def _to_host(self, tokens_S: torch.Tensor) -> torch.Tensor:
+        if not self._on_gpu:
+            return tokens_S
+        host = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
+        return host.copy_(tokens_S, non_blocking=True)
+
+

@@ -1,0 +1,183 @@
+"""A brute-force worker without tensors: it stores what every KV slot and every embedding *means*, and checks each plan against that."""
+
+import hashlib
+import random
+from collections import deque
+
+import numpy as np
+
+from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, StepPlan, StepResult
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.policy import Limits, PlannedStep, State
+
+EOS = 7
+PLACEHOLDER = 99
+
+
+def make_core(
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, **limits: int | bool
+) -> SchedulerCore:
+    defaults: dict[str, int | bool] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_num_mixed_tokens": 8,
+        "max_num_encoder_tokens": 16,
+        "bytes_per_image_token": 10,
+    }
+    merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
+    state = State(
+        merged, BlockPool(num_blocks, block_size), ImageDirectory(image_tokens * 10), free_rows=list(range(merged.max_num_seqs))
+    )
+    return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]))
+
+
+def make_request(rid: int, prompt: list[int], images: list[tuple[int, int, bytes]], max_tokens: int, **params: object) -> EngineRequest:
+    """`images` are (start, length, name)."""
+    spans = [
+        ImageSpan(hashlib.sha256(name).digest(), start, length, (1, 2, 2 * length), ImageSource("rgb", Region(1, 0, 0), 1, 1))
+        for start, length, name in images
+    ]
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return EngineRequest(rid, Region(1, 0, 4 * len(prompt)), spans, sampling, Stages())
+
+
+class SimulatedWorker:
+    """Executes plans on meanings. Raises AssertionError when a plan reads what is not there, or encodes what is."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.slots: dict[tuple[int, int], bytes] = {}
+        self.images: dict[int, bytes] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.rows: dict[int, Sequence] = {}
+        self.num_encoded: dict[bytes, int] = {}
+
+    def execute(self, step: PlannedStep, sequences: dict[int, "Sequence"]) -> list[int]:
+        plan = step.plan
+        for image_id in plan.evict:
+            del self.images[image_id]
+        for admit in plan.admits:
+            self.tables[admit.row] = list(admit.blocks)
+        for encode in plan.encodes:
+            assert encode.image_id not in self.images
+            digest = step.encoded[encode.image_id]
+            assert digest not in self.images.values(), "encoded although cached"
+            self.images[encode.image_id] = digest
+            self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
+        self._check_only_overlapping(plan)
+        tokens = []
+        for request, chunk in zip(step.requests, plan.chunks, strict=True):
+            sequence = sequences[request.rid]
+            self.tables[chunk.row].extend(chunk.blocks)
+            self._compute(sequence, chunk.row, chunk.start, chunk.start + chunk.length)
+            covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
+            wanted = {p: v for p, v in sequence.visual.items() if chunk.start <= p < chunk.start + chunk.length}
+            assert covered == wanted, "the chunk's image tokens are not exactly those of the prompt"
+            if chunk.sample:
+                assert chunk.start + chunk.length == len(sequence.ids)
+                tokens.append(sequence.draw())
+        return tokens
+
+    @staticmethod
+    def _check_only_overlapping(plan: StepPlan) -> None:
+        used = {ref.image_id for chunk in plan.chunks for ref in chunk.visual}
+        assert {encode.image_id for encode in plan.encodes} <= used, "an image was encoded that no chunk overlaps"
+
+    def _compute(self, sequence: "Sequence", row: int, start: int, end: int) -> None:
+        table = self.tables[row]
+        meanings = sequence.meanings()
+        for position in range(end):
+            slot = (table[position // self.block_size], position % self.block_size)
+            if position < start:
+                assert self.slots.get(slot) == meanings[position], f"token {position} reads KV of something else"
+            else:
+                self.slots[slot] = meanings[position]
+
+
+class Sequence:
+    """A request's ground truth: the ids drawn so far depend on the ids alone, so recomputation must reproduce them."""
+
+    def __init__(self, wire: EngineRequest, prompt: list[int]):
+        self.wire = wire
+        self.ids = list(prompt)
+        self.visual = {s.start + i: (s.hash, i) for s in wire.images for i in range(s.length)}
+        self._meanings: list[bytes] = []
+
+    def meanings(self) -> list[bytes]:
+        """What the KV of each position stands for: everything before it, and itself."""
+        while len(self._meanings) < len(self.ids):
+            i = len(self._meanings)
+            before = self._meanings[-1] if i else self.wire.cache_salt.encode()
+            self._meanings.append(hashlib.sha256(before + repr((self.ids[i], self.visual.get(i))).encode()).digest())
+        return self._meanings
+
+    def draw(self) -> int:
+        token = int.from_bytes(self.meanings()[-1][:2], "little") % 40
+        self.ids.append(token)
+        return token
+
+
+class Simulation:
+    """Core and worker with results that land late; `step` plans as far ahead as the real loop does."""
+
+    def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
+        self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
+        self.worker = SimulatedWorker(core.state.blocks.block_size)
+        self.sequences: dict[int, Sequence] = {}
+        self.in_flight: deque[tuple[PlannedStep, list[int], list[int]]] = deque()
+        self.terminal: dict[int, str] = {}
+        self.received: dict[int, list[int]] = {}
+        self.released: set[int] = set()
+        self.bad_images: set[bytes] = set()
+
+    def add(self, wire: EngineRequest, prompt: list[int]) -> None:
+        self.sequences[wire.rid] = Sequence(wire, prompt)
+        self.core.add(wire, np.asarray(prompt, dtype=np.int32))
+        self._take()
+
+    def abort(self, rid: int) -> None:
+        self.core.abort(rid)
+        self.terminal.setdefault(rid, "aborted by the client")
+        self._take()
+
+    def step(self) -> bool:
+        """One turn of the loop. False if nothing was in flight and nothing could be planned."""
+        while self.core.num_in_flight < 2 and (step := self.core.next_step()) is not None:
+            failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
+            self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
+            self.core.state.check()
+        if not self.in_flight:
+            return False
+        step, tokens, failed = self.in_flight.popleft()
+        for rank in range(self.num_ranks):
+            failed_here = failed if rank == self.num_ranks - 1 else []
+            self.core.collect(StepResult(rank, step.plan.step, tokens if rank == 0 else [], failed_here, 1.0, 2.0))
+        self.core.state.check()
+        self._take()
+        return True
+
+    def run(self, max_steps: int = 5_000) -> None:
+        """Until every request has ended. AssertionError if that takes too long: no progress."""
+        for _ in range(max_steps):
+            if not self.step():
+                break
+        assert not self.core.num_requests, "requests are left and nothing can run: deadlock"
+        self.core.check()
+        assert self.released == set(self.sequences)
+
+    def _take(self) -> None:
+        outputs = self.core.take_outputs(None, 0.0)
+        for output in outputs.outputs:
+            assert output.rid not in self.terminal, "output after the terminal event"
+            self.received.setdefault(output.rid, []).extend(output.token_ids)
+            if output.error is not None:
+                self.terminal[output.rid] = "error"
+            elif output.finish_reason is not None:
+                self.terminal[output.rid] = output.finish_reason
+        for rid in outputs.released:
+            assert rid not in self.released, "released twice"
+            assert rid in self.terminal, "released without a terminal event"
+            assert all(request.rid != rid for step, _, _ in self.in_flight for request in step.requests), "released while in flight"
+            self.released.add(rid)

@@ -1,0 +1,171 @@
+"""The planner against a brute-force worker: whatever mix of requests, budgets, aborts and failures, plans are right and all ends well."""
+
+import hashlib
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
+
+
+def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
+    """Text and images from small alphabets, so that prefixes and images are often shared. The last token is text."""
+    prompt, images = [], []
+    for _ in range(rng.randint(0, max_images)):
+        prompt += [rng.randint(20, 21) for _ in range(rng.randint(0, 6))]
+        name = bytes([rng.randint(0, 5)])
+        length = 1 + name[0] * max_length // 5
+        images.append((len(prompt), length, name))
+        prompt += [PLACEHOLDER] * length
+    prompt += [rng.randint(20, 22) for _ in range(rng.randint(1, 10))]
+    return prompt, images
+
+
+def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int, fail: bool) -> None:
+    capacity = sim.core.state.blocks.num_blocks * sim.core.state.blocks.block_size
+    if fail:
+        sim.bad_images = {hashlib.sha256(bytes([3])).digest()}
+    for rid in range(num_requests):
+        prompt, images = random_prompt(rng, 4, max_image)
+        if len(prompt) >= capacity:
+            continue
+        salt = rng.choice(["", "", "tenant"])
+        wire = make_request(rid, prompt, images, rng.randint(1, 12), ignore_eos=rng.random() < 0.5)
+        sim.add(msgspec.structs.replace(wire, cache_salt=salt), prompt)
+        for _ in range(rng.randint(0, 3)):
+            sim.step()
+        if rng.random() < 0.15:
+            sim.abort(rng.randint(0, rid) if sim.core.num_requests else rid)
+    sim.run()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
+def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
+    """Red if a plan reads KV or embeddings of something else, leaks a block, a pin or a row, loses a terminal event or stops."""
+    rng = random.Random(seed)
+    core = make_core(
+        num_blocks=rng.randint(10, 16) if tight else 64,
+        image_tokens=rng.randint(10, 14) if tight else 60,
+        max_num_batched_tokens=rng.choice([5, 8, 16, 64]),
+        max_num_encoder_tokens=rng.choice([9, 12, 40]),
+        prefix_cache=prefix_cache,
+        num_ranks=2,
+    )
+    sim = Simulation(core, rng, num_ranks=2)
+    drive(rng, sim, 14, 8, fail)
+    capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
+    for rid, reason in sim.terminal.items():
+        sequence, received = sim.sequences[rid], sim.received.get(rid, [])
+        num_prompt = sequence.wire.prompt.length // 4
+        produced = sequence.ids[num_prompt:]
+        assert received == produced[: len(received)]
+        if reason == "length":
+            assert len(received) == min(sequence.wire.params.max_tokens or 0, capacity - num_prompt)
+        if reason == "stop":
+            assert received[-1] == EOS
+        if reason == "error":
+            assert fail and any(span.hash in sim.bad_images for span in sequence.wire.images)
+
+
+def test_a_full_house_is_preempted_and_finishes() -> None:
+    """Red if lack of blocks deadlocks, or if a preempted request loses or repeats a token."""
+    core = make_core(num_blocks=12, prefix_cache=False)
+    sim = Simulation(core, random.Random(0))
+    for rid in range(4):
+        sim.add(make_request(rid, [20 + rid] * 8, [], 30, ignore_eos=True), [20 + rid] * 8)
+    sim.run()
+    assert core.state.counters.preemptions > 0
+    assert all(len(sim.received[rid]) == 30 for rid in range(4))
+
+
+def test_each_image_is_encoded_once_and_only_when_a_chunk_reaches_it() -> None:
+    """Red if a step encodes an image that its chunk does not overlap, or an image twice (the simulation asserts the first part)."""
+    prompt, images = [], []
+    for i in range(8):
+        images.append((len(prompt), 6, bytes([i])))
+        prompt += [PLACEHOLDER] * 6 + [21]
+    core = make_core(num_blocks=64, image_tokens=100, max_num_batched_tokens=8)
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(0, prompt, images, 2, ignore_eos=True), prompt)
+    sim.run()
+    assert core.state.counters.images_encoded == 8
+    assert set(sim.worker.num_encoded.values()) == {1}
+
+
+def test_a_repeated_prompt_computes_one_block_and_no_image() -> None:
+    """Red if the prefix cache misses: the second time only the last block is computed and no image is touched."""
+    prompt = [20, 21, *[PLACEHOLDER] * 9, 22, 23, 24, 25, 26]
+    core = make_core(num_blocks=64, max_num_batched_tokens=64)
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(0, prompt, [(2, 9, b"a")], 1), prompt)
+    sim.run()
+    before = core.state.counters.computed_tokens
+    sim.add(make_request(1, prompt, [(2, 9, b"a")], 1), prompt)
+    sim.run()
+    assert core.state.counters.computed_tokens - before == 4
+    assert core.state.counters.images_encoded == 1 and core.state.counters.images_skipped == 1
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_hit_may_end_anywhere_inside_an_image(cut: int) -> None:
+    """Red if the rest of an image is spliced from a wrong offset after a partial prefix hit."""
+    shared = [20] * cut
+    first = [*shared, *[PLACEHOLDER] * 10, 21, 22]
+    second = [*shared, *[PLACEHOLDER] * 10, 23, 22, 21]
+    core = make_core(num_blocks=64, max_num_batched_tokens=64)
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(0, first, [(cut, 10, b"a")], 1), first)
+    sim.run()
+    sim.add(make_request(1, second, [(cut, 10, b"a")], 1), second)
+    sim.run()
+    assert core.state.counters.images_encoded == 1
+
+
+def test_other_pictures_and_other_tenants_never_share() -> None:
+    """Red if placeholder ids alias different pictures, or if a salt is ignored."""
+    prompt = [20, *[PLACEHOLDER] * 7, 21, 22, 23, 24, 25]
+    core = make_core(num_blocks=64, max_num_batched_tokens=64)
+    sim = Simulation(core, random.Random(0))
+    wires = [make_request(0, prompt, [(1, 7, b"a")], 1), make_request(1, prompt, [(1, 7, b"b")], 1)]
+    wires.append(msgspec.structs.replace(make_request(2, prompt, [(1, 7, b"a")], 1), cache_salt="x"))
+    for wire in wires:
+        sim.add(wire, prompt)
+        sim.run()
+    assert core.state.counters.cached_prompt_tokens == 0
+
+
+def test_what_never_fits_is_refused_at_the_door() -> None:
+    """Red if an image larger than the budget, or a prompt larger than the pool, is accepted (it would loop)."""
+    core = make_core(num_blocks=8, image_tokens=5)
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(0, [20] * 32, [], 1), [20] * 32)
+    prompt = [*[PLACEHOLDER] * 6, 20]
+    sim.add(make_request(1, prompt, [(0, 6, b"a")], 1), prompt)
+    sim.run()
+    assert sim.terminal == {0: "error", 1: "error"}
+
+
+def test_streams_are_protected_from_long_prompts() -> None:
+    """Red if a step that decodes also computes more prefill tokens than --max-num-mixed-tokens."""
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=8)
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(0, [20] * 4, [], 30, ignore_eos=True), [20] * 4)
+    sim.step()
+    sim.add(make_request(1, [21] * 60, [], 1), [21] * 60)
+    sizes = []
+    original = core.next_step
+
+    def spy():  # type: ignore[no-untyped-def]
+        step = original()
+        if step is not None and any(r.rid == 0 for r in step.requests):
+            sizes.append(sum(c.length for r, c in zip(step.requests, step.plan.chunks, strict=True) if r.rid == 1))
+        return step
+
+    core.next_step = spy  # type: ignore[method-assign]
+    sim.run()
+    assert max(sizes) == 8
