@@ -1,0 +1,163 @@
+"""`POST /v1/chat/completions` in the api process: body, schema, Submit, reply. Routed to by `server/app.py`."""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+
+from engine.arena import Arena
+from engine.config import EngineConfig
+from engine.messages import API_ARENA, MediaRef, Region, SamplingParams, Stages, Submit
+from server.body import MAX_TEXT_BYTES, Body, read_body
+from server.checkpoint import SamplingDefaults
+from server.client import Client
+from server.errors import RequestError, overloaded
+from server.metrics import Metrics
+from server.reply import Reply, ReplyOptions
+from server.scan import Scanner
+from server.schema import ChatRequest, ImagePart, Message, TextPart, UnknownFields, parse_chat_request
+
+URL_SCHEMES = ("http://", "https://", "file://", "data:")
+LARGE_JSON_BYTES = 1 << 18  # from here on parsing leaves the event loop
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages in the processor's terms, and the media that they name."""
+
+    messages: list[dict[str, object]]
+    media: list[MediaRef]
+    used_references: set[int]
+
+
+class ChatEndpoint:
+    """Turns requests into streams of the engine. One per process."""
+
+    def __init__(self, config: EngineConfig, model_name: str, defaults: SamplingDefaults, arena: Arena, client: Client, metrics: Metrics):
+        self._config = config
+        self._model_name = model_name
+        self._defaults = defaults
+        self._arena = arena
+        self._client = client
+        self._metrics = metrics
+        self._unknown = UnknownFields()
+        self.num_reading = 0  # bodies that this process holds before the engine does
+
+    async def handle(self, request: Request) -> Reply:
+        """Reads and submits; the reply waits for the first event, so that a late reject is still a clean status."""
+        if not self._client.started:
+            raise overloaded("The engine is still starting.", retry_after=5)
+        length = request.headers.get("content-length")
+        self.num_reading += 1
+        try:
+            body = await read_body(request.receive, int(length) if length else None, self._arena, self._config)
+            return await self._submit(body)
+        finally:
+            self.num_reading -= 1
+
+    async def _submit(self, body: Body) -> Reply:
+        is_handed_on = False
+        try:
+            request, conversation = await self._parse(body)
+            messages = msgspec.json.encode(conversation.messages)
+            params = sampling_params(request, self._defaults)
+            stages = Stages(received=body.received)
+            has_payloads = bool(conversation.used_references)
+
+            def make(rid: int) -> Submit:
+                offset = body.region.offset if has_payloads else None
+                kwargs: dict[str, bool | str] = {**(request.chat_template_kwargs or {})}
+                return Submit(rid, messages, conversation.media, params, request.stop, stages, offset, kwargs, request.cache_salt or "")
+
+            stream = self._client.submit(make)
+            is_handed_on = has_payloads
+        finally:
+            if not is_handed_on:
+                body.region.free()
+        options = request.stream_options
+        reply_options = ReplyOptions(
+            model=self._model_name,
+            completion_id=f"chatcmpl-{secrets.token_hex(16)}",
+            created=int(time.time()),
+            started=body.started,
+            received=body.received,
+            is_streamed=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            timings=bool(request.timings),
+        )
+        return Reply(stream, self._client, self._metrics, reply_options)
+
+    async def _parse(self, body: Body) -> tuple[ChatRequest, Conversation]:
+        """Validates; a reference that stands anywhere but in a URL field is turned back into its text first."""
+        request, conversation = await self._read(body.scanner.json(body.payloads), body)
+        if len(conversation.used_references) < len(body.scanner.references):
+            data = body.scanner.json(body.payloads, keep=conversation.used_references)
+            if len(data) > MAX_TEXT_BYTES:
+                raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
+            request, conversation = await self._read(data, body)
+        if request.model not in (None, "", self._model_name):
+            raise RequestError(404, f"The model '{str(request.model)[:100]}' does not exist.", "model", "model_not_found")
+        if len(conversation.media) > self._config.max_images_per_request:
+            limit = self._config.max_images_per_request
+            raise RequestError(400, f"The request holds {len(conversation.media)} images, the limit is {limit}.", "messages")
+        return request, conversation
+
+    async def _read(self, data: bytes, body: Body) -> tuple[ChatRequest, Conversation]:
+        if len(data) > LARGE_JSON_BYTES:
+            request = await asyncio.to_thread(parse_chat_request, data, self._unknown)
+        else:
+            request = parse_chat_request(data, self._unknown)
+        return request, read_conversation(request.messages, body.scanner, body.region.offset)
+
+
+def sampling_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """What the request says, else what the checkpoint recommends; a request without a seed gets a random one."""
+    top_k = request.top_k if request.top_k is not None else defaults.top_k
+    return SamplingParams(
+        max_tokens=request.token_limit,
+        temperature=request.temperature if request.temperature is not None else defaults.temperature,
+        top_p=request.top_p if request.top_p is not None else defaults.top_p,
+        top_k=max(0, top_k),
+        min_p=request.min_p or 0.0,
+        seed=request.seed if request.seed is not None else secrets.randbits(63),
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+    )
+
+
+def read_conversation(messages: list[Message], scanner: Scanner, body_offset: int) -> Conversation:
+    """Replaces every image part by an index into the media. RequestError 400 for a URL that no loader knows."""
+    conversation = Conversation([], [], set())
+    for i, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        content: object = message.content or ""
+        if isinstance(message.content, list):
+            content = [_read_part(part, f"messages.{i}.content.{j}", scanner, body_offset, conversation) for j, part in enumerate(message.content)]
+        entry: dict[str, object] = {"role": role, "content": content}
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning is not None:
+            entry["reasoning_content"] = reasoning
+        conversation.messages.append(entry)
+    return conversation
+
+
+def _read_part(part: TextPart | ImagePart, name: str, scanner: Scanner, body_offset: int, conversation: Conversation) -> dict[str, object]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    url = part.image_url.url
+    index = scanner.index_of(url)
+    if index is not None:
+        reference = scanner.references[index]
+        conversation.used_references.add(index)
+        payload = Region(API_ARENA, body_offset + reference.offset, reference.length)
+        conversation.media.append(MediaRef(reference.mime, payload))
+    elif url.lower().startswith(URL_SCHEMES):
+        conversation.media.append(MediaRef(url=url))
+    else:
+        param = f"{name}.image_url.url"
+        raise RequestError(400, f"{param}: expected a data:, http://, https:// or file:// URL.", param, "invalid_value")
+    return {"type": "image", "media": len(conversation.media) - 1}

@@ -1,0 +1,29 @@
+"""Errors that a client sees: one exception that carries an OpenAI error object. Raised all over `server`, shown by the api process."""
+
+import msgspec
+
+from engine.messages import ErrorInfo
+
+
+class RequestError(ValueError):
+    """A request that cannot be served, with the status and the words that its client gets. Never holds a path or an address."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.info = ErrorInfo(status, message, error_type(status), param, code, retry_after)
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` of an error with this HTTP status."""
+    return {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def overloaded(message: str, retry_after: int = 1) -> RequestError:
+    """503 with `Retry-After`: the same request may succeed later."""
+    return RequestError(503, message, code="overloaded", retry_after=retry_after)
+
+
+def error_body(info: ErrorInfo) -> bytes:
+    """The JSON of an error: a response body, and the data of an SSE chunk once the headers are out."""
+    error = {"message": info.message, "type": info.type, "param": info.param, "code": info.code}
+    return msgspec.json.encode({"error": error})

@@ -1,0 +1,50 @@
+"""A region of an arena that is filled piece by piece and may have to grow or move while it is. Used by the api (bodies) and the processor."""
+
+from engine.arena import Arena
+
+MIN_GROWTH = 1 << 20
+
+
+class Region:
+    """One allocation with its writer's position. Not thread-safe; nobody else may hold its offset before it is complete.
+
+    Raises ArenaFull or ArenaTooSmall where it needs room; `free` may be called once.
+    """
+
+    def __init__(self, arena: Arena, capacity: int):
+        self._arena = arena
+        self.offset = arena.alloc(capacity)
+        self.capacity = capacity
+        self.used = 0
+
+    @property
+    def room(self) -> memoryview:
+        """What lies behind the used bytes. Valid until the next `reserve`."""
+        return self._arena.view(self.offset + self.used, self.capacity - self.used)
+
+    @property
+    def view(self) -> memoryview:
+        """The used bytes. Valid until the next `reserve`."""
+        return self._arena.view(self.offset, self.used)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes sure that `num_bytes` more fit; doubles, so that many small pieces cost no more than one large one."""
+        need = self.used + num_bytes
+        if need > self.capacity:
+            capacity = max(need, min(2 * self.capacity, self._arena.size), self.capacity + MIN_GROWTH)
+            capacity = min(capacity, self._arena.size) if need <= self._arena.size else need
+            self.offset = self._arena.grow(self.offset, self.used, capacity)
+            self.capacity = capacity
+
+    def append(self, data: bytes) -> None:
+        self.reserve(len(data))
+        self.room[: len(data)] = data
+        self.used += len(data)
+
+    def trim(self) -> None:
+        """Gives back what was not used."""
+        self._arena.shrink(self.offset, self.used)
+        self.capacity = self.used
+
+    def free(self) -> None:
+        self._arena.free(self.offset)
