@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import hmac
-import logging
 import select
 import shutil
 import signal
@@ -21,6 +20,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
@@ -32,8 +32,6 @@ from server.client import Client
 from server.errors import RequestError, error_type
 from server.metrics import Metrics
 from server.reply import error_response
-
-logger = logging.getLogger(__name__)
 
 VERSION = "0.1.0"
 OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
@@ -79,7 +77,7 @@ class Api:
     def build(self) -> ASGIApp:
         """The ASGI application."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_route("/v1/chat/completions", self._chat.handle, methods=["POST"])
+        app.router.routes.append(Route("/v1/chat/completions", self._chat, methods=["POST"]))
         app.add_route("/v1/models", self._models, methods=["GET"])
         app.add_route("/health", self._health, methods=["GET"])
         app.add_route("/health/live", self._live, methods=["GET"])
@@ -135,7 +133,7 @@ class Api:
         return error_response(ErrorInfo(400, "The request body ended early."))
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
-        logger.error("a request failed", exc_info=error)
+        """Starlette raises the error again afterwards, and uvicorn logs it."""
         self._metrics.note_response(500)
         return error_response(ErrorInfo(500, "The server failed to handle this request.", error_type(500)))
 
@@ -154,12 +152,9 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address, taken before the event loop starts. OSError if it is in use."""
+    """A socket that listens already: whoever reads the address in our ready message may connect. OSError if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((host, port))
-    return bound
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 async def serve(child: Child, listener: socket.socket) -> None:
@@ -177,9 +172,12 @@ async def serve(child: Child, listener: socket.socket) -> None:
         api.client.refuse_all(SHUTTING_DOWN)
         server.should_exit = True
 
+    def stop_from_thread() -> None:
+        loop.call_soon_threadsafe(stop)
+
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop)
-    child.on_orphaned(lambda: loop.call_soon_threadsafe(stop), grace=GRACE_S + 5)
+    child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
     pump = asyncio.create_task(api.pump(inbox))
     pump.add_done_callback(lambda task: stop())
     host, port = listener.getsockname()[:2]

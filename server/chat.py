@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
@@ -46,8 +47,12 @@ class ChatEndpoint:
         self._unknown = UnknownFields()
         self.num_reading = 0  # bodies that this process holds before the engine does
 
-    async def handle(self, request: Request) -> Reply:
-        """Reads and submits; the reply waits for the first event, so that a late reject is still a clean status."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: reads, submits and replies; the headers wait for the first event, so that a late reject is still a clean status."""
+        reply = await self._accept(Request(scope, receive))
+        await reply(scope, receive, send)
+
+    async def _accept(self, request: Request) -> Reply:
         if not self._client.started:
             raise overloaded("The engine is still starting.", retry_after=5)
         length = request.headers.get("content-length")
@@ -136,7 +141,9 @@ def read_conversation(messages: list[Message], scanner: Scanner, body_offset: in
         role = "system" if message.role == "developer" else message.role
         content: object = message.content or ""
         if isinstance(message.content, list):
-            content = [_read_part(part, f"messages.{i}.content.{j}", scanner, body_offset, conversation) for j, part in enumerate(message.content)]
+            names = (f"messages.{i}.content.{j}" for j in range(len(message.content)))
+            parts = zip(message.content, names, strict=True)
+            content = [_read_part(part, name, scanner, body_offset, conversation) for part, name in parts]
         entry: dict[str, object] = {"role": role, "content": content}
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:

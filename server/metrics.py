@@ -1,4 +1,4 @@
-"""Prometheus metrics of the api process: what clients saw, how long each stage took, and the scheduler's gauges. Owned by `server/app.py`."""
+"""Prometheus metrics of the api process: what clients saw, how long each stage took, the scheduler's gauges. Owned by `server/app.py`."""
 
 from collections.abc import Iterator
 
