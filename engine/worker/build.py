@@ -4,12 +4,13 @@ Everything that depends on the kind of device is decided here, so that the step 
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from engine.config import MIB, EngineConfig
+from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
 from engine.worker.graphs import DecodeGraphs
@@ -21,6 +22,7 @@ from engine.worker.runner import Runner
 from engine.worker.staging import Staging
 from models.config import ModelConfig
 from models.layers.attention import allocate_pools, make_attention
+from models.layers.ops import KVPool
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import init_dummy_weights, load_weights
@@ -44,7 +46,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
     graphs = None
     if device.type == "cuda" and not config.enforce_eager:
-        graphs = DecodeGraphs(model, attention, rows, memory.num_blocks, config.max_num_seqs)
+        graphs = make_graphs(model, pools, rows, config.max_num_seqs)
         child.progress(f"captured {graphs.capture()} decode graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     images = ImageCache(model, ImageReader(arena, pick_decoder(config, device), device), tp)
@@ -76,9 +78,33 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtyp
     if child.config.load_format == "dummy":
         init_dummy_weights(model, seed=0)
     else:
-        load_weights(model, Path(child.runtime.model_folder), child.progress)
+        load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     child.progress(f"weights are on {device} after {time.monotonic() - started:.1f} s")
     return model
+
+
+def make_progress(child: Child) -> Callable[[int, int], None]:
+    """Reports loading, a line per tenth."""
+    tenths = iter(range(1, 11))
+    due = next(tenths)
+
+    def report(done: int, total: int) -> None:
+        nonlocal due
+        if done * 10 >= due * total and due < 11:
+            child.progress(f"loaded {done / GIB:.2f} of {total / GIB:.2f} GiB")
+            due = next(tenths, 11)
+
+    return report
+
+
+def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int) -> DecodeGraphs:
+    """Decode graphs over FlashInfer's fixed-buffer decode; the pool's last block is scratch."""
+    from models.layers.attention_flashinfer import GraphedDecode  # needs FlashInfer, which a CPU machine lacks
+
+    num_blocks = pools[0][0].shape[0]
+    num_heads = model.config.text.num_heads // model.tp.size
+    factory = GraphedDecode.factory(pools, num_heads, num_blocks)
+    return DecodeGraphs(model, factory, rows, num_blocks - 1, max_num_seqs)
 
 
 def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:

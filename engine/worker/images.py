@@ -35,7 +35,7 @@ class ImageCache:
         share = self._share(encodes, self._tp.rank)
         good = [index for index, image in enumerate(pixels) if image is not None]
         encoded = dict(zip(good, self._model.encode([image for image in pixels if image is not None]), strict=True))
-        own = [encoded[i] if i in encoded else self._model.blank_embedding(self._num_tokens(share[i])) for i in range(len(share))]
+        own = [encoded[i] if i in encoded else self._zeros(self._num_tokens(share[i])) for i in range(len(share))]
         if self._tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
         else:
@@ -46,7 +46,7 @@ class ImageCache:
         """All ranks' embeddings to all ranks, in one collective over rows (N, 1 + L, D)."""
         shares = [self._share(encodes, rank) for rank in range(self._tp.size)]
         counts = [sum(self._num_tokens(encode) for encode in share) for share in shares]
-        blank = self._model.blank_embedding(0)
+        blank = self._zeros(0)
         rows = self._tp.all_gather_rows(torch.cat([blank, *own], dim=1).transpose(0, 1), counts)
         start = 0
         for encode in (encode for share in shares for encode in share):
@@ -64,6 +64,11 @@ class ImageCache:
             if target == rank:
                 share.append(encode)
         return share
+
+    def _zeros(self, num_tokens: int) -> torch.Tensor:
+        config = self._model.config
+        shape = (config.num_visual_levels, num_tokens, config.text.hidden_size)
+        return torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
 
     def _num_tokens(self, encode: Encode) -> int:
         return self._model.config.geometry.num_tokens(encode.grid)

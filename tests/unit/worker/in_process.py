@@ -1,0 +1,119 @@
+"""The engine without its processes: a real scheduler core and a real runner on a tiny model, in one thread. For tests of step logic."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.arena import Arena, create_memfd
+from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.policy import Limits, State
+from engine.worker.images import ImageCache
+from engine.worker.jpeg import ImageReader, PillowDecoder
+from engine.worker.rows import Rows
+from engine.worker.runner import Runner
+from engine.worker.staging import Staging
+from models.config import ModelConfig
+from models.layers.attention import allocate_pools, make_attention
+from models.layers.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+from models.weights import load_weights
+
+ARENA_BYTES = 1 << 24
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A made-up image: uint8 (height, width, 3)."""
+
+    name: bytes
+    pixels: np.ndarray
+
+
+def make_picture(seed: int, height: int, width: int) -> Picture:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Picture(f"{seed}-{height}-{width}".encode().ljust(32, b"."), pixels)
+
+
+def load_model(folder: Path) -> Qwen3VL:
+    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), torch.float32, CPU)
+    load_weights(model, folder, lambda done, total: None)
+    return model
+
+
+class Engine:
+    """Requests in, token ids out. `num_steps` and the core's counters say how the work was done."""
+
+    def __init__(self, model: Qwen3VL, *, num_blocks: int = 256, image_tokens: int = 4096, **limits: int | bool):
+        config = model.config
+        per_token = config.num_visual_levels * config.text.hidden_size * 4
+        defaults: dict[str, int | bool] = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 8192,
+            "max_num_mixed_tokens": 8192,
+            "max_num_encoder_tokens": 4096,
+            "bytes_per_image_token": per_token,
+        }
+        merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
+        state = State(
+            merged, BlockPool(num_blocks, 16), ImageDirectory(image_tokens * per_token), free_rows=list(range(merged.max_num_seqs))
+        )
+        self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids))
+        self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
+        tp = TensorParallel.single()
+        pools = allocate_pools(config.text, tp, num_blocks + 1, 16, torch.float32, CPU)
+        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU)
+        images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp)
+        attention = make_attention(pools, config.text.num_heads)
+        self._runner = Runner(model, attention, rows, images, Staging(1 << 22, CPU), None, self._arena, tp)
+        self._config = config
+        self.tokens: dict[int, list[int]] = {}
+        self.errors: dict[int, str] = {}
+
+    def add(self, rid: int, parts: Sequence[list[int] | Picture], max_tokens: int = 8, **params: object) -> None:
+        """`parts`: token ids and pictures in the order of the prompt."""
+        ids: list[int] = []
+        spans: list[ImageSpan] = []
+        geometry = self._config.geometry
+        for part in parts:
+            if isinstance(part, Picture):
+                height, width = part.pixels.shape[:2]
+                grid = geometry.grid(height, width)
+                source = ImageSource("rgb", self._store(part.pixels.tobytes()), height, width)
+                spans.append(ImageSpan(part.name, len(ids), geometry.num_tokens(grid), grid, source))
+                ids += [self._config.image_token_id] * geometry.num_tokens(grid)
+            else:
+                ids += part
+        prompt = np.asarray(ids, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
+        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages()), prompt)
+        self.tokens[rid] = []
+
+    def step(self) -> bool:
+        step = self.core.next_step()
+        if step is None:
+            return False
+        self.core.collect(self._runner.launch(step.plan).result())
+        self.core.state.check()
+        for output in self.core.take_outputs(None, 0.0).outputs:
+            self.tokens[output.rid] += output.token_ids
+            if output.error is not None:
+                self.errors[output.rid] = output.error.message
+        return True
+
+    def run(self) -> dict[int, list[int]]:
+        while self.step():
+            pass
+        self.core.check()
+        return self.tokens
+
+    def _store(self, data: bytes) -> Region:
+        offset = self._arena.alloc(len(data))
+        self._arena.view(offset, len(data))[:] = data
+        return Region(1, offset, len(data))

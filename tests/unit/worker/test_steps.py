@@ -1,0 +1,114 @@
+"""Whatever way a step is cut, batched, cached or interrupted, the tokens are the same: real scheduler core, real runner, tiny model."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
+from tests.unit.worker.in_process import Engine, Picture, load_model, make_picture
+
+Prompt = list[list[int] | Picture]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
+    yield load_model(folder)
+
+
+def prompts() -> list[Prompt]:
+    """Text only, one picture, five pictures of different sizes, and two that share a beginning."""
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(300) for _ in range(length)]
+
+    sizes = [(64, 64), (96, 160), (160, 96), (256, 256), (70, 130)]
+    pictures = [make_picture(i, *size) for i, size in enumerate(sizes)]
+    shared: Prompt = [text(21), pictures[3], text(5)]
+    many: Prompt = [text(3)]
+    for picture in pictures:
+        many += [picture, text(2)]
+    return [[text(50)], [text(4), pictures[1], text(9)], many, [*shared, text(7)], [*shared, pictures[0], text(3)]]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Qwen3VL) -> list[list[int]]:
+    """Each prompt alone in a fresh engine, in one chunk: the tokens that every other way must give."""
+    results = []
+    for prompt in prompts():
+        engine = Engine(model, prefix_cache=False)
+        engine.add(0, prompt)
+        results.append(engine.run()[0])
+    assert len({tuple(tokens) for tokens in results}) == len(results), "prompts that cannot be told apart test nothing"
+    return results
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
+def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
+    """Red if a chunk boundary inside text or an image shifts a position, a page or an image row."""
+    for prompt, expected in zip(prompts(), alone, strict=True):
+        engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk, max_num_seqs=1)
+        engine.add(0, prompt)
+        assert engine.run()[0] == expected
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 8192])
+def test_batched_equals_alone(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
+    """Red if rows of one step leak into each other."""
+    engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=max(1, chunk // 2))
+    for rid, prompt in enumerate(prompts()):
+        engine.add(rid, prompt)
+        engine.step()
+    assert list(engine.run().values()) == alone
+
+
+@pytest.mark.parametrize("chunk", [64, 8192])
+def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
+    """Red if a prefix hit or a cached embedding is not what it stands for; the second round computes little and encodes nothing."""
+    engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
+    for rid, prompt in enumerate([*prompts(), *prompts()]):
+        engine.add(rid, prompt)
+        engine.run()
+    assert list(engine.tokens.values()) == [*alone, *alone]
+    assert engine.core.state.counters.images_encoded == 5
+
+
+def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list[int]]) -> None:
+    """Red if recomputation after a preemption, or encoding again after an eviction, gives other tokens."""
+    engine = Engine(model, num_blocks=30, image_tokens=100, max_num_batched_tokens=96, max_num_mixed_tokens=48)
+    for rid, prompt in enumerate(prompts()):
+        engine.add(rid, prompt)
+    assert list(engine.run().values()) == alone
+    counters = engine.core.state.counters
+    assert engine.core.state.images.num_evicted > 0 and counters.preemptions > 0
+
+
+def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
+    """Red if the batch, the row or the chunking changes what a seed draws, or if seeds do not matter."""
+    drawn = []
+    for chunk, crowd in ((8192, 0), (8, 3)):
+        engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
+        for rid in range(crowd):
+            engine.add(100 + rid, [[7 + rid] * 20], temperature=1.0, seed=rid)
+        engine.add(0, prompts()[0], temperature=1.0, seed=11, top_k=50, top_p=0.9)
+        engine.add(1, prompts()[0], temperature=1.0, seed=12, top_k=50, top_p=0.9)
+        tokens = engine.run()
+        drawn.append((tokens[0], tokens[1]))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_each_image_is_encoded_when_its_chunk_comes(model: Qwen3VL) -> None:
+    """Red if images are encoded ahead of their chunk or twice: 8 images, small chunks, counted step by step."""
+    engine = Engine(model, max_num_batched_tokens=24, max_num_mixed_tokens=24)
+    pictures = [make_picture(100 + i, 128, 128) for i in range(8)]
+    engine.add(0, [part for picture in pictures for part in (picture, [5])], max_tokens=1)
+    progress = []
+    while engine.step():
+        progress.append(engine.core.state.counters.images_encoded)
+    assert progress[0] <= 2 and progress[-1] == 8 and progress == sorted(progress)
