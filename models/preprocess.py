@@ -11,6 +11,7 @@ from models.geometry import Grid
 
 PIXEL_OFFSET = 128  # patches hold pixel - 128; (p + 0.5) / 127.5 is the reference's normalised value
 PIXEL_SCALE = 127.5
+MAX_BAND_PIXELS = 1 << 24  # resized at once: bounds the working memory to about 1 GB for the largest images
 
 
 def write_patches(image_HWC: torch.Tensor, grid: Grid, patch_size: int, merge_size: int, out_PX: torch.Tensor) -> None:
@@ -29,17 +30,26 @@ def write_patches(image_HWC: torch.Tensor, grid: Grid, patch_size: int, merge_si
 
 
 def resize(image_CHW: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Antialiased bicubic resize of a uint8 image; uint8 if the size is right already, else float32 whole numbers of 0 to 255.
+    """Antialiased bicubic resize of a uint8 image.
 
-    Like Pillow it goes over the width, rounds, then over the height: rounding once, after both, differs by many levels on noise.
+    Like Pillow it goes over one axis, rounds, then over the other: rounding once, after both, differs by many levels on noise. The width
+    comes first unless the height loses more than twice as many pixels, which is the order of Pillow 13 (older ones: always the width).
     """
-    if image_CHW.shape[2] != width:
-        image_CHW = _resize_rounded(image_CHW, image_CHW.shape[1], width)
-    if image_CHW.shape[1] != height:
-        image_CHW = _resize_rounded(image_CHW, height, width)
+    _, old_height, old_width = image_CHW.shape
+    height_first = height < old_height and old_height - height > 2 * (old_width - width)
+    for axis, size in ((1, height), (2, width)) if height_first else ((2, width), (1, height)):
+        if image_CHW.shape[axis] != size:
+            image_CHW = _resize_axis(image_CHW, axis, size)
     return image_CHW
 
 
-def _resize_rounded(image_CHW: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    resized = F.interpolate(image_CHW[None].float(), size=(height, width), mode="bicubic", antialias=True)[0]
-    return resized.add_(0.5).floor_().clamp_(0, 255)
+def _resize_axis(image_CHW: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """Along one axis, in bands of the other one: float64 (float32 rounds one pixel in a thousand the other way) takes 8 bytes a value."""
+    other = 3 - axis
+    bands = image_CHW.split(max(1, MAX_BAND_PIXELS // image_CHW.shape[axis]), dim=other)
+    return torch.cat([_resize_band(band, (size, band.shape[2]) if axis == 1 else (band.shape[1], size)) for band in bands], dim=other)
+
+
+def _resize_band(band_CHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    resized = F.interpolate(band_CHW[None].double(), size=size, mode="bicubic", antialias=True)[0]
+    return resized.add_(0.5).floor_().clamp_(0, 255).to(torch.uint8)

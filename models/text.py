@@ -79,6 +79,7 @@ class TextModel(nn.Module):
         super().__init__()
         text = config.text
         self.num_deepstack_levels = len(config.vision.deepstack_indexes)
+        assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
         self.rope = MRope(text, device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, tp, dtype, device)
         self._layers = [DecoderLayer(text, tp, ops, dtype, device) for _ in range(text.num_layers)]

@@ -49,9 +49,9 @@ class TensorParallel:
         """(S, n) of each rank -> (S, size * n), in rank order."""
         if self.size == 1:
             return x
-        gathered = x.new_empty((self.size, *x.shape))
+        gathered = x.new_empty((self.size * x.shape[0], x.shape[1]))
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
-        return gathered.transpose(0, 1).reshape(x.shape[0], -1)
+        return gathered.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Counts may differ, and every rank knows all of them."""

@@ -1,0 +1,148 @@
+"""Runs a model the way the worker does, in few lines: prompts with images, paged KV cache, chunks, mixed rows. Used by tests of models."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from models.batch import AttentionLayout, ForwardBatch, VisualSlice
+from models.config import ModelConfig
+from models.geometry import Grid
+from models.layers.attention import AttentionBackend, allocate_pools, make_attention
+from models.mrope import mrope_positions
+from models.qwen3_vl import Qwen3VL
+
+Want = Literal["last", "all", "none"]
+Part = list[int] | torch.Tensor  # token ids, or an image (H, W, 3) uint8
+
+
+@dataclass
+class Prompt:
+    """Token ids with every image expanded to its placeholders between vision start and end."""
+
+    ids: list[int]
+    images: list[torch.Tensor]
+    spans: list[tuple[int, Grid]]  # first placeholder, grid in tokens
+
+    @classmethod
+    def build(cls, config: ModelConfig, parts: Sequence[Part]) -> "Prompt":
+        prompt = cls([], [], [])
+        for part in parts:
+            if isinstance(part, list):
+                prompt.ids += part
+                continue
+            grid = config.geometry.grid(part.shape[0], part.shape[1])
+            prompt.images.append(part)
+            prompt.spans.append((len(prompt.ids) + 1, config.geometry.merged(grid)))
+            pads = [config.image_token_id] * config.geometry.num_tokens(grid)
+            prompt.ids += [config.vision_start_token_id, *pads, config.vision_end_token_id]
+        return prompt
+
+
+def noise_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def smooth_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Colours that change slowly, as in a photograph."""
+    y, x = np.mgrid[0:height, 0:width] / max(height, width)
+    waves = [np.sin(6 * x * (c + 1) + seed) * np.cos(5 * y * (c + 1) - seed) for c in range(3)]
+    return torch.from_numpy((np.stack(waves, -1) * 127 + 128).clip(0, 255).astype(np.uint8))
+
+
+@dataclass
+class Session:
+    """One sequence: everything known of it, and its pages."""
+
+    ids: list[int]
+    positions: np.ndarray
+    delta: int
+    spans: list[tuple[int, torch.Tensor]]  # first placeholder, embedding (1 + L, N, D)
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class PagedRunner:
+    """A model with its KV pools. Pages are handed out in a shuffled order, so that none is where a contiguous cache would have it."""
+
+    def __init__(self, model: Qwen3VL, num_blocks: int = 512, page_size: int = 4) -> None:
+        self.model = model
+        self.page_size = page_size
+        config = model.config.text
+        pools = allocate_pools(config, model.tp, num_blocks, page_size, model.dtype, model.device)
+        self.attention: AttentionBackend = make_attention(pools, config.num_heads // model.tp.size)
+        self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
+
+    def start(self, prompt: Prompt) -> Session:
+        embeddings = self.model.encode([image.to(self.model.device) for image in prompt.images])
+        positions, delta = mrope_positions(len(prompt.ids), prompt.spans)
+        return Session(list(prompt.ids), positions, delta, [(start, e) for (start, _), e in zip(prompt.spans, embeddings, strict=True)])
+
+    def step(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
+        """Computes the next tokens of each row, `(session, count)`; logits of each row's last token, of all tokens, or of none."""
+        batch = self._batch(rows, num_prefill_rows, want)
+        self.attention.plan(batch.attention)
+        logits = self.model(batch, self.attention)
+        for session, count in rows:
+            session.computed += count
+        return logits
+
+    def prefill(self, session: Session, chunk: int) -> torch.Tensor:
+        """Logits of the prompt's last token, (1, V)."""
+        while True:
+            count = min(chunk, len(session.ids) - session.computed)
+            logits = self.step([(session, count)], num_prefill_rows=1)
+            if session.computed == len(session.ids):
+                return logits
+
+    def greedy(self, prompt: Prompt, steps: int, chunk: int = 1 << 30) -> list[int]:
+        session = self.start(prompt)
+        logits = self.prefill(session, chunk)
+        for _ in range(steps - 1):
+            session.ids.append(int(logits.argmax()))
+            logits = self.step([(session, 1)], num_prefill_rows=0)
+        return [*session.ids[len(prompt.ids) :], int(logits.argmax())]
+
+    def _batch(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
+        ids: list[int] = []
+        positions, slots, visual, pages = [], [], [], []
+        qo, kv, page_ends, wanted = [0], [], [0], []
+        for session, count in rows:
+            begin, end = session.computed, session.computed + count
+            while len(session.pages) * self.page_size < end:
+                session.pages.append(self._free.pop())
+            span = np.arange(begin, end)
+            known = session.positions.shape[1]
+            position = np.tile(span + session.delta, (3, 1))
+            position[:, : max(0, known - begin)] = session.positions[:, begin:end]
+            positions.append(position)
+            slots.append(np.asarray(session.pages)[span // self.page_size] * self.page_size + span % self.page_size)
+            for start, embedding in session.spans:
+                low, high = max(start, begin), min(start + embedding.shape[1], end)
+                if low < high:
+                    visual.append(VisualSlice(len(ids) + low - begin, high - low, low - start, embedding))
+            ids += session.ids[begin:end]
+            pages += session.pages
+            qo.append(len(ids))
+            kv.append(end)
+            page_ends.append(len(pages))
+            wanted.append(len(ids) - 1)
+        layout = AttentionLayout(
+            *(torch.tensor(values, dtype=torch.int32) for values in (qo, kv, page_ends)),
+            pages=self._tensor(pages, torch.int32),
+            slot_mapping_T=self._tensor(np.concatenate(slots), torch.int64),
+            num_prefill_rows=num_prefill_rows,
+        )
+        indices = {"last": wanted, "all": range(len(ids)), "none": []}[want]
+        return ForwardBatch(
+            input_ids_T=self._tensor(ids, torch.int64),
+            positions_3T=self._tensor(np.concatenate(positions, axis=1), torch.int64),
+            attention=layout,
+            visual=tuple(visual),
+            logits_indices=self._tensor(indices, torch.int64),
+        )
+
+    def _tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype).to(self.model.device)

@@ -1,0 +1,149 @@
+"""Scaffolded folders are what transformers, tokenizers and the engine take them for. Red when an id, a file or a name moves."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from models.config import ModelConfig
+from models.registry import aliases, resolve
+from models.scaffold import SHAPES, write_model_folder
+
+SPECIAL_IDS = {
+    "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": 151652, "<|vision_end|>": 151653,
+    "<|vision_pad|>": 151654, "<|image_pad|>": 151655, "<|video_pad|>": 151656, "<tool_call>": 151657, "</tool_call>": 151658,
+    "<think>": 151667, "</think>": 151668,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("8B")
+    write_model_folder(folder, SHAPES["8B"], weights="none", seed=0)
+    return folder
+
+
+def test_tokenizer_has_the_published_ids_and_size(published: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    assert len(tokenizer) == 151_669
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_IDS} == SPECIAL_IDS
+    assert tokenizer.eos_token_id == 151_645 and tokenizer.pad_token_id == 151_643
+    assert (published / "tokenizer.json").stat().st_size < 10e6
+
+
+def test_any_text_survives_and_english_is_not_split_into_letters(published: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
+    for text in ("Describe what you see in this picture, please.", "naïve 你好 🎉\r\n\t x  y", "a" * 100, "def f(x):\n    return x\n", "é"):
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    text = "The small engine reads every image once and answers in plain words while the others wait for their turn"
+    assert len(text) / len(tokenizer.encode(text).ids) > 2.5
+
+
+def test_every_id_decodes(published: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
+    assert all(tokenizer.id_to_token(i) for i in range(151_669))
+    assert sum(tokenizer.decode([i]).isascii() for i in range(256, 151_643)) == 151_643 - 256
+
+
+def test_typed_placeholders_become_special_ids_unless_specials_are_off(published: Path) -> None:
+    """What the server must know: user text has to be encoded so that `<|image_pad|>` stays text."""
+    tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
+    assert tokenizer.encode("<|image_pad|>").ids == [151_655]
+    tokenizer.encode_special_tokens = True
+    as_text = tokenizer.encode("<|image_pad|>").ids
+    assert 151_655 not in as_text and tokenizer.decode(as_text) == "<|image_pad|>"
+
+
+def test_chat_template_writes_chatml(published: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}, {"type": "video"}]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": [{"type": "text", "text": "Now "}, {"type": "image_url", "image_url": {"url": "x"}}]},
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>And this?<|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
+        "<|im_start|>assistant\nA cat.<|im_end|>\n"
+        "<|im_start|>user\nNow <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_chat_template_writes_tools(published: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "r1"},
+        {"role": "tool", "content": "r2"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (
+        text.startswith("<|im_start|>system\n# Tools\n\n") and '<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools>' in text
+    )
+    block = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert text.endswith(
+        f"<|im_start|>assistant\n{block}\n{block}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_both_config_layouts_give_the_same_values(name: str, tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "a", replace(SHAPES[name], num_base_tokens=1000), weights="none", seed=0)
+    AutoConfig.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")  # transformers 5 writes rope_parameters
+    assert "rope_parameters" in json.loads((tmp_path / "b" / "config.json").read_text())["text_config"]
+    ours, theirs = ModelConfig.from_folder(tmp_path / "a"), ModelConfig.from_folder(tmp_path / "b")
+    assert ours.text == theirs.text and ours.vision == theirs.vision and ours.dtype == theirs.dtype
+
+
+def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
+    """The tiny model takes any vocabulary: the ids then are the published ones."""
+    shape = replace(SHAPES["tiny"], vocab_size=151_936, num_base_tokens=151_643, tied=True)
+    write_model_folder(tmp_path, shape, weights="random", seed=0)
+    assert ModelConfig.from_folder(tmp_path).image_token_id == 151_655
+    _, info = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen3_vl_moe"}, "mixture-of-experts"),
+        ({"model_type": "llama"}, "llama"),
+        ({"quantization_config": {}}, "quantized"),
+        ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
+        ({"text_config": {"attention_bias": True}}, "attention_bias"),
+        ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "yarn"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(published: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    config = json.loads((published / "config.json").read_text())
+    for key, value in change.items():
+        config[key] = config[key] | value if isinstance(value, dict) and key in config else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_sampling_defaults_and_stop_tokens_come_from_the_folder(published: Path) -> None:
+    config = ModelConfig.from_folder(published)
+    assert config.eos_token_ids == (151_645, 151_643)
+    assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (0.7, 0.8, 20)
+
+
+def test_registry(tmp_path: Path, published: Path) -> None:
+    assert aliases()["Qwen3-VL-8B"] == "Qwen/Qwen3-VL-8B-Instruct"
+    assert aliases()["Qwen3-VL-2B-Thinking"] == "Qwen/Qwen3-VL-2B-Thinking"
+    resolved = resolve("Qwen3-VL-4B", "dummy", tmp_path)
+    assert resolved.name == "Qwen3-VL-4B" and ModelConfig.from_folder(resolved.folder).text.hidden_size == 2560
+    assert resolve(str(published), "auto", tmp_path).folder == published
+    for model, message in (("Qwen3-VL-8B-FP8", "FP8"), ("Qwen/Qwen3-VL-30B-A3B-Instruct", "mixture"), ("nonsense", "nonsense")):
+        with pytest.raises(ValueError, match=message):
+            resolve(model, "auto", tmp_path)

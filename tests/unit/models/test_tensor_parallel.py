@@ -1,0 +1,56 @@
+"""Two and four real processes (gloo, rendezvous through a file) give the logits of one. Red when a layer is cut at the wrong place."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from models.config import ModelConfig
+from models.layers.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+from models.weights import load_weights
+from tests.unit.models.conftest import CPU
+from tests.unit.models.harness import PagedRunner, Prompt
+from tests.unit.models.test_parity import SEVERAL_TURNS
+
+
+def all_logits(model: Qwen3VL) -> torch.Tensor:
+    """Prefill in three chunks, the first without logits, then three tokens; the logits of everything else."""
+    prompt = Prompt.build(model.config, SEVERAL_TURNS)
+    runner = PagedRunner(model)
+    session = runner.start(prompt)
+    runner.step([(session, 50)], 1, want="none")
+    parts = [runner.step([(session, count)], 1, want="all") for count in (70, len(prompt.ids) - 120)]
+    for token in (5, 6, 7):
+        session.ids.append(token)
+        parts.append(runner.step([(session, 1)], 0))
+    return torch.cat(parts)
+
+
+def worker(rank: int, size: int, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
+    tp = TensorParallel(rank, size, dist.group.WORLD)
+    model = Qwen3VL(ModelConfig.from_folder(folder), tp, torch.float32, CPU)
+    load_weights(model, folder, lambda done, total: None)
+    rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
+    assert rows[:, 0].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
+    assert tp.broadcast_(torch.tensor([rank + 7])).tolist() == [7]
+    torch.save(all_logits(model), out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
+    mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
+    expected = all_logits(tiny)
+    for rank in range(size):
+        ours = torch.load(tmp_path / f"{rank}.pt")
+        assert float((ours - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
+    with pytest.raises(ValueError, match=r"vocab_size \(4096\) does not divide over 3"):
+        Qwen3VL(tiny.config, TensorParallel(0, 3, None), torch.float32, CPU)

@@ -1,0 +1,110 @@
+"""Loading: every tensor exactly once, each rank its slice. Red when a tensor can go missing, or be ignored, in silence."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.config import ModelConfig
+from models.layers.parallel import TensorParallel, kv_heads_of
+from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
+from models.scaffold.weights import write_random_weights
+from models.weights import TensorSource, fill, init_dummy_weights, load_weights
+from tests.unit.models.conftest import CPU, load
+from tests.unit.models.harness import PagedRunner, Prompt, noise_image
+from tests.unit.models.test_parity import TEXT
+
+
+def silent(done: int, total: int) -> None:
+    assert 0 < done <= total
+
+
+def empty_model(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
+    return Qwen3VL(ModelConfig.from_folder(folder), tp or TensorParallel.single(), torch.float32, CPU)
+
+
+def test_shards_equal_one_file(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path) -> None:
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
+    write_random_weights(tmp_path, seed=1, max_shard_bytes=1 << 20)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    sharded = load(tmp_path)
+    for (name, ours), theirs in zip(tiny.named_parameters(), sharded.parameters(), strict=True):
+        assert ours.equal(theirs), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path, tied: bool) -> None:
+    write_model_folder(tmp_path, replace(SHAPES["tiny"], tied=tied), weights="random", seed=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) is not tied
+    model = empty_model(tmp_path)
+    fill(model, TensorSource(tensors), silent)
+    name = "model.language_model.layers.2.mlp.up_proj.weight"
+    for change, message in (
+        ({name: None}, f"misses tensor {name}"),
+        ({"model.visual.surprise": torch.zeros(1)}, "has unexpected tensor model.visual.surprise"),
+        ({name: tensors[name][:, :-1]}, f"tensor {name} has shape"),
+    ):
+        changed = {key: value for key, value in (tensors | change).items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            fill(model, TensorSource(changed), silent)
+
+
+def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
+    write_model_folder(tmp_path, replace(SHAPES["tiny"], tied=True), weights="random", seed=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
+    model = empty_model(tmp_path)
+    fill(model, TensorSource(tensors), silent)
+    assert model.lm_head.weight.equal(tensors["lm_head.weight"])
+
+
+def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
+    with pytest.raises(ValueError, match="no safetensors"):
+        load_weights(empty_model(tmp_path), tmp_path, silent)
+
+
+def test_every_slot_fills_a_different_part_and_all_are_filled(tiny_folder: Path) -> None:
+    for size in (1, 2, 4):
+        for rank in range(size):
+            model = empty_model(tiny_folder, TensorParallel(rank, size, None))
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
+            fill(model, TensorSource(load_file(tiny_folder / "model.safetensors")), silent)
+            assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+def test_kv_heads_are_split_or_replicated() -> None:
+    assert [kv_heads_of(8, TensorParallel(rank, 4, None)) for rank in range(4)] == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert [kv_heads_of(2, TensorParallel(rank, 4, None)) for rank in range(4)] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    with pytest.raises(ValueError, match="num_key_value_heads"):
+        kv_heads_of(3, TensorParallel(0, 2, None))
+    with pytest.raises(ValueError, match="num_key_value_heads"):
+        kv_heads_of(2, TensorParallel(0, 3, None))
+
+
+def test_dummy_weights_are_sane_and_the_same_each_time(tiny_folder: Path) -> None:
+    models = [empty_model(tiny_folder) for _ in range(2)]
+    logits = []
+    for model in models:
+        init_dummy_weights(model, seed=3)
+        prompt = Prompt.build(model.config, [*TEXT, noise_image(256, 256)])
+        runner = PagedRunner(model)
+        logits.append(runner.prefill(runner.start(prompt), chunk=1 << 30))
+    assert logits[0].equal(logits[1])
+    assert logits[0].isfinite().all() and 0.1 < logits[0].std() < 100
+
+
+def test_dummy_weights_of_the_vision_tower_are_equal_on_all_ranks(tiny_folder: Path) -> None:
+    """Ranks encode different images of one step: their towers must agree, their slices of the decoder must not."""
+    ranks = [empty_model(tiny_folder, TensorParallel(rank, 2, None)) for rank in range(2)]
+    for model in ranks:
+        init_dummy_weights(model, seed=0)
+    for (name, first), second in zip(ranks[0].named_parameters(), ranks[1].parameters(), strict=True):
+        if name.startswith("visual."):
+            assert first.equal(second), name
+    assert not ranks[0].lm_head.weight.equal(ranks[1].lm_head.weight)
