@@ -1,0 +1,137 @@
+"""A streaming chat request against any OpenAI-compatible URL, timed token by token. Called by probe, load and multiturn."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+READ_BUFFER = 1 << 20
+WORD = " the"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client saw. Times are seconds after the request was begun; `started` (before serialisation) and `sent` are clock readings."""
+
+    started: float = 0.0
+    sent: float = 0.0  # body serialised, about to be written
+    token_times: list[float] = field(default_factory=list)  # clock readings of chunks with text
+    finished: float = 0.0
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)  # the server's stages, when it is ours
+    error: str | None = None
+    text: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """First non-empty text, the client's serialisation included."""
+        return self.token_times[0] - self.started
+
+    @property
+    def ttft_sent(self) -> float:
+        """First non-empty text after the body was serialised."""
+        return self.token_times[0] - self.sent
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.usage.get("completion_tokens", len(self.token_times)))
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token after the first."""
+        return (self.finished - self.token_times[0]) / max(1, self.num_tokens - 1)
+
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds between consecutive texts."""
+        return [second - first for first, second in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+def text_of(num_tokens: int, salt: int) -> str:
+    """Text of about `num_tokens` tokens, different for every salt so that no prefix is shared."""
+    head = f"Request {salt}:"
+    return head + WORD * max(1, num_tokens - 8)
+
+
+def user_message(uris: list[str], text: str) -> dict[str, Any]:
+    """Images first, then the text."""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
+    """Greedy, of a fixed length, streamed with usage; `timings` asks our server for its stages and is ignored by others."""
+    return {
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "timings": True,
+    }
+
+
+class ChatClient:
+    """One connection pool to one server. An async context manager."""
+
+    def __init__(self, url: str, api_key: str | None = None):
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=3600), headers=headers, read_bufsize=READ_BUFFER, connector=aiohttp.TCPConnector(limit=0)
+        )
+
+    async def __aenter__(self) -> "ChatClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def model(self) -> str:
+        """The name of the first model that the server lists."""
+        async with self._session.get(f"{self._base}/v1/models") as response:
+            return str((await response.json())["data"][0]["id"])
+
+    async def version(self) -> dict[str, Any]:
+        """What the server says of itself; empty if it has no such page."""
+        async with self._session.get(f"{self._base}/version") as response:
+            return dict(await response.json()) if response.status == 200 else {}
+
+    async def chat(self, body: dict[str, Any]) -> Answer:
+        """Sends one request and reads its stream to the end. An error answer or a broken connection is `Answer.error`."""
+        answer = Answer(started=time.perf_counter())
+        data = msgspec.json.encode(body)
+        answer.sent = time.perf_counter()
+        try:
+            async with self._session.post(f"{self._base}/v1/chat/completions", data=data) as response:
+                if response.status != 200:
+                    answer.error = f"{response.status}: {(await response.text())[:300]}"
+                    return answer
+                async for line in response.content:
+                    self._take(answer, line)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        answer.finished = answer.token_times[-1] if answer.token_times else time.perf_counter()
+        if not answer.token_times and answer.error is None:
+            answer.error = "no text came"
+        return answer
+
+    @staticmethod
+    def _take(answer: Answer, line: bytes) -> None:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            return
+        now = time.perf_counter()
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            answer.error = str(chunk["error"])[:300]
+        answer.usage = chunk.get("usage") or answer.usage
+        answer.timings = chunk.get("timings") or answer.timings
+        text = chunk["choices"][0].get("delta", {}).get("content") if chunk.get("choices") else None
+        if text:
+            answer.token_times.append(now)
+            answer.text += text

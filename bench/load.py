@@ -1,0 +1,109 @@
+"""Many clients at once: requests per second, and percentiles of TTFT, time per output token, inter-token latency and end-to-end time.
+
+    python -m bench.load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
+
+Every request has fresh images and its own text; a client sends its next request when its last answer has ended.
+"""
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
+from bench.report import environment, percentile, table, write_json
+
+PERCENTILES = (50, 90, 99)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", help="default: the first one that the server lists")
+    parser.add_argument("--api-key")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--warm-ups", type=int, default=8, help="requests that are not counted")
+    parser.add_argument("--images", type=int, default=0)
+    parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
+    parser.add_argument("--content", choices=["noise", "smooth"], default="smooth")
+    parser.add_argument("--input-tokens", type=int, default=256, help="text tokens, about")
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    return parser.parse_args(argv)
+
+
+def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """All requests, made before the clock starts."""
+    jpegs = iter(make_jpegs(seed, count * args.images, args.resolution, args.content))
+    bodies = []
+    for i in range(count):
+        uris = [data_uri(next(jpegs)) for _ in range(args.images)]
+        bodies.append(chat_body(model, [user_message(uris, text_of(args.input_tokens, seed + i))], args.output_tokens))
+    return bodies
+
+
+async def drive(client: ChatClient, bodies: list[dict[str, Any]], concurrency: int) -> list[Answer]:
+    """Sends all bodies, `concurrency` at a time; answers in the order in which they ended."""
+    waiting = iter(bodies)
+    answers: list[Answer] = []
+
+    async def one_client() -> None:
+        for body in waiting:
+            answers.append(await client.chat(body))
+
+    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    return answers
+
+
+async def load(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run as numbers."""
+    async with ChatClient(args.url, args.api_key) as client:
+        model = args.model or await client.model()
+        await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000), args.concurrency)
+        bodies = make_bodies(args, model, args.requests, args.seed)
+        started = time.perf_counter()
+        answers = await drive(client, bodies, args.concurrency)
+        seconds = time.perf_counter() - started
+    return measure(answers, seconds)
+
+
+def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
+    """Rates and percentiles, in milliseconds; failed requests are counted and left out."""
+    good = [answer for answer in answers if answer.error is None]
+    if not good:
+        raise SystemExit(f"every request failed: {answers[0].error}")
+    samples = {
+        "ttft_ms": [answer.ttft for answer in good],
+        "tpot_ms": [answer.tpot for answer in good],
+        "itl_ms": [latency for answer in good for latency in answer.latencies],
+        "e2e_ms": [answer.finished - answer.started for answer in good],
+    }
+    return {
+        "requests": len(good),
+        "failed": len(answers) - len(good),
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "output_tokens_per_s": round(sum(answer.num_tokens for answer in good) / seconds, 1),
+        **{name: {f"p{q}": round(1e3 * percentile(values, q), 3) for q in PERCENTILES} for name, values in samples.items() if values},
+    }
+
+
+def main() -> None:
+    """Entry point."""
+    args = parse_args()
+    result = asyncio.run(load(args))
+    names = [name for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") if name in result]
+    print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s")
+    print(f"{result['requests_per_s']} requests/s, {result['output_tokens_per_s']} output tokens/s")
+    print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *result[name].values()] for name in names]))
+    if args.json:
+        settings = {name: str(value) for name, value in vars(args).items()}
+        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+
+
+if __name__ == "__main__":
+    main()

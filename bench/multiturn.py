@@ -1,0 +1,129 @@
+"""Conversations that grow: each turn adds one image and resends all; and one long shared document with many questions.
+
+    python -m bench.multiturn --url http://127.0.0.1:8000 --resolution 720p --turns 8 --clients 1
+    python -m bench.multiturn --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
+    python -m bench.multiturn --url http://127.0.0.1:8000 --repeat 32
+
+The last form sends one request of that many images several times.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.load import drive
+from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
+from bench.report import environment, table, write_json
+
+TURN_TOKENS = 32
+REPEATS = 4
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.multiturn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", help="default: the first one that the server lists")
+    parser.add_argument("--api-key")
+    parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
+    parser.add_argument("--content", choices=["noise", "smooth"], default="noise")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=1, help="conversations at once")
+    parser.add_argument("--document", type=int, default=0, help="images of the shared document; 0: hold conversations")
+    parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=0, help="send one request with this many images several times")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def images(args: argparse.Namespace, seed: int, count: int) -> list[str]:
+    return [data_uri(jpeg) for jpeg in make_jpegs(args.seed + seed, count, args.resolution, args.content)]
+
+
+async def converse(client: ChatClient, model: str, args: argparse.Namespace, seed: int) -> list[Answer]:
+    """One conversation: every turn resends the whole of it with one more image."""
+    messages: list[dict[str, Any]] = []
+    answers = []
+    for turn, uri in enumerate(images(args, seed, args.turns)):
+        messages.append(user_message([uri], text_of(TURN_TOKENS, seed * 1000 + turn)))
+        answer = await client.chat(chat_body(model, messages, TURN_TOKENS))
+        answers.append(answer)
+        if answer.error:
+            break
+        messages.append({"role": "assistant", "content": answer.text})
+    return answers
+
+
+async def conversations(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Median TTFT of each turn over all clients."""
+    talks = await asyncio.gather(*(converse(client, model, args, 1 + i) for i in range(args.clients)))
+    rows = []
+    for turn in range(args.turns):
+        good = [talk[turn] for talk in talks if len(talk) > turn and talk[turn].error is None]
+        if good:
+            rows.append(point(f"turn {turn + 1}", good))
+    return rows
+
+
+async def document(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Questions about one document, cold (fresh images for each) and shared (the same images)."""
+    rows = []
+    shared = images(args, 1, args.document)
+    for name in ("cold", "shared"):
+        bodies = []
+        for i in range(args.questions):
+            uris = shared if name == "shared" else images(args, 100 + i, args.document)
+            bodies.append(chat_body(model, [user_message(uris, text_of(TURN_TOKENS, i))], TURN_TOKENS))
+        started = time.perf_counter()
+        answers = await drive(client, bodies, args.concurrency)
+        seconds = time.perf_counter() - started
+        good = [answer for answer in answers if answer.error is None]
+        rows.append(point(name, good) | {"requests_per_s": round(len(good) / seconds, 3)})
+    return rows
+
+
+async def repeat(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One request, sent again and again."""
+    body = chat_body(model, [user_message(images(args, 1, args.repeat), text_of(TURN_TOKENS, 1))], TURN_TOKENS)
+    return [point(f"time {i + 1}", [await client.chat(body)]) for i in range(REPEATS)]
+
+
+def point(name: str, answers: list[Answer]) -> dict[str, Any]:
+    cached = [answer.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) for answer in answers]
+    return {
+        "name": name,
+        "ttft_ms": round(1e3 * statistics.median(answer.ttft for answer in answers), 2),
+        "ttft_sent_ms": round(1e3 * statistics.median(answer.ttft_sent for answer in answers), 2),
+        "prompt_tokens": answers[0].usage.get("prompt_tokens"),
+        "cached_tokens": statistics.median(cached),
+        "stages_ms": answers[0].timings,
+    }
+
+
+async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    async with ChatClient(args.url, args.api_key) as client:
+        model = args.model or await client.model()
+        await client.chat(chat_body(model, [user_message(images(args, 9_999, 1), "warm up")], TURN_TOKENS))
+        if args.document:
+            return await document(client, model, args)
+        return await (repeat if args.repeat else conversations)(client, model, args)
+
+
+def main() -> None:
+    """Entry point."""
+    args = parse_args()
+    rows = asyncio.run(run(args))
+    names = [name for name in rows[-1] if name != "stages_ms"]
+    print(table(names, [[row.get(name, "") for name in names] for row in rows]))
+    if args.json:
+        settings = {name: str(value) for name, value in vars(args).items()}
+        write_json(args.json, {"environment": environment(), "settings": settings, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

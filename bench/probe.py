@@ -1,0 +1,152 @@
+"""The image-limit probe: time to first token against the number of images in one request, on any OpenAI-compatible URL.
+
+    python -m bench.probe --url http://127.0.0.1:8000 --resolutions 720p,1080p,2k --max-images 64
+
+Rules: uniform-noise JPEGs (quality 85), fresh at every step, images first, then 256 text tokens, temperature 0, 32 tokens out, ignore_eos,
+streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty `delta.content`; it is given with the client's
+own serialisation inside ("ttft") and after it ("ttft sent").
+"""
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
+from bench.report import environment, table, write_json
+
+TEXT_TOKENS = 256
+OUTPUT_TOKENS = 32
+WARM_UPS = 3
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", help="default: the first one that the server lists")
+    parser.add_argument("--api-key")
+    parser.add_argument("--resolutions", default="720p,1080p,2k", help="of " + ", ".join(RESOLUTIONS))
+    parser.add_argument("--counts", help="numbers of images, such as 1,8,32; default: powers of two up to --max-images")
+    parser.add_argument("--max-images", type=int, default=64)
+    parser.add_argument("--content", choices=["noise", "smooth"], default="noise")
+    parser.add_argument("--clock", choices=["before", "after"], default="before", help="TTFT of the table: before or after serialisation")
+    parser.add_argument("--repeats", type=int, default=3, help="fresh requests per point; the median is shown")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
+    return parser.parse_args(argv)
+
+
+def counts_of(args: argparse.Namespace) -> list[int]:
+    """The numbers of images to try, ascending."""
+    if args.counts:
+        return sorted(int(count) for count in args.counts.split(","))
+    powers: Iterator[int] = (1 << i for i in range(12))
+    return sorted({count for count in powers if count < args.max_images} | {args.max_images})
+
+
+async def ask(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int, seed: int) -> Answer:
+    """One request with fresh images, made before the clock starts."""
+    uris = [data_uri(jpeg) for jpeg in make_jpegs(seed, count, resolution, args.content)]
+    return await client.chat(chat_body(model, [user_message(uris, text_of(TEXT_TOKENS, seed))], OUTPUT_TOKENS))
+
+
+async def measure(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int) -> dict[str, Any]:
+    """All repeats of one point: medians, or the error that the server gave."""
+    first = args.seed + 1_000 * count + 100_000 * (1 + list(RESOLUTIONS).index(resolution))
+    seeds = [first + i for i in range(args.repeats)]
+    answers = [await ask(client, model, args, resolution, count, seed) for seed in seeds]
+    errors = [answer.error for answer in answers if answer.error]
+    point: dict[str, Any] = {"resolution": resolution, "images": count}
+    if errors:
+        return point | {"error": errors[0]}
+    middle = sorted(answers, key=lambda answer: answer.ttft)[len(answers) // 2]
+    return point | {
+        "ttft_ms": round(1e3 * statistics.median(answer.ttft for answer in answers), 2),
+        "ttft_sent_ms": round(1e3 * statistics.median(answer.ttft_sent for answer in answers), 2),
+        "all_ttft_ms": [round(1e3 * answer.ttft, 2) for answer in answers],
+        "tpot_ms": round(1e3 * statistics.median(answer.tpot for answer in answers), 3),
+        "prompt_tokens": middle.usage.get("prompt_tokens"),
+        "client_ms": round(1e3 * (middle.ttft - middle.ttft_sent), 2),
+        "stages_ms": middle.timings,
+    }
+
+
+async def probe(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every resolution and count, going on past a failure to the next resolution."""
+    points = []
+    async with ChatClient(args.url, args.api_key) as client:
+        model = args.model or await client.model()
+        for i in range(WARM_UPS):
+            await ask(client, model, args, "720p", 1, args.seed + 7_000_000 + i)
+        for resolution in args.resolutions.split(","):
+            for count in counts_of(args):
+                point = await measure(client, model, args, resolution, count)
+                points.append(point)
+                print(f"{resolution:>6} N={count:<4} {point.get('error') or shown(point, args.clock)}", flush=True)
+                if "error" in point:
+                    break
+    return points
+
+
+def shown(point: dict[str, Any], clock: str) -> str:
+    ttft = point["ttft_ms"] if clock == "before" else point["ttft_sent_ms"]
+    return f"ttft {ttft:9.1f} ms   tpot {point['tpot_ms']:6.2f} ms   {point['prompt_tokens']} prompt tokens"
+
+
+def stage_names(points: list[dict[str, Any]]) -> list[str]:
+    return list(next((point["stages_ms"] for point in points if point.get("stages_ms")), {}))
+
+
+def summary(points: list[dict[str, Any]], clock: str) -> str:
+    """Tables: times by stage, and the largest number of images that each resolution answered."""
+    label = f"ttft ({clock} serialisation)"
+    names = stage_names(points)
+    rows = []
+    for point in points:
+        if "error" in point:
+            rows.append([point["resolution"], point["images"], "failed", "", *[""] * len(names)])
+            continue
+        ttft = point["ttft_ms"] if clock == "before" else point["ttft_sent_ms"]
+        stages = [f"{point['stages_ms'].get(name, 0):.1f}" for name in names]
+        rows.append([point["resolution"], point["images"], f"{ttft:.1f}", f"{point['client_ms']:.1f}", *stages])
+    largest = {point["resolution"]: point["images"] for point in points if "error" not in point}
+    limits = ", ".join(f"{resolution}: {count}" for resolution, count in largest.items())
+    return table(["size", "N", label, "client", *names], rows) + f"\nlargest N answered: {limits}"
+
+
+def plot(points: list[dict[str, Any]], path: Path, title: str) -> None:
+    """TTFT over the number of images, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for resolution in dict.fromkeys(point["resolution"] for point in points):
+        good = [point for point in points if point["resolution"] == resolution and "error" not in point]
+        axes.plot([point["images"] for point in good], [point["ttft_ms"] for point in good], marker="o", label=resolution)
+    axes.set(xscale="log", yscale="log", xlabel="images in the request", ylabel="time to first token, ms", title=title)
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Entry point."""
+    args = parse_args()
+    points = asyncio.run(probe(args))
+    print(summary(points, args.clock))
+    if args.json:
+        write_json(args.json, {"environment": environment(), "content": args.content, "points": points})
+    if args.plot:
+        plot(points, args.plot, f"{args.content} JPEGs, {OUTPUT_TOKENS} tokens out, one request at a time")
+
+
+if __name__ == "__main__":
+    main()

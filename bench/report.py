@@ -1,0 +1,68 @@
+"""What every benchmark writes beside its numbers: where they came from. Tables for people, JSON for later."""
+
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "nvidia-nvimgcodec-cu13", "pillow")
+
+
+def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Hardware, versions and the command line of this machine: the client's, and the server's when both share it."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": " ".join(command or ["python", "-m", *module_command()]),
+        "gpus": _gpus(),
+        "cpu": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def module_command() -> list[str]:
+    """`bench.probe --flags` as typed."""
+    script = Path(sys.argv[0])
+    return [f"{script.parent.name}.{script.stem}", *sys.argv[1:]]
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table with aligned columns."""
+    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0-100), linear between neighbours. ValueError for no values."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    position = (len(ordered) - 1) * q / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()

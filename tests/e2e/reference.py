@@ -1,0 +1,39 @@
+"""The same conversation through transformers: chat template, image processor, greedy generation in fp32."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from models.config import ModelConfig
+from tests.unit.models.reference import image_processor
+
+
+class Reference:
+    """A model folder loaded by transformers."""
+
+    def __init__(self, folder: Path):
+        self._config = ModelConfig.from_folder(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def text(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], max_tokens: int, ignore_eos: bool = False) -> str:
+        """The greedy answer. Image parts of `messages` are `{"type": "image"}`, in the order of `images`."""
+        prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs: dict[str, torch.Tensor] = {}
+        if images:
+            pixels = image_processor(self._config)(images=[image.convert("RGB") for image in images], return_tensors="pt")
+            inputs = {"pixel_values": pixels["pixel_values"], "image_grid_thw": pixels["image_grid_thw"]}
+            for grid in pixels["image_grid_thw"]:
+                prompt = prompt.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // self._config.vision.merge_size**2), 1)
+            prompt = prompt.replace("<|placeholder|>", "<|image_pad|>")
+        ids = torch.tensor([self._tokenizer.encode(prompt, add_special_tokens=False)])
+        inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == self._config.image_token_id).int()}
+        self._model.model.rope_deltas = None
+        options: dict[str, Any] = {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
+        tokens = self._model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, top_k=None, top_p=None, **options)
+        return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))

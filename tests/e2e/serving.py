@@ -1,0 +1,179 @@
+"""Starts the real engine for a test and makes sure that nothing of it is left: `with serve(folder, flags) as engine`."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 15
+SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cache-memory-bytes", "64M"]
+
+
+class Engine:
+    """A running engine and its log."""
+
+    def __init__(self, model: str | Path, flags: list[str]):
+        self.log_path = Path(tempfile.mkstemp(prefix="engine-test-", suffix=".log")[1])
+        command = [sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *SMALL, *flags]
+        with open(self.log_path, "w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.url = self._await_ready()
+        self.children = children_of(self.process.pid)
+        self.run_dir = run_dir_of(self.children[0])
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+
+    def chat(self, content: object, **fields: Any) -> httpx.Response:
+        """One request; `content` is the user's, greedy and 8 tokens unless `fields` say otherwise."""
+        return self.client.post("/v1/chat/completions", json=chat_body(content, **fields))
+
+    def text(self, content: object, **fields: Any) -> str:
+        """The answer's text of a request that must succeed."""
+        response = self.chat(content, **fields)
+        assert response.status_code == 200, response.text
+        answer: str = response.json()["choices"][0]["message"]["content"]
+        return answer
+
+    def stream(self, content: object, **fields: Any) -> list[dict[str, Any]]:
+        """All chunks of a streamed answer."""
+        body = chat_body(content, stream=True, **fields)
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def metric(self, name: str) -> float:
+        """The sum over labels of a metric; waits for the engine's once-a-second statistics to be fresh."""
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(float(value) for value in found)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def stop(self) -> None:
+        """Ctrl-C; the engine must end cleanly and leave nothing. Its processor and scheduler have checked themselves until then."""
+        self.client.close()
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(STOP_TIMEOUT_S)
+        assert code == 0, f"exit code {code}\n{self.log()[-4000:]}"
+        assert "Traceback" not in self.log(), self.log()[-4000:]
+        self.assert_gone()
+
+    def assert_gone(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        """No process of the engine is left, nor its run directory."""
+        deadline = time.monotonic() + timeout
+        while any(is_alive(pid) for pid in self.children):
+            assert time.monotonic() < deadline, "processes are left"
+            time.sleep(0.05)
+        while self.run_dir.exists():
+            assert time.monotonic() < deadline, "the run directory is left"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """For the end of a failed test."""
+        for pid in [*self.children, self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _await_ready(self) -> str:
+        found: list[str] = []
+
+        def read() -> None:
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                match = re.search(r"ready after .*: (http://\S+) serves", line)
+                if match:
+                    found.append(match.group(1))
+
+        self._reader = threading.Thread(target=read, daemon=True)
+        self._reader.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not found:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"the engine did not start\n{self.log()[-6000:]}")
+            time.sleep(0.02)
+        return found[0]
+
+
+@contextlib.contextmanager
+def serve(model: str | Path, *flags: str) -> Iterator[Engine]:
+    """A running engine that is stopped, and checked to be gone, at the end."""
+    engine = Engine(model, list(flags))
+    try:
+        yield engine
+    except BaseException:
+        engine.kill()
+        sys.stderr.write(engine.log()[-6000:])
+        raise
+    engine.stop()
+    engine.log_path.unlink()
+
+
+def chat_body(content: object, **fields: Any) -> dict[str, Any]:
+    messages = fields.pop("messages", None) or [{"role": "user", "content": content}]
+    return {"model": fields.pop("model", ""), "messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+
+
+def picture(seed: int, height: int, width: int) -> Image.Image:
+    """Smooth random colours: pictures that differ after any resize."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def data_uri(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def image_part(image: Image.Image, kind: str = "PNG", **options: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_uri(image, kind, **options)}}
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def role_of(pid: int) -> str:
+    """'api', 'processor', 'scheduler' or 'worker' of a child process."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    module = command[command.index(b"-m") + 1].decode()
+    return {"server.app": "api", "server.processor": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
+
+
+def run_dir_of(pid: int) -> Path:
+    """The engine's private directory, from a child's command line."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return Path(command[command.index(b"-m") + 2].decode()).parent
+
+
+def is_alive(pid: int) -> bool:
+    """Running, not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

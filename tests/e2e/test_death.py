@@ -1,0 +1,75 @@
+"""Any process may be killed at any time: clients get an error, everything ends within 15 s, nothing is left."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.serving import Engine, is_alive, role_of
+
+DEADLINE_S = 15
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def run_dirs() -> set[Path]:
+    return set(Path("/tmp").glob("engine-*/"))
+
+
+def ask_for_long(engine: Engine, outcome: list[str]) -> None:
+    """A request that would run for minutes; records how it ended."""
+    body = {"model": "", "messages": [{"role": "user", "content": "go on"}], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=60) as response:
+            text = "".join(response.iter_text())
+        outcome.append("error" if response.status_code >= 400 or '"error"' in text else "completed")
+    except httpx.HTTPError:
+        outcome.append("broken connection")
+
+
+@pytest.mark.parametrize("victim", ["api", "processor", "scheduler", "worker", "launcher"])
+def test_sigkill(tiny: Path, victim: str) -> None:
+    """Red if a death leaves a client waiting, a process, shared memory or a run directory behind, or exits with 0."""
+    before = shared_memory(), run_dirs()
+    engine = Engine(tiny, ["--max-model-len", "8192"])
+    try:
+        outcome: list[str] = []
+        client = threading.Thread(target=ask_for_long, args=(engine, outcome))
+        client.start()
+        time.sleep(1.0)
+        target = engine.process.pid if victim == "launcher" else next(pid for pid in engine.children if role_of(pid) == victim)
+        killed = time.monotonic()
+        os.kill(target, signal.SIGKILL)
+        code = engine.process.wait(DEADLINE_S)
+        client.join(DEADLINE_S)
+        engine.assert_gone(timeout=max(0.1, killed + DEADLINE_S - time.monotonic()))
+    finally:
+        engine.kill()
+    assert code != 0
+    assert outcome and outcome[0] != "completed"
+    if victim != "api":
+        assert outcome[0] == "error", "the api process must answer its clients before it goes"
+    assert not any(is_alive(pid) for pid in engine.children)
+    deadline = time.monotonic() + 5
+    while (shared_memory(), run_dirs()) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert (shared_memory(), run_dirs()) == before
+    engine.log_path.unlink()
+
+
+def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
+    """Red if a stop on purpose exits non-zero or leaves anything."""
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        before = shared_memory(), run_dirs()
+        engine = Engine(tiny, [])
+        engine.process.send_signal(sig)
+        assert engine.process.wait(DEADLINE_S) == 0, engine.log()
+        engine.assert_gone()
+        assert (shared_memory(), run_dirs()) == before
+        engine.log_path.unlink()

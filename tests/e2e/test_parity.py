@@ -1,0 +1,81 @@
+"""The whole engine against transformers, and against itself under other budgets, ranks and loads: the same greedy text."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.reference import Reference
+from tests.e2e.serving import Engine, image_part, picture, serve, text_part
+
+MAX_TOKENS = 32
+SIZES = [(64, 64), (96, 160), (200, 120), (256, 256), (70, 330)]
+
+Conversation = tuple[list[dict[str, Any]], list[int]]
+
+
+def conversations() -> list[Conversation]:
+    """Messages whose image parts are `{"type": "image"}`, with the seeds of their pictures: text, one, five, several turns."""
+    image = {"type": "image"}
+    five: list[dict[str, Any]] = [part for i in range(5) for part in (image, text_part(f"picture {i}"))]
+    turns = [
+        {"role": "system", "content": "You look at pictures."},
+        {"role": "user", "content": [image, text_part("What is this?")]},
+        {"role": "assistant", "content": "Something."},
+        {"role": "user", "content": [text_part("And these?"), image, image]},
+    ]
+    return [
+        ([{"role": "user", "content": "Say something, please: \u00e4\u00f6\u00fc \U0001f600."}], []),
+        ([{"role": "user", "content": [image, text_part("What is this?")]}], [1]),
+        ([{"role": "user", "content": five}], [0, 1, 2, 3, 4]),
+        (turns, [3, 0, 4]),
+    ]
+
+
+def with_pictures(conversation: Conversation) -> list[dict[str, Any]]:
+    """The conversation as an API client sends it."""
+    messages, seeds = conversation
+    order = iter(seeds)
+
+    def fill(part: dict[str, Any]) -> dict[str, Any]:
+        return image_part(picture(seed, *SIZES[seed])) if part["type"] == "image" and (seed := next(order)) >= 0 else part
+
+    return [
+        {**message, "content": [fill(part) for part in message["content"]]} if isinstance(message["content"], list) else message
+        for message in messages
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[str]:
+    """transformers' answers, greedy, 32 tokens."""
+    reference = Reference(tiny)
+    return [
+        reference.text(messages, [picture(seed, *SIZES[seed]) for seed in seeds], MAX_TOKENS, ignore_eos=True)
+        for messages, seeds in conversations()
+    ]
+
+
+def answers(engine: Engine, at_once: bool) -> list[str]:
+    requests = [with_pictures(conversation) for conversation in conversations()]
+
+    def ask(messages: list[dict[str, Any]]) -> str:
+        return engine.text(None, messages=messages, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+    if not at_once:
+        return [ask(messages) for messages in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, requests))
+
+
+@pytest.mark.parametrize(("chunk", "tp"), [(8192, 1), (256, 1), (64, 1), (8192, 2), (64, 2)])
+def test_same_text_as_transformers(tiny: Path, expected: list[str], chunk: int, tp: int) -> None:
+    """Red if any stage differs from the reference, or chunking, tensor parallelism, batching or caches change a token."""
+    flags = ["--max-num-batched-tokens", str(chunk), "--max-num-mixed-tokens", str(chunk), "--max-num-seqs", "16", "--tp", str(tp)]
+    with serve(tiny, *flags) as engine:
+        assert answers(engine, at_once=True) == expected, "fresh, batched"
+        encoded = engine.metric("engine_images_encoded_total")
+        assert answers(engine, at_once=False) == expected, "cached, alone"
+        assert encoded == len({seed for _, seeds in conversations() for seed in seeds})
+        assert engine.metric("engine_images_encoded_total") == encoded, "a cached image was encoded again"

@@ -1,0 +1,88 @@
+"""Small budgets, many requests, clients that leave: the real processes preempt, evict, abort, and end with everything free."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.serving import Engine, chat_body, image_part, picture, serve, text_part
+
+TIGHT = ["--num-gpu-blocks-override", "40", "--image-cache-bytes", "400K", "--max-num-batched-tokens", "128", "--max-num-mixed-tokens", "64"]
+NUM_REQUESTS = 16
+
+
+def content(i: int) -> list[dict[str, object]]:
+    return [image_part(picture(i % 6, 128, 128 + 32 * (i % 3))), image_part(picture(50 + i % 4, 96, 96)), text_part(f"Question {i}")]
+
+
+def await_idle(engine: Engine) -> None:
+    deadline = time.monotonic() + 20
+    while engine.metric("engine_num_running") + engine.metric("engine_num_waiting") > 0:
+        assert time.monotonic() < deadline, "requests are left"
+        time.sleep(0.2)
+
+
+def assert_everything_is_free(engine: Engine) -> None:
+    """All blocks free or cached, all pins zero, arenas empty (the processes also assert this themselves)."""
+    await_idle(engine)
+    assert engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks")
+    assert engine.metric("engine_num_pinned_images") == 0
+    deadline = time.monotonic() + 10
+    while engine.metric("engine_arena_bytes") > 0:
+        assert time.monotonic() < deadline, "an arena is not empty"
+        time.sleep(0.2)
+
+
+def test_preemption_and_eviction_change_no_answer(tiny: Path) -> None:
+    """Red if recomputation or re-encoding under pressure gives another answer, deadlocks, or leaks."""
+
+    def ask(engine: Engine, i: int) -> str:
+        return engine.text(content(i), max_tokens=40, ignore_eos=True)
+
+    with serve(tiny) as engine:
+        expected = [ask(engine, i) for i in range(NUM_REQUESTS)]
+    with serve(tiny, *TIGHT) as engine, ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        got = list(pool.map(lambda i: ask(engine, i), range(NUM_REQUESTS)))
+        assert_everything_is_free(engine)
+        assert engine.metric("engine_preemptions_total") > 0
+        assert engine.metric("engine_images_evicted_total") > 0
+    assert got == expected
+
+
+def test_clients_that_leave_at_any_stage(tiny: Path) -> None:
+    """Red if a disconnect while sending, waiting, prefilling or streaming leaks a block, a pin, a row or arena bytes."""
+    rng = random.Random(0)
+
+    def leave(engine: Engine, i: int) -> None:
+        body = chat_body(content(i), stream=True, max_tokens=400, ignore_eos=True)
+        try:
+            with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=rng.choice([0.02, 0.1, 0.5, 2])) as response:
+                for _, _line in zip(range(rng.randint(0, 8)), response.iter_lines(), strict=False):
+                    pass
+        except httpx.HTTPError:
+            pass
+
+    with serve(tiny, *TIGHT) as engine:
+        threads = [threading.Thread(target=leave, args=(engine, i)) for i in range(NUM_REQUESTS)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        assert_everything_is_free(engine)
+        assert engine.text("Still there?", max_tokens=3, ignore_eos=True) != ""
+
+
+def test_only_images_that_overlap_the_chunk_are_encoded(tiny: Path) -> None:
+    """Red if a step encodes ahead or twice: 8 images, small chunks, counted from the step log."""
+    parts = [image_part(picture(200 + i, 256, 256)) for i in range(8)]
+    with serve(tiny, "--log-level", "debug", "--max-num-batched-tokens", "64", "--max-num-mixed-tokens", "64", "--max-num-seqs", "4") as engine:
+        engine.text([*parts, text_part("?")], max_tokens=2, ignore_eos=True)
+        assert engine.metric("engine_images_encoded_total") == 8
+        counts = [int(line.split(" images encoded")[0].rsplit(" ", 1)[1]) for line in engine.log().splitlines() if "images encoded" in line]
+        sizes = [int(line.rsplit("plan of ", 1)[1].split()[0]) for line in engine.log().splitlines() if "plan of " in line]
+    assert sum(counts) == 8 and max(counts) <= 2, "a chunk of 64 tokens overlaps at most two images of 64 tokens"
+    assert max(sizes) < 2000, "a plan carries more than pointers"

@@ -1,0 +1,153 @@
+"""The import rule and the house numbers, so that they hold next year too. An exception stands here with its reason, or not at all."""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("engine", "server", "models", "bench")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TEST_SOURCES = sorted((ROOT / "tests").rglob("*.py"))
+
+MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 700
+MAX_FUNCTION_LINES = 60
+MAX_MEDIAN_FUNCTION_LINES = 10
+MAX_P90_FUNCTION_LINES = 30
+MAX_PUBLIC_METHODS = 15
+
+SERVER_MAY_IMPORT = {"engine.config", "engine.messages", "engine.ipc", "engine.arena", "models.geometry"}
+ENVIRONMENT_ALLOWED = {"engine/config.py"}
+GETATTR_ALLOWED = {"models/config.py"}
+BROAD_EXCEPT_ALLOWED: dict[str, str] = {}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of this project that a file imports, anywhere in it."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            is_package = not (ROOT / (node.module.replace(".", "/") + ".py")).exists()
+            yield from (f"{node.module}.{alias.name}" if is_package else node.module for alias in node.names)
+
+
+def test_models_import_neither_engine_nor_server() -> None:
+    """Red if architecture code learns of processes."""
+    for path in (ROOT / "models").rglob("*.py"):
+        assert not [name for name in imports(path) if name.split(".")[0] in ("engine", "server")], relative(path)
+
+
+def test_the_server_imports_only_what_it_may() -> None:
+    """Red if the server reaches into the engine or the model."""
+    for path in (ROOT / "server").rglob("*.py"):
+        foreign = {name for name in imports(path) if name.split(".")[0] in ("engine", "models")}
+        bad = {name for name in foreign if not any(name == allowed or name.startswith(allowed + ".") for allowed in SERVER_MAY_IMPORT)}
+        assert not bad, f"{relative(path)} imports {bad}"
+
+
+def test_only_the_launcher_sees_everything() -> None:
+    """Red if an engine module other than serve.py imports the server."""
+    for path in (ROOT / "engine").rglob("*.py"):
+        if relative(path) != "engine/serve.py":
+            assert not [name for name in imports(path) if name.split(".")[0] == "server"], relative(path)
+
+
+@pytest.mark.parametrize("module", ["server.app", "server.processor", "engine.scheduler.main", "engine.serve"])
+def test_no_torch_outside_the_workers(module: str) -> None:
+    """Red if a process that must start fast and stay small imports torch (2-3 s and 330 MB)."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_files_are_short() -> None:
+    """Red if a file outgrows one reading."""
+    for paths, limit in ((SOURCES, MAX_FILE_LINES), (TEST_SOURCES, MAX_TEST_FILE_LINES)):
+        long = {relative(path): n for path in paths if (n := len(path.read_text().splitlines())) > limit}
+        assert not long
+
+
+def test_functions_are_short() -> None:
+    """Red if functions outgrow the house numbers."""
+    lengths = {f"{relative(path)}:{node.name}": length(node) for path, node in functions()}
+    assert not {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES}
+    assert statistics.median(lengths.values()) <= MAX_MEDIAN_FUNCTION_LINES
+    assert statistics.quantiles(lengths.values(), n=10)[-1] <= MAX_P90_FUNCTION_LINES
+
+
+def test_classes_are_small() -> None:
+    """Red if a class collects more than one job."""
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                public = [m.name for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and not m.name.startswith("_")]
+                assert len(public) <= MAX_PUBLIC_METHODS, f"{relative(path)}:{node.name}"
+
+
+def test_every_signature_is_typed_and_every_module_documented() -> None:
+    """Red if a reader must guess."""
+    for path in SOURCES:
+        source = path.read_text()
+        assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{relative(path)} has no docstring"
+    for path, node in functions():
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+        assert not untyped and (node.returns is not None or node.name == "__init__"), f"{relative(path)}:{node.name}"
+
+
+def test_no_grab_bags_and_no_hidden_state() -> None:
+    """Red for utils.py, `global`, getattr with a default, and environment variables outside the configuration."""
+    for path in SOURCES:
+        assert path.name not in ("utils.py", "helpers.py", "common.py"), relative(path)
+        for node in ast.walk(tree_of(path)):
+            assert not isinstance(node, ast.Global), f"{relative(path)} uses global"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 3:
+                assert relative(path) in GETATTR_ALLOWED, f"{relative(path)}:{node.lineno} getattr with a default"
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                assert relative(path) in ENVIRONMENT_ALLOWED, f"{relative(path)}:{node.lineno} reads the environment"
+
+
+def test_broad_excepts_stand_at_a_boundary() -> None:
+    """Red if an error of ours can vanish: a broad except must be listed above with its reason."""
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+                assert not broad or relative(path) in BROAD_EXCEPT_ALLOWED, f"{relative(path)}:{node.lineno}"
+
+
+def test_nothing_imports_torchvision_or_flashinfer_at_the_top_of_a_shared_module() -> None:
+    """Red if a machine without a GPU could no longer import the engine."""
+    cuda_only = re.compile(r"(_cuda|_flashinfer|_triton|kernels|nvjpeg)")
+    for path in SOURCES:
+        for node in tree_of(path).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if {name.split(".")[0] for name in names} & {"torchvision", "flashinfer", "triton", "nvidia"}:
+                assert cuda_only.search(relative(path)), relative(path)
