@@ -1,6 +1,6 @@
 """The api process: sockets, routes, authorisation, health. `python -m server.app RUNTIME.json`, started by the launcher.
 
-    main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processor ──▶ Client
+main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processor ──▶ Client
 """
 
 import asyncio

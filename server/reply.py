@@ -89,9 +89,7 @@ class Reply:
 
     async def _write_stream(self, events: list[Event], send: Send) -> None:
         options = self._options
-        formatter = ChunkFormatter(
-            options.completion_id, options.created, options.model, options.include_usage, options.continuous_usage
-        )
+        formatter = ChunkFormatter(options.completion_id, options.created, options.model, options.include_usage, options.continuous_usage)
         self._metrics.note_response(200)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         chunks = [formatter.role_chunk(self._usage)]

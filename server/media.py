@@ -1,0 +1,193 @@
+"""Images of a request: from base64, data, http(s) and file URLs to bytes that the workers can use. Called by `server/processor.py`.
+
+    source ──▶ encoded bytes in the arena ──▶ header, limits, sha256 ──▶ plain JPEG: stays as it is
+       (media pool: fetch, base64, hash)                            └──▶ else: RGB in the arena (processing pool)
+
+The event loop allocates; pool threads fill. A region is never given back while a thread may still write to it (`_run`).
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from engine.arena import ArenaView
+from engine.config import EngineConfig
+from engine.messages import PROCESSOR_ARENA, ImageSource, MediaRef
+from engine.messages import Region as WireRegion
+from models.geometry import Grid, VisionGeometry
+from server.base64_text import decode_base64, decode_data_url
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from server.fetch import Fetcher
+from server.jpeg import has_end, is_jpeg, parse_plain_jpeg
+from server.pixels import decode_rgb, read_orientation, read_size
+from server.region import Holdings, Region
+
+T = TypeVar("T")
+
+PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
+FIRST_DOWNLOAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """An image that is ready for the workers. `hash` covers its encoded bytes and every processing parameter."""
+
+    hash: bytes
+    source: ImageSource
+    grid: Grid
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the header says. Sizes of a JPEG that stays encoded are after orientation."""
+
+    hash: bytes
+    stays_encoded: bool
+    height: int
+    width: int
+    orientation: int
+
+
+class Inspector:
+    """Looks at encoded bytes in pool threads: limits and identity. Immutable."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint):
+        self.geometry: VisionGeometry = checkpoint.geometry
+        self._max_pixels = config.max_image_pixels
+        self._max_tokens = config.max_num_encoder_tokens
+        value_bytes = 4 if config.dtype == "float32" else 2
+        if config.image_cache_bytes is not None:
+            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // (checkpoint.num_values_per_image_token * value_bytes))
+        geometry = self.geometry
+        sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
+        self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
+
+    def inspect(self, data: memoryview) -> _Facts:
+        """Raises RequestError 400 or 422 in words that follow "Image n: "."""
+        if is_jpeg(data):
+            if not has_end(data):
+                raise RequestError(422, "it is a truncated JPEG", code="invalid_image")
+            plain = parse_plain_jpeg(data)
+            if plain is not None:
+                orientation = read_orientation(data) if plain.has_metadata else 1
+                height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
+                self.check_size(height, width)
+                return _Facts(self._identify(data, b"jpeg"), True, height, width, orientation)
+        height, width = read_size(data)
+        self.check_size(height, width)
+        return _Facts(self._identify(data, b"rgb"), False, height, width, 1)
+
+    def check_size(self, height: int, width: int) -> None:
+        """Limits on pixels, shape and tokens; all are the same for an image and its transpose."""
+        if height * width > self._max_pixels:
+            raise RequestError(400, f"it has {width}x{height} pixels, the limit is {self._max_pixels}", code="image_too_large")
+        num_tokens = self.geometry.num_tokens(self.grid(height, width))
+        if num_tokens > self._max_tokens:
+            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")
+
+    def grid(self, height: int, width: int) -> Grid:
+        try:
+            return self.geometry.grid(height, width)
+        except ValueError as error:
+            raise RequestError(400, str(error), code="invalid_image") from None
+
+    def _identify(self, data: memoryview, decoder: bytes) -> bytes:
+        """sha256 over length-framed fields, so that no two different inputs can read the same."""
+        digest = hashlib.sha256()
+        for field in (decoder, self._parameters):
+            digest.update(len(field).to_bytes(8, "little") + field)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+        return digest.digest()
+
+
+class MediaLoader:
+    """Owns the pools; `bodies` is the api's arena. Make it inside a running event loop."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView):
+        self._bodies = bodies
+        self._inspector = Inspector(config, checkpoint)
+        self._fetcher = Fetcher(config)
+        self._media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
+        self._processing_pool = ThreadPoolExecutor(config.processing_pool_size, "pixels")
+
+    async def close(self) -> None:
+        self._media_pool.shutdown(wait=False, cancel_futures=True)
+        self._processing_pool.shutdown(wait=False, cancel_futures=True)
+        await self._fetcher.close()
+
+    async def load(self, index: int, ref: MediaRef, holdings: Holdings) -> LoadedImage:
+        """Image `index` of a request; its region is among the holdings, also when this fails. RequestError, ArenaFull or ArenaTooSmall."""
+        try:
+            if ref.payload is not None:
+                encoded, facts = await self._take_payload(ref.payload, holdings)
+            else:
+                encoded = await self._fetch(ref.url or "", holdings)
+                facts = await _run(self._media_pool, lambda: self._inspector.inspect(encoded.view))
+            return await self._finish(encoded, facts, holdings)
+        except RequestError as error:
+            info = error.info
+            raise RequestError(info.status, f"Image {index + 1}: {info.message}.", "messages", info.code, info.retry_after) from error
+
+    async def _take_payload(self, payload: WireRegion, holdings: Holdings) -> tuple[Region, _Facts]:
+        """Base64 from a request body, decoded into our arena and looked at in one go."""
+        text = self._bodies.view(payload.offset, payload.length)
+        encoded = holdings.take(3 * (payload.length // 4 + 1))
+        room = encoded.room
+
+        def job() -> tuple[int, _Facts]:
+            data = decode_base64(text)
+            room[: len(data)] = data
+            return len(data), self._inspector.inspect(room[: len(data)])
+
+        encoded.used, facts = await _run(self._media_pool, job)
+        encoded.trim()
+        return encoded, facts
+
+    async def _fetch(self, url: str, holdings: Holdings) -> Region:
+        scheme = url.partition(":")[0].lower()
+        if scheme in ("http", "https"):
+            encoded = holdings.take(FIRST_DOWNLOAD_BYTES)
+            await self._fetcher.download(url, encoded.append)
+        else:
+            read = decode_data_url if scheme == "data" else self._fetcher.read_local
+            data = await _run(self._media_pool, lambda: read(url))
+            encoded = holdings.take(len(data))
+            encoded.append(data)
+        encoded.trim()
+        return encoded
+
+    async def _finish(self, encoded: Region, facts: _Facts, holdings: Holdings) -> LoadedImage:
+        """Leaves a plain JPEG as it is; anything else becomes RGB and its encoded bytes are given back."""
+        if facts.stays_encoded:
+            height, width, region = facts.height, facts.width, encoded
+        else:
+            pixels = holdings.take(facts.height * facts.width * 3)
+            room = pixels.room
+            size = await _run(self._processing_pool, lambda: decode_rgb(encoded.view, room))
+            pixels.used = size.height * size.width * 3
+            holdings.drop(encoded)
+            height, width, region = size.height, size.width, pixels
+        wire = WireRegion(PROCESSOR_ARENA, region.offset, region.used)
+        source = ImageSource("jpeg" if facts.stays_encoded else "rgb", wire, height, width, facts.orientation)
+        grid = self._inspector.grid(height, width)
+        return LoadedImage(facts.hash, source, grid, self._inspector.geometry.num_tokens(grid))
+
+
+async def _run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
+    """Runs a job in a pool. When cancelled, returns only after the job has: its memory may then be given back."""
+    future = pool.submit(job)
+    waiter = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        if not future.cancel():
+            await asyncio.wait([waiter])
+        raise

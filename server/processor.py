@@ -1,0 +1,296 @@
+"""The processor process: media, prompts and detokenisation. `python -m server.processor RUNTIME.json`, started by the launcher.
+
+    Submit ──▶ prepare: media + prompt ──▶ EngineRequest ──▶ scheduler
+                                                                 │
+    Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┘
+
+A request's regions of our arena live until the scheduler releases them, or until it has failed if it never got there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from engine.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.ipc import AsyncInbox, Child, Outbox
+from engine.messages import (
+    API_ARENA,
+    PROCESSOR_ARENA,
+    Abort,
+    EngineOutputs,
+    EngineRequest,
+    ErrorInfo,
+    Event,
+    Events,
+    FinishReason,
+    ImageSpan,
+    Region,
+    RequestOutput,
+    Submit,
+    ToProcessor,
+    ToScheduler,
+)
+from server.checkpoint import read_checkpoint
+from server.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.errors import RequestError, error_type, overloaded
+from server.media import MediaLoader
+from server.prompt import PromptBuilder
+from server.region import Holdings
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event loop sooner than by default
+LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
+ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
+BUG = ErrorInfo(500, "The server failed to handle this request.", error_type(500))
+
+
+@dataclass(slots=True)
+class Request:
+    """A request of this process, from Submit until nothing of it is left here."""
+
+    submit: Submit
+    holdings: Holdings
+    text: Detokenizer
+    stops: StopMatcher
+    task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
+    is_in_scheduler: bool = False
+    is_ended: bool = False  # its terminal event is out, or nobody wants it
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+
+class Processor:
+    """Single-threaded but for the pools of its parts. `run` is its loop."""
+
+    def __init__(self, child: Child):
+        self._config = child.config
+        self._max_model_len = child.runtime.max_model_len
+        self._checkpoint = read_checkpoint(Path(child.runtime.model_folder))
+        self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
+        self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
+        self._api: Outbox[Events] = Outbox(child.run_dir, "api")
+        self._scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
+        self._loader = MediaLoader(child.config, self._checkpoint, child.arena_view(API_ARENA))
+        self._prompts = PromptBuilder(self._checkpoint)
+        self._tokens = TokenTable(self._prompts.tokenizer)
+        self._requests: dict[int, Request] = {}
+
+    async def run(self) -> None:
+        """Handles messages until it is cancelled."""
+        try:
+            while True:
+                message = await self._inbox.recv()
+                match message:
+                    case Submit():
+                        self._accept(message)
+                    case Abort():
+                        self._abort(message.rid)
+                    case EngineOutputs():
+                        self._forward(message)
+        finally:
+            await self._loader.close()
+
+    # ---- in: a request is prepared ---------------------------------------------------------------------------------------------------
+
+    def _accept(self, submit: Submit) -> None:
+        if len(self._requests) >= self._config.max_queued_requests:
+            error = overloaded("The server has as many requests as it can queue.").info
+            self._send([Event(submit.rid, error=error)], submit.body)
+            return
+        request = Request(submit, Holdings(self._arena), Detokenizer(self._tokens), StopMatcher(submit.stop))
+        self._requests[submit.rid] = request
+        request.task = asyncio.create_task(self._build(request))
+        request.task.add_done_callback(lambda task: self._hand_over(request, task))
+
+    async def _build(self, request: Request) -> EngineRequest:
+        """Images load in the pools while the prompt is rendered and tokenised here."""
+        submit = request.submit
+        try:
+            async with asyncio.TaskGroup() as group:
+                loads = [group.create_task(self._loader.load(i, ref, request.holdings)) for i, ref in enumerate(submit.media)]
+                encode = group.create_task(self._encode(submit))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        images = [load.result() for load in loads]
+        prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
+        num_prompt = len(prompt.ids)
+        self._check_length(num_prompt)
+        region = request.holdings.take(4 * num_prompt)
+        region.append(prompt.ids.tobytes())
+        request.num_prompt_tokens = num_prompt
+        spans = [
+            ImageSpan(image.hash, start, image.num_tokens, image.grid, image.source)
+            for image, start in zip(images, prompt.starts, strict=True)
+        ]
+        room = self._max_model_len - num_prompt
+        limit = submit.params.max_tokens
+        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room))
+        submit.stages.submitted = time.monotonic()
+        wire = Region(PROCESSOR_ARENA, region.offset, region.used)
+        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)
+
+    async def _encode(self, submit: Submit) -> list[int]:
+        def job() -> list[int]:
+            return self._prompts.encode(msgspec.json.decode(submit.messages), len(submit.media), submit.template_kwargs)
+
+        if len(submit.messages) < LARGE_MESSAGES_BYTES:
+            return job()
+        return await asyncio.to_thread(job)
+
+    def _check_length(self, num_prompt: int) -> None:
+        if num_prompt >= self._max_model_len:
+            text = f"The prompt has {num_prompt} tokens; the context of this server holds {self._max_model_len}, answer included."
+            raise RequestError(400, text, "messages", "context_length_exceeded")
+
+    def _hand_over(self, request: Request, task: asyncio.Task[EngineRequest]) -> None:
+        """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here."""
+        submit = request.submit
+        request.task = None
+        error: ErrorInfo | None = None
+        if not task.cancelled():
+            failure = task.exception()
+            error = None if failure is None else _error_of(failure)
+        if task.cancelled() or error is not None or request.is_ended:
+            request.holdings.drop_all()
+            del self._requests[submit.rid]
+        else:
+            request.is_in_scheduler = True
+            self._scheduler.send(task.result())
+        self._send([Event(submit.rid, error=error)] if error is not None else [], submit.body)
+
+    def _send(self, events: list[Event], body: int | None) -> None:
+        bodies = [] if body is None else [body]
+        if events or bodies:
+            self._api.send(Events(events, bodies))
+
+    def _abort(self, rid: int) -> None:
+        """The client left: whatever stage the request is in, it ends without a further event."""
+        request = self._requests.get(rid)
+        if request is None or request.is_ended:
+            return
+        request.is_ended = True
+        if request.is_in_scheduler:
+            self._scheduler.send(Abort(rid))
+        elif request.task is not None:
+            request.task.cancel()
+
+    # ---- out: tokens become text -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, message: EngineOutputs) -> None:
+        """One Events for everything that a step brought."""
+        events: list[Event] = []
+        for output in message.outputs:
+            request = self._requests.get(output.rid)
+            if request is not None and not request.is_ended:
+                self._append_events(events, request, output)
+        for rid in message.released:
+            self._release(rid, events)
+        if events or message.heartbeat:
+            self._api.send(Events(events, [], message.stats, message.heartbeat))
+        if message.stats is not None and not self._requests:
+            self._arena.check()
+            assert self._arena.is_empty(), "a request's region was lost in the arena"
+
+    def _append_events(self, events: list[Event], request: Request, output: RequestOutput) -> None:
+        """One event a token; the last one of a request is terminal and carries the last token, so that an end token is no extra event."""
+        final = None if output.error is not None else output.finish_reason
+        for i, token_id in enumerate(output.token_ids):
+            text, is_stopped = request.stops.push(request.text.push(token_id))
+            request.num_tokens += 1
+            if is_stopped:
+                self._stop_early(request, output)
+                events.append(_full_event(request, output, text, "stop"))
+                return
+            if final is not None and i == len(output.token_ids) - 1:
+                events.append(_finish(request, output, text, final))
+                return
+            is_first = request.num_tokens == 1
+            events.append(_full_event(request, output, text) if is_first else Event(request.submit.rid, text, request.num_tokens))
+        if output.error is not None:
+            request.is_ended = True
+            events.append(Event(request.submit.rid, error=output.error))
+        elif final is not None:
+            events.append(_finish(request, output, "", final))
+
+    def _stop_early(self, request: Request, output: RequestOutput) -> None:
+        """A stop string was found: the scheduler need not go on, unless it has ended the request itself."""
+        request.is_ended = True
+        if output.finish_reason is None and output.error is None:
+            self._scheduler.send(Abort(request.submit.rid))
+
+    def _release(self, rid: int, events: list[Event]) -> None:
+        """The engine is done with the request's regions. A request that it gave up without a word still gets its terminal event."""
+        request = self._requests.pop(rid)
+        request.holdings.drop_all()
+        if not request.is_ended:
+            events.append(Event(rid, error=ABORTED))
+
+
+def _full_event(request: Request, output: RequestOutput, text: str, reason: FinishReason | None = None) -> Event:
+    """The first or last event of a request: with the counts that its usage needs."""
+    rid, num_prompt = request.submit.rid, request.num_prompt_tokens
+    return Event(rid, text, request.num_tokens, reason, None, num_prompt, output.num_cached_tokens, output.stages)
+
+
+def _finish(request: Request, output: RequestOutput, text: str, reason: FinishReason) -> Event:
+    """The terminal event: what was held back is shown, unless it completes a stop string."""
+    request.is_ended = True
+    if reason in ("abort", "error"):
+        return Event(request.submit.rid, error=ABORTED)
+    rest, is_stopped = request.stops.push(request.text.flush())
+    if not is_stopped:
+        rest += request.stops.flush()
+    return _full_event(request, output, text + rest, "stop" if is_stopped else reason)
+
+
+def _error_of(failure: BaseException) -> ErrorInfo:
+    """What the client hears of a request that could not be prepared. One bug of ours fails one request."""
+    if isinstance(failure, RequestError):
+        return failure.info
+    if isinstance(failure, ArenaFull):
+        return overloaded("The server's media memory is full right now.").info
+    if isinstance(failure, ArenaTooSmall):
+        return ErrorInfo(413, "The images of this request exceed the server's media memory.")
+    logger.error("a request could not be prepared", exc_info=failure)
+    return BUG
+
+
+async def serve(child: Child) -> None:
+    """Runs until SIGTERM or until the launcher is gone; a broken invariant is raised."""
+    processor = Processor(child)
+    loop = asyncio.get_running_loop()
+    running = asyncio.create_task(processor.run())
+    loop.add_signal_handler(signal.SIGTERM, running.cancel)
+    child.on_orphaned(lambda: stop_from_thread(loop, running))
+    child.ready()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def stop_from_thread(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]) -> None:
+    loop.call_soon_threadsafe(running.cancel)
+
+
+def main() -> None:
+    """Entry point of the processor process."""
+    child = Child.attach("processor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        uvloop.run(serve(child))
+    except Exception as error:
+        child.failed(f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()
