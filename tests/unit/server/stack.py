@@ -1,0 +1,201 @@
+"""The real api and processor processes with a scheduler made of a script: what the integration tests and the measurements drive."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+
+from engine.arena import ArenaView, create_memfd
+from engine.config import EngineConfig
+from engine.ipc import Inbox, Outbox, Runtime
+from engine.messages import (
+    Abort,
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    Stages,
+    Status,
+    ToScheduler,
+)
+
+ROOT = Path(__file__).parents[3]
+MIB = 1 << 20
+
+Script = Callable[["FakeScheduler", EngineRequest], None]
+
+
+class FakeScheduler:
+    """Binds the scheduler's inbox; `script` decides what happens to each request. Heartbeats as the real one does."""
+
+    def __init__(self, run_dir: str, arena: ArenaView):
+        self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
+        self._processor: Outbox[EngineOutputs] = Outbox(run_dir, "processor")
+        self._arena = arena
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.script: Script = answer_text
+        self.beats = True
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[int] = []
+        self.arrivals: list[float] = []
+        self.held: set[int] = set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def prompt(self, request: EngineRequest) -> list[int]:
+        view = self._arena.view(request.prompt.offset, request.prompt.length)
+        ids: list[int] = np.frombuffer(view, dtype=np.int32).tolist()
+        return ids
+
+    def image(self, request: EngineRequest, index: int) -> bytes:
+        region = request.images[index].source.region
+        return bytes(self._arena.view(region.offset, region.length))
+
+    def send(self, outputs: list[RequestOutput], released: list[int]) -> None:
+        self._processor.send(EngineOutputs(outputs, released))
+
+    def beat(self) -> None:
+        self._processor.send(EngineOutputs([], [], EngineStats(steps=1), time.monotonic()))
+
+    def _run(self) -> None:
+        last = 0.0
+        while not self._stopping.is_set():
+            if self.beats and time.monotonic() - last > 0.1:
+                last = time.monotonic()
+                self.beat()
+            message = self._inbox.recv(timeout=0.02)
+            if isinstance(message, EngineRequest):
+                self.arrivals.append(time.monotonic())
+                self.requests.append(message)
+                self.script(self, message)
+            elif isinstance(message, Abort):
+                self.aborted.append(message.rid)
+                if message.rid in self.held:
+                    self.held.discard(message.rid)
+                    self.send([], [message.rid])
+        self._inbox.close()
+        self._processor.close()
+
+
+def answer_ids(token_ids: list[int], reason: str = "stop", step: int = 1) -> Script:
+    """Answers with these tokens, `step` at a time, and releases the request with the last."""
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        now = time.monotonic()
+        stages = Stages(request.stages.received, request.stages.submitted, now, now, now, now)
+        for start in range(0, len(token_ids), step):
+            piece = token_ids[start : start + step]
+            is_last = start + step >= len(token_ids)
+            output = RequestOutput(request.rid, piece, reason if is_last else None, None, 3, stages if start == 0 else None)  # type: ignore[arg-type]
+            scheduler.send([output], [request.rid] if is_last else [])
+
+    return script
+
+
+def answer_text(scheduler: FakeScheduler, request: EngineRequest) -> None:
+    """Echoes the last twelve prompt tokens, whatever they are."""
+    answer_ids(scheduler.prompt(request)[-12:])(scheduler, request)
+
+
+def hold(scheduler: FakeScheduler, request: EngineRequest) -> None:
+    """Sends one token and then nothing until the request is aborted."""
+    scheduler.held.add(request.rid)
+    scheduler.send([RequestOutput(request.rid, [65], None, None, 0, Stages())], [])
+
+
+def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
+    """Says nothing until the request is aborted."""
+    scheduler.held.add(request.rid)
+
+
+class Stack:
+    """api + processor + fake scheduler, as the launcher would run them."""
+
+    def __init__(self, model_folder: Path, max_model_len: int = 4096, **settings: object):
+        defaults: dict[str, object] = {
+            "port": 0,
+            "api_arena_bytes": 16 * MIB,
+            "processor_arena_bytes": 32 * MIB,
+            "log_level": "warning",
+        }
+        self.config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        self._folder = tempfile.TemporaryDirectory()
+        self.run_dir = self._folder.name
+        sizes = (self.config.api_arena_bytes, self.config.processor_arena_bytes)
+        self._fds = tuple(create_memfd(name, size) for name, size in zip(("api", "processor"), sizes, strict=True))
+        lifeline, self._lifeline_end = os.pipe()
+        os.set_inheritable(lifeline, True)
+        runtime = Runtime(self.config, self.run_dir, self._fds, lifeline, str(model_folder), "test-model", max_model_len)  # type: ignore[arg-type]
+        self._runtime_file = Path(self.run_dir, "runtime.json")
+        self._runtime_file.write_bytes(msgspec.json.encode(runtime))
+        self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
+        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]))
+        self._inherited = (*self._fds, lifeline)
+        self.processes = {role: self._spawn(role, module) for role, module in (("processor", "server.processor"), ("api", "server.app"))}
+        os.close(lifeline)
+        self.url = self._await_ready()
+        self.scheduler.start()
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.await_health()
+
+    def _spawn(self, role: str, module: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", module, str(self._runtime_file)]
+        return subprocess.Popen(command, cwd=ROOT, pass_fds=self._inherited)
+
+    def _await_ready(self) -> str:
+        texts: dict[str, str] = {}
+        while len(texts) < 2:
+            status = self._status.recv(timeout=30)
+            assert status is not None and status.state != "failed", f"no start: {status}"
+            texts[status.role] = status.text
+        return texts["api"]
+
+    def await_health(self) -> None:
+        for _ in range(200):
+            if self.http.get("/health").status_code == 200:
+                return
+            time.sleep(0.02)
+        raise AssertionError("never healthy")
+
+    def failures(self) -> list[Status]:
+        """Failure reports of the processes since the last call."""
+        found = []
+        while (status := self._status.recv_ready()) is not None:
+            found.append(status)
+        return [status for status in found if status.state == "failed"]
+
+    def chat(self, content: object, **fields: object) -> httpx.Response:
+        body = {"model": "test-model", "messages": [{"role": "user", "content": content}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def settle(self) -> None:
+        """Two heartbeats with nothing in flight: both processes assert that their arenas are empty, and must survive it."""
+        time.sleep(0.35)
+        assert all(process.poll() is None for process in self.processes.values())
+        assert not self.failures()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.wait(timeout=15)
+        self.http.close()
+        self.scheduler.stop()
+        self._status.close()
+        for fd in (*self._fds, self._lifeline_end):
+            os.close(fd)
+        self._folder.cleanup()
