@@ -89,11 +89,14 @@ class Api:
         app.add_exception_handler(Exception, self._on_bug)
         return ApiKeyGuard(app, self._child.config.api_key) if self._child.config.api_key else app
 
-    async def pump(self, inbox: AsyncInbox[Events]) -> None:
-        """Hands the processor's events out, for ever. When nothing is under way, the arena must be empty."""
+    async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
+        """Hands the processor's events out, for ever; the first heartbeat makes us ready. At idle the arena must be empty."""
         while True:
             message = await inbox.recv()
+            was_started = self.client.started
             self.client.dispatch(message)
+            if self.client.started and not was_started:
+                self._child.ready(url)
             if message.stats is not None and not (self.client.num_bodies or self._chat.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
 
@@ -175,13 +178,13 @@ async def serve(child: Child, listener: socket.socket) -> None:
     def stop_from_thread() -> None:
         loop.call_soon_threadsafe(stop)
 
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
-    pump = asyncio.create_task(api.pump(inbox))
-    pump.add_done_callback(lambda task: stop())
     host, port = listener.getsockname()[:2]
-    child.ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    pump = asyncio.create_task(api.pump(inbox, url))
+    pump.add_done_callback(lambda task: stop())
     await server.serve(sockets=[listener])
     if pump.done():
         pump.result()

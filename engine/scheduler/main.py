@@ -50,10 +50,10 @@ class Scheduler:
         core = self._make_core(ready)
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
-            self._receive(core)
             while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
                 self._send(step)
             self._flush(core)
+            self._receive(core)
 
     def _await_workers(self) -> list[WorkerReady] | None:
         ready: list[WorkerReady] = []

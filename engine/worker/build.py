@@ -84,15 +84,14 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtyp
 
 
 def make_progress(child: Child) -> Callable[[int, int], None]:
-    """Reports loading, a line per tenth."""
-    tenths = iter(range(1, 11))
-    due = next(tenths)
+    """Reports loading, at most a line a second."""
+    reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal due
-        if done * 10 >= due * total and due < 11:
-            child.progress(f"loaded {done / GIB:.2f} of {total / GIB:.2f} GiB")
-            due = next(tenths, 11)
+        nonlocal reported
+        if time.monotonic() - reported > 1.0:
+            reported = time.monotonic()
+            child.progress(f"loaded {done / GIB:.1f} of {total / GIB:.1f} GiB")
 
     return report
 
@@ -108,8 +107,13 @@ def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: i
 
 
 def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:
-    """Who decodes baseline JPEGs."""
-    return PillowDecoder(config.processing_pool_size, device)
+    """Who decodes baseline JPEGs: nvImageCodec on GPUs and Pillow on CPUs unless the flag says otherwise."""
+    name = {"cuda": "nvimgcodec", "cpu": "cpu"}[device.type] if config.jpeg_decoder == "auto" else config.jpeg_decoder
+    if name == "cpu":
+        return PillowDecoder(config.processing_pool_size, device)
+    from engine.worker.jpeg_cuda import NvImageCodecDecoder, TorchvisionDecoder  # needs libraries that a CPU machine lacks
+
+    return TorchvisionDecoder(device) if name == "torchvision" else NvImageCodecDecoder(device, config.processing_pool_size)
 
 
 def staging_bytes(config: EngineConfig, max_blocks: int) -> int:

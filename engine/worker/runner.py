@@ -72,6 +72,7 @@ class LaunchedStep:
     tokens_S: torch.Tensor  # int64, pinned host memory
     failed_images: list[int]
     marks: Marks
+    pixels: list[torch.Tensor | None]  # kept until the step is done: they belong to the reader's stream
 
     def result(self) -> StepResult:
         """Waits for the device, then says what came out."""
@@ -126,14 +127,14 @@ class Runner:
             self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
-        pixels = self._images.read(plan.encodes)
+        pixels = self._images.read(plan.encodes) if plan.encodes else []
         watch.mark()
         failed = self._images.encode(plan.encodes, pixels) if plan.encodes else []
         watch.mark()
         inputs = self._rows.build(plan.admits, plan.chunks, self._images.tensors, self._staging)
         tokens_S = self._to_host(self._draw(inputs))
         watch.mark()
-        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, failed, watch.marks())
+        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, failed, watch.marks(), pixels)
 
     def _draw(self, inputs: StepInputs) -> torch.Tensor:
         """Forward and sample; the tokens also go to the rows, for the next step."""
