@@ -65,11 +65,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
-    @property
-    def model_name(self) -> str:
-        """The name the API shows."""
-        return self.served_model_name or self.model
-
 
 def parse_bytes(text: str) -> int:
     """'512M' -> 536870912. Raises ValueError."""

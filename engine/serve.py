@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 
 from engine.arena import create_memfd, memory_limit
@@ -72,7 +71,7 @@ def make_runtime(config: EngineConfig, family: Family) -> Runtime:
         arena_fds=fds,
         lifeline_fd=family.lifeline_fd,
         model_folder=str(resolved.folder),
-        model_name=config.model_name,
+        model_name=config.served_model_name or resolved.name,
         max_model_len=config.max_model_len or limit,
     )
 
@@ -92,7 +91,7 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     """The one line that says where, and what to try."""
     body = f'{{"model": "{runtime.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     example = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    return f"ready after {seconds:.1f} s: {url} serves {Path(runtime.model_name).name or runtime.model_name}\n  {example}"
+    return f"ready after {seconds:.1f} s: {url} serves {runtime.model_name}\n  {example}"
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

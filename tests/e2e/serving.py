@@ -131,7 +131,7 @@ def serve(model: str | Path, *flags: str) -> Iterator[Engine]:
 
 def chat_body(content: object, **fields: Any) -> dict[str, Any]:
     messages = fields.pop("messages", None) or [{"role": "user", "content": content}]
-    return {"model": fields.pop("model", ""), "messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+    return {"messages": messages, "temperature": 0, "max_tokens": 8, **fields}
 
 
 def picture(seed: int, height: int, width: int) -> Image.Image:

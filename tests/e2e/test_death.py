@@ -24,7 +24,7 @@ def run_dirs() -> set[Path]:
 
 def ask_for_long(engine: Engine, outcome: list[str]) -> None:
     """A request that would run for minutes; records how it ended."""
-    body = {"model": "", "messages": [{"role": "user", "content": "go on"}], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     try:
         with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=60) as response:
             text = "".join(response.iter_text())
