@@ -20,7 +20,7 @@ from models.demo.scenes import Scene, pick, random_scene
 
 TRAINING_STREAM = 2
 POOL = 1500  # pictures a worker keeps
-USES = 2.5  # how often a picture is used before it is replaced, on average
+USES = 4.0  # how often a picture is used before it is replaced, on average
 TEXT_SHARE = 0.04
 
 WEIGHTS = {"number": 6.0, "shape": 2.0, "colour": 3.0, "word": 2.0, "where": 1.5, "which": 3.5, "count": 1.0, "describe": 2.5, "missing": 0.6}
