@@ -13,7 +13,7 @@ import torch.distributed as dist
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.worker.graphs import DecodeGraphs
+from engine.worker.graphs import SIZE_STEP, DecodeGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
 from engine.worker.memory import plan_memory, profile_peak
@@ -46,7 +46,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
     graphs = None
     if device.type == "cuda" and not config.enforce_eager:
-        graphs = make_graphs(model, pools, rows, config.max_num_seqs)
+        graphs = make_graphs(model, pools, rows, config.max_num_seqs, max_blocks)
         child.progress(f"captured {graphs.capture()} decode graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     images = ImageCache(model, ImageReader(arena, pick_decoder(config, device), device), tp)
@@ -96,14 +96,13 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
     return report
 
 
-def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int) -> DecodeGraphs:
+def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> DecodeGraphs:
     """Decode graphs over FlashInfer's fixed-buffer decode; the pool's last block is scratch."""
     from models.layers.attention_flashinfer import GraphedDecode  # needs FlashInfer, which a CPU machine lacks
 
-    num_blocks = pools[0][0].shape[0]
     num_heads = model.config.text.num_heads // model.tp.size
-    factory = GraphedDecode.factory(pools, num_heads, num_blocks)
-    return DecodeGraphs(model, factory, rows, num_blocks - 1, max_num_seqs)
+    max_pages = (max_num_seqs + SIZE_STEP) * max_blocks
+    return DecodeGraphs(model, GraphedDecode.factory(pools, num_heads, max_pages), rows, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:
