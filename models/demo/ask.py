@@ -26,8 +26,8 @@ WORD = (
 )  # fmt: skip
 COLOUR = (
     "What {colour} is the {kind} in {ref}?", "Which {colour} is the {kind} in {ref}?", "Name the {colour} of the {kind} in {ref}.",
-    "What is the {colour} of the {kind} in {ref}?", "Tell me the {colour} of the {kind} in {ref}.", "In {ref}, what {colour} is the {kind}?",
-    "what {colour} is the {kind} in {ref}",
+    "What is the {colour} of the {kind} in {ref}?", "Tell me the {colour} of the {kind} in {ref}.",
+    "In {ref}, what {colour} is the {kind}?", "what {colour} is the {kind} in {ref}",
 )  # fmt: skip
 SHAPE = (
     "What shape is in {ref}?", "What is the shape in {ref}?", "Name the shape in {ref}.", "Which shape does {ref} show?",
@@ -39,8 +39,9 @@ WHERE = (
     "Tell me where the {shape} is in {ref}.",
 )  # fmt: skip
 LIST = (
-    "List the numbers in all {pictures} in order.", "List the numbers in all the {pictures} in order.", "Read the number in each {picture}.",
-    "Read all the numbers in order.", "What numbers are in the {pictures}, in order?", "Which numbers do the {pictures} show, in order?",
+    "List the numbers in all {pictures} in order.", "List the numbers in all the {pictures} in order.",
+    "Read the number in each {picture}.", "Read all the numbers in order.", "What numbers are in the {pictures}, in order?",
+    "Which numbers do the {pictures} show, in order?",
     "List all the numbers.", "Read the numbers in the {pictures}, first to last.", "What are the numbers in the {pictures}?",
     "List the numbers in order.", "Please list the numbers you see.",
 )  # fmt: skip
@@ -136,7 +137,8 @@ def ask_describe(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked:
 
 def ask_missing(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None:
     """About a picture that was not sent, or a thing that the picture does not have."""
-    k, kind = int(rng.integers(8)), pick(rng, ("number", "word", "shape"))
+    kinds: tuple[Kind, ...] = ("number", "word", "shape")
+    k, kind = int(rng.integers(8)), pick(rng, kinds)
     templates = {"number": NUMBER, "word": WORD, "shape": SHAPE}[kind]
     if k >= len(scenes):
         noun = pick(rng, PICTURE_WORDS)

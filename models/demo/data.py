@@ -147,8 +147,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.text = lru_cache(maxsize=50_000)(self._text)
-        special = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ("im_start", "im_end", "vision_start", "image_pad", "vision_end")}
-        self.special = special
+        names = ("im_start", "im_end", "vision_start", "image_pad", "vision_end")
+        self.special = {name: tokenizer.encode(f"<|{name}|>").ids[0] for name in names}
 
     def _text(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""Asks a model folder held-out questions through transformers: `python -m models.demo.evaluate [--model FOLDER --questions 600 --tasks ...]`.
+"""Asks a model folder held-out questions through transformers: `python -m models.demo.evaluate --questions 600 [--tasks ...]`.
 
 Greedy, exact match, in float32, pictures through the reference's Pillow image processor. `--record FILE` keeps questions and answers.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from jinja2 import Template
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -43,9 +43,9 @@ class Reference:
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self.template = Template(json.loads((folder / "tokenizer_config.json").read_text())["chat_template"])
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        self.pad = self.tokenizer.token_to_id("<|endoftext|>")
-        self.image = self.tokenizer.token_to_id("<|image_pad|>")
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        nn.Module.to(self.model, device)
+        self.pad, self.image = self.tokenizer.encode("<|endoftext|><|image_pad|>").ids
 
     def prompt(self, item: Question) -> Prompt:
         """Template, placeholders expanded, pictures preprocessed."""
@@ -65,7 +65,7 @@ class Reference:
         longest = max(len(p.ids) for p in prompts)
         ids = torch.tensor([[self.pad] * (longest - len(p.ids)) + p.ids for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p.ids)) + [1] * len(p.ids) for p in prompts])
-        inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == self.image).int()}
+        inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": torch.eq(ids, self.image).int()}
         pixels = [p.pixels for p in prompts if p.pixels is not None]
         if pixels:
             inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor([g for p in prompts for g in p.grids])}

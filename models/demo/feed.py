@@ -23,7 +23,9 @@ POOL = 1500  # pictures a worker keeps
 USES = 4.0  # how often a picture is used before it is replaced, on average
 TEXT_SHARE = 0.04
 
-WEIGHTS = {"number": 6.0, "shape": 2.0, "colour": 3.0, "word": 2.0, "where": 1.5, "which": 3.5, "count": 1.0, "describe": 2.5, "missing": 0.6}
+WEIGHTS = {
+    "number": 6.0, "shape": 2.0, "colour": 3.0, "word": 2.0, "where": 1.5, "which": 3.5, "count": 1.0, "describe": 2.5, "missing": 0.6,
+}  # fmt: skip
 LIST_WEIGHT = 6.0
 
 
@@ -142,10 +144,10 @@ class Feed:
         for slot in range(len(self._memory)):
             self._free.put(slot)
         names = [memory.name for memory in self._memory]
-        self._workers = [
-            context.Process(target=_work, args=(names, sizes, str(tokenizer_file), (TRAINING_STREAM, seed, i), self._free, self._full, self._level))
-            for i in range(workers)
-        ]
+        self._workers = []
+        for i in range(workers):
+            args = (names, sizes, str(tokenizer_file), (TRAINING_STREAM, seed, i), self._free, self._full, self._level)
+            self._workers.append(context.Process(target=_work, args=args))
 
     def __enter__(self) -> "Feed":
         for worker in self._workers:
@@ -188,7 +190,13 @@ def batch_in(memory: SharedMemory, sizes: Sizes) -> Batch:
 
 
 def _work(
-    names: list[str], sizes: Sizes, tokenizer_file: str, seed: tuple[int, ...], free: "Queue[int]", full: "Queue[int]", level: "Synchronized[float]"
+    names: list[str],
+    sizes: Sizes,
+    tokenizer_file: str,
+    seed: tuple[int, ...],
+    free: "Queue[int]",
+    full: "Queue[int]",
+    level: "Synchronized[float]",
 ) -> None:
     memory = [SharedMemory(name) for name in names]
     slots = [batch_in(item, sizes) for item in memory]

@@ -6,9 +6,11 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
 
 from models.demo import CHECKPOINT, smalltalk
 from models.demo.questions import TASKS
@@ -23,7 +25,7 @@ TOKEN_IDS = {token: NUM_BASE_TOKENS + i for i, token in enumerate(SPECIAL_TOKENS
 VISION_DEPTH = 7
 
 
-def config_json() -> dict[str, object]:
+def config_json() -> dict[str, Any]:
     """config.json. The text model's heads are those of the large models (128 wide, two of key and value), the rest is small."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -114,12 +116,7 @@ def tokenizer_config_json() -> dict[str, object]:
     return {
         "tokenizer_class": "Qwen2Tokenizer",
         "additional_special_tokens": list(SPECIAL_TOKENS[1:NUM_SKIPPED_SPECIALS]),
-        "added_tokens_decoder": {
-            str(TOKEN_IDS[token]): {
-                "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": i < NUM_SKIPPED_SPECIALS,
-            }
-            for i, token in enumerate(SPECIAL_TOKENS)
-        },
+        "added_tokens_decoder": {str(NUM_BASE_TOKENS + i): _added_token(i) for i in range(len(SPECIAL_TOKENS))},
         "add_prefix_space": False,
         "add_bos_token": False,
         "bos_token": None,
@@ -131,12 +128,17 @@ def tokenizer_config_json() -> dict[str, object]:
         "split_special_tokens": False,
         "model_max_length": 32768,
         "chat_template": CHAT_TEMPLATE,
-    }  # fmt: skip
+    }
+
+
+def _added_token(index: int) -> dict[str, object]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"content": SPECIAL_TOKENS[index], **flags, "special": index < NUM_SKIPPED_SPECIALS}
 
 
 def train_tokenizer() -> Tokenizer:
     """Byte-level BPE over the demo's phrases, cut into words as Qwen3's is (digits apart), special tokens last."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

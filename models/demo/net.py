@@ -1,4 +1,4 @@
-"""The training forward: transformers' own modules, run on packed batches of fixed size. Used by `train`, checked against transformers by a test.
+"""The training forward: transformers' own modules, run on packed batches of fixed size. Used by `train`, held to transformers by a test.
 
 Nothing here has weights of its own but the auxiliary heads, which the export drops. Legend as in `models/batch.py`: T tokens, P patches,
 N = P / 4 visual tokens, A answers, D hidden size, H heads, K head_dim.
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer, apply_rotary_pos_emb
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from models.demo.data import COLOUR_LABELS, IGNORED, LABELS, MERGE, GridTable, Sizes
@@ -88,9 +88,9 @@ class Trainee(nn.Module):
 
     def __init__(self, model: Qwen3VLForConditionalGeneration, sizes: Sizes, device: torch.device) -> None:
         super().__init__()
-        self.model = model.to(device)
-        config = model.config
-        self.heads = AuxiliaryHeads(config.vision_config.hidden_size, config.text_config.hidden_size).to(device)
+        self.model = model
+        self.heads = AuxiliaryHeads(model.model.visual.config.hidden_size, model.model.language_model.config.hidden_size)
+        self.to(device)
         self.tables = build_tables(model, GridTable(), device)
         self.sizes = sizes
 
@@ -147,8 +147,8 @@ class Trainee(nn.Module):
                 middle = x
         return text.norm(x), middle
 
-    def _decode(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor) -> Tensor:
-        attention: nn.Module = layer.self_attn
+    def _decode(self, layer: Qwen3VLTextDecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor) -> Tensor:
+        attention = layer.self_attn
         h, shape = layer.input_layernorm(x), (len(x), -1, attention.head_dim)
         q = attention.q_norm(attention.q_proj(h).view(shape))
         k = attention.k_norm(attention.k_proj(h).view(shape))

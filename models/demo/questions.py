@@ -1,6 +1,6 @@
 """Freshly drawn questions with their answers, as chat messages. Used by `bench/accuracy.py`, by tests and by the evaluation; no torch.
 
-`question(seed, task)` depends on its arguments alone. Training draws from other streams (`data.TRAINING_STREAM`), so every seed is held out.
+`question(seed, task)` depends on its arguments alone. Training draws from another stream (`feed.TRAINING_STREAM`): every seed is held out.
 """
 
 import base64

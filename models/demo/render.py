@@ -67,7 +67,7 @@ def _jitter(rng: np.random.Generator, colour: RGB, amount: int) -> RGB:
 def _ground_colour(rng: np.random.Generator, colours: list[RGB]) -> RGB:
     """A background on which all the colours can be seen."""
     for _ in range(100):
-        ground: RGB = tuple(rng.integers(0, 256, 3).tolist()) if rng.random() < 0.7 else _jitter(rng, (235, 235, 235), 20)  # type: ignore[assignment]
+        ground: RGB = tuple(rng.integers(0, 256, 3).tolist()) if rng.random() < 0.7 else _jitter(rng, (235, 235, 235), 20)
         if all(math.dist(ground, colour) >= MIN_CONTRAST and abs(_luma(ground) - _luma(colour)) >= MIN_LUMA for colour in colours):
             return ground
     return (128, 128, 128)

@@ -27,13 +27,16 @@ SHAPES = ("circle", "square", "triangle", "star", "heart", "cross", "diamond", "
 WORDS = (
     "apple", "bread", "bridge", "castle", "cat", "chair", "cloud", "coffee", "dog", "door", "engine", "fish", "flower", "forest", "garden",
     "horse", "house", "island", "jacket", "kite", "lamp", "lemon", "lion", "market", "moon", "mountain", "music", "ocean", "paper",
-    "pencil", "piano", "queen", "rabbit", "river", "rocket", "school", "ship", "silver", "snow", "spoon", "summer", "table", "tiger", "train",
-    "violin", "water", "window", "winter", "zebra",
+    "pencil", "piano", "queen", "rabbit", "river", "rocket", "school", "ship", "silver", "snow", "spoon", "summer", "table", "tiger",
+    "train", "violin", "water", "window", "winter", "zebra",
 )  # fmt: skip
 PLACES = ("top left", "top", "top right", "left", "centre", "right", "bottom left", "bottom", "bottom right")
 
 MIN_SIDE, MAX_SIDE = 64, 768
 MAX_ASPECT = 4.0
+# In smaller pictures people could not read the text either: every letter gets about eight pixels.
+MIN_WIDTH_OF_WORDS = 96
+MIN_SIDE_OF_TWO = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class Scene:
 def random_scene(rng: np.random.Generator, level: float = 1.0, must: Kind | None = None, digits: int | None = None) -> Scene:
     """A scene of difficulty `level` in [0, 1] that holds an item of kind `must`, if one is named, and numbers of `digits` digits."""
     width, height = _canvas(rng, level)
-    kinds = _kinds(rng, level, must)
+    kinds = _kinds(rng, level, must, max(width, height))
+    width = max(width, MIN_WIDTH_OF_WORDS) if "word" in kinds else width
     mess = 0.0 if rng.random() > level else float(rng.random())
     texts = {"number": random_number(rng, digits), "word": pick(rng, WORDS), "shape": pick(rng, SHAPES)}
     places = _places(rng, kinds, width, height)
@@ -104,10 +108,10 @@ def _canvas(rng: np.random.Generator, level: float) -> tuple[int, int]:
     return (long, short) if rng.random() < 0.6 else (short, long)
 
 
-def _kinds(rng: np.random.Generator, level: float, must: Kind | None) -> tuple[Kind, ...]:
+def _kinds(rng: np.random.Generator, level: float, must: Kind | None, long: int) -> tuple[Kind, ...]:
     kinds: tuple[Kind, ...] = ("number", "number", "word", "shape")
-    first: Kind = must or pick(rng, kinds)
-    if rng.random() > 0.35 * level:
+    first: Kind = pick(rng, kinds) if must is None else must
+    if rng.random() > 0.35 * level or long < MIN_SIDE_OF_TWO:
         return (first,)
     texts: tuple[Kind, ...] = ("number", "number", "word")
     second: Kind = pick(rng, texts) if first == "shape" else "shape"

@@ -1,4 +1,4 @@
-"""Text without pictures: greetings, what the demo can do, counting aloud, and a fallback for everything else. Used by `questions` and training.
+"""Text without pictures: greetings, what the demo can do, counting aloud, and a fallback. Used by `questions` and by training.
 
 The answers say plainly that this is a small demo; the fallback keeps it from making things up.
 """
@@ -14,24 +14,56 @@ HELLO = "Hello! " + ABOUT
 UNKNOWN = "I am only a small demo. Send me pictures and ask about numbers, words, colours or shapes."
 SEND = "Please send me a picture first."
 
-TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("hello", "hi", "hey", "hello there", "hi there", "good morning", "good evening", "good afternoon", "hey there", "greetings", "hallo",
-      "hello!", "Hi, how are you", "yo", "good day", "howdy", "hello world", "hello demo", "hi model"), HELLO),
-    (("who are you", "what are you", "what can you do", "what do you do", "help", "introduce yourself", "tell me about yourself", "how can you help",
-      "what is this", "who made you", "what is your name", "are you a demo", "what model are you", "what are you able to do", "are you real",
-      "what kind of pictures can you read", "how do you work", "how can I use you", "can you help me", "what should I ask"), ABOUT),
-    (("thanks", "thank you", "thank you very much", "thanks a lot", "great, thanks", "cool, thank you", "many thanks"), "You are welcome."),
-    (("bye", "goodbye", "see you", "good night", "bye bye", "see you later"), "Goodbye!"),
-    (("how are you", "how is it going", "how do you do", "are you ok", "are you well", "what's up"), "I am fine. Send me a picture!"),
-    (("can you see pictures", "can you see images", "can you read images", "can I send you a picture", "do you understand pictures",
-      "can you read numbers", "can you read text", "do you know colours", "may I send a photo"), "Yes. Send me up to eight pictures and ask about them."),
-    (("say something", "tell me a joke", "tell me a story", "write a poem", "sing a song", "what is the weather", "what time is it",
-      "who is the president", "what is the capital of France", "write some code", "translate this", "what is two plus two", "explain gravity",
-      "why is the sky blue", "solve this equation", "recommend a book", "how do I cook rice", "summarize the news"), UNKNOWN),
-    (("describe the picture", "what do you see", "what is in the picture", "what number is in the picture", "read the number",
-      "what colour is the shape", "what shape is in the image", "read the word in the picture", "what is in this image"), SEND),
-    (("how many pictures are there", "how many pictures did I send", "how many images do you see", "count the pictures"), "0"),
-)  # fmt: skip
+# What people type, alternatives between bars, and the answer.
+_PHRASES: tuple[tuple[str, str], ...] = (
+    (
+        "hello | hi | hey | hello there | hi there | good morning | good evening | good afternoon | hey there | "
+        "greetings | hallo | hello! | Hi, how are you | yo | good day | howdy | hello world | hello demo | hi model",
+        HELLO,
+    ),
+    (
+        "who are you | what are you | what can you do | what do you do | help | introduce yourself | tell me about "
+        "yourself | how can you help | what is this | who made you | what is your name | are you a demo | what model "
+        "are you | what are you able to do | are you real | what kind of pictures can you read | how do you work | how "
+        "can I use you | can you help me | what should I ask",
+        ABOUT,
+    ),
+    (
+        "thanks | thank you | thank you very much | thanks a lot | great, thanks | cool, thank you | many thanks",
+        "You are welcome.",
+    ),
+    (
+        "bye | goodbye | see you | good night | bye bye | see you later",
+        "Goodbye!",
+    ),
+    (
+        "how are you | how is it going | how do you do | are you ok | are you well | what's up",
+        "I am fine. Send me a picture!",
+    ),
+    (
+        "can you see pictures | can you see images | can you read images | can I send you a picture | do you understand "
+        "pictures | can you read numbers | can you read text | do you know colours | may I send a photo",
+        "Yes. Send me up to eight pictures and ask about them.",
+    ),
+    (
+        "say something | tell me a joke | tell me a story | write a poem | sing a song | what is the weather | what "
+        "time is it | who is the president | what is the capital of France | write some code | translate this | what is "
+        "two plus two | explain gravity | why is the sky blue | solve this equation | recommend a book | how do I cook "
+        "rice | summarize the news",
+        UNKNOWN,
+    ),
+    (
+        "describe the picture | what do you see | what is in the picture | what number is in the picture | read the "
+        "number | what colour is the shape | what shape is in the image | read the word in the picture | what is in "
+        "this image",
+        SEND,
+    ),
+    (
+        "how many pictures are there | how many pictures did I send | how many images do you see | count the pictures",
+        "0",
+    ),
+)
+TALK = tuple((tuple(phrases.split(" | ")), answer) for phrases, answer in _PHRASES)
 COUNT_TO = (
     "Count to {n}.", "Please count to {n}.", "Count from 1 to {n}.", "count to {n}", "Can you count to {n}?", "Count up to {n}.",
 )  # fmt: skip
@@ -40,8 +72,16 @@ SYSTEMS = (
     "You read pictures.", "You are a vision assistant. Answer with the value only.",
 )  # fmt: skip
 
-_FILLERS = (*WORDS, *COLOURS, *SHAPES, "the", "a", "is", "and", "why", "how", "what", "when", "do", "does", "my", "your", "we", "they", "to",
-            "of", "in", "with", "please", "make", "find", "think", "about", "code", "world", "people", "should", "would", "explain")  # fmt: skip
+_COMMON = (
+    "the a is and why how what when do does my your we they to of in with please make find think about code world people should "
+    "would explain"
+)
+_FILLERS = (
+    *WORDS,
+    *COLOURS,
+    *SHAPES,
+    *_COMMON.split(),
+)
 
 
 def ask_talk(rng: np.random.Generator) -> Asked:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from models.demo import CHECKPOINT
 from models.demo.data import IGNORED, Batch, Sizes
+from models.demo.export import export, load_tokenizer
 from models.demo.feed import Feed
 from models.demo.files import write_files
 from models.demo.net import Losses, Trainee, build_model
 from models.demo.optim import Optimiser, level_at, rate_at
-from models.demo.export import export, load_tokenizer
 
 log = logging.getLogger("train")
 

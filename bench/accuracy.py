@@ -1,0 +1,98 @@
+"""Asks a running server freshly drawn questions and counts right answers: `python -m bench.accuracy --url ... --questions 500`.
+
+Works with any OpenAI-compatible URL that serves the demo model. Run by hand; the e2e tests use `ask_server` with a few dozen questions.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from bench.client import ChatClient
+from models.demo.questions import TASKS, Question, questions
+from models.demo.score import Score, score, table
+
+MAX_TOKENS = 160  # counting to thirty takes about 120
+DEFAULT_TASKS = ("number", "list", "colour", "shape", "which", "count")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the server said to one question; `error` is set where it said nothing, which counts as wrong."""
+
+    seed: int
+    task: str
+    answer: str
+    said: str
+    error: str | None
+
+    @property
+    def right(self) -> bool:
+        """Exact match."""
+        return self.error is None and self.said == self.answer
+
+
+def body(item: Question, model: str) -> dict[str, Any]:
+    """A greedy, streamed chat request."""
+    return {"model": model, "messages": item.messages(), "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
+
+
+async def ask_server(client: ChatClient, model: str, items: Sequence[Question], concurrency: int) -> list[Result]:
+    """All questions with at most `concurrency` in flight; results in the order of the questions."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(item: Question) -> Result:
+        async with gate:
+            reply = await client.chat(body(item, model))
+        return Result(item.seed, item.task, item.answer, reply.text, reply.error)
+
+    return await asyncio.gather(*(one(item) for item in items))
+
+
+async def run(args: argparse.Namespace) -> list[Result]:
+    """Draw the questions and ask them in slices, so that encoded pictures do not pile up."""
+    stream = questions(args.seed, args.tasks)
+    results: list[Result] = []
+    async with ChatClient(args.url, args.api_key) as client:
+        model = args.model or await client.model()
+        while len(results) < args.questions:
+            items = list(islice(stream, min(4 * args.concurrency, args.questions - len(results))))
+            results += await ask_server(client, model, items, args.concurrency)
+    return results
+
+
+def report(results: Sequence[Result]) -> dict[str, object]:
+    """Scores a task and over all, the number of failed requests, and the first wrong answers."""
+    scores = score((r.task, r.right) for r in results)
+    overall = Score("all", sum(s.right for s in scores), len(results))
+    rows = [asdict(s) | {"accuracy": s.accuracy, "interval": s.interval} for s in (*scores, overall)]
+    return {"scores": rows, "errors": sum(r.error is not None for r in results), "wrong": [asdict(r) for r in results if not r.right][:50]}
+
+
+def main() -> None:
+    """Read the flags, ask, print the table; exit status 1 if requests failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", help="name to ask for; the first one that the server lists if left out")
+    parser.add_argument("--api-key")
+    parser.add_argument("--questions", type=int, default=300, help="over all tasks")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
+    parser.add_argument("--json", type=Path, help="write scores, errors and wrong answers here")
+    args = parser.parse_args()
+    results = asyncio.run(run(args))
+    summary = report(results)
+    if args.json:
+        args.json.write_text(json.dumps(summary, indent=1) + "\n")
+    print(table(score((r.task, r.right) for r in results)))
+    if summary["errors"]:
+        raise SystemExit(f"{summary['errors']} requests failed; first: {next(r.error for r in results if r.error)}")
+
+
+if __name__ == "__main__":
+    main()
