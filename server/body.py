@@ -15,7 +15,7 @@ from server.scan import Scanner
 
 FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
 IDLE_TIMEOUT_S = 30.0
-MAX_TEXT_BYTES = 32 << 20  # of the JSON without media: many times what any context holds
+MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds, and parsed in a few milliseconds
 
 
 class Body:

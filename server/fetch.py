@@ -150,19 +150,25 @@ class Fetcher:
             raise RequestError(400, "file URLs are not allowed on this server", code="media_not_allowed")
         try:
             path = os.path.realpath(parsed.path)
-            if os.path.commonpath([path, self._local_root]) != self._local_root:
-                raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed")
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block, a swapped link not be followed
-        except RequestError:
-            raise
+            is_inside = os.path.commonpath([path, self._local_root]) == self._local_root
+            # A FIFO must not block, and a link that was put there meanwhile must not be followed.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) if is_inside else None
         except (OSError, ValueError):
             raise RequestError(422, "it could not be read", code="media_unavailable") from None
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise RequestError(422, "it is not a regular file", code="media_unavailable")
-            if status.st_size > self._max_bytes:
-                raise self._too_large()
+        if descriptor is None:
+            raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed")
+        try:
+            return self._read_regular(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read_regular(self, descriptor: int) -> bytes:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise RequestError(422, "it is not a regular file", code="media_unavailable")
+        if status.st_size > self._max_bytes:
+            raise self._too_large()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(self._max_bytes)
 
 

@@ -147,8 +147,8 @@ class Stack:
         self._inherited = (*self._fds, lifeline)
         self.processes = {role: self._spawn(role, module) for role, module in (("processor", "server.processor"), ("api", "server.app"))}
         os.close(lifeline)
-        self.url = self._await_ready()
         self.scheduler.start()
+        self.url = self._await_ready()
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self.await_health()
 
@@ -161,7 +161,8 @@ class Stack:
         while len(texts) < 2:
             status = self._status.recv(timeout=30)
             assert status is not None and status.state != "failed", f"no start: {status}"
-            texts[status.role] = status.text
+            if status.state == "ready":
+                texts[status.role] = status.text
         return texts["api"]
 
     def await_health(self) -> None:

@@ -1,0 +1,29 @@
+"""Model folders and the running stack that the tests of the server share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from models.scaffold import SHAPES, write_model_folder
+from server.checkpoint import Checkpoint, read_checkpoint
+from tests.unit.server.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model_folder(folder, SHAPES["tiny"], weights="none", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(model_folder: Path) -> Checkpoint:
+    return read_checkpoint(model_folder)
+
+
+@pytest.fixture(scope="module")
+def stack(model_folder: Path) -> Iterator[Stack]:
+    running = Stack(model_folder)
+    yield running
+    running.close()

@@ -1,0 +1,116 @@
+"""Pictures in every form that clients send, made with Pillow. Used by the media tests."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image
+
+
+def pixels(height: int = 48, width: int = 80, seed: int = 0) -> Image.Image:
+    """A smooth RGB picture with some noise: different in every corner, so that a rotation shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    noise = np.random.default_rng(seed).integers(0, 30, (height, width))
+    channels = [(x * 3 + noise) % 256, (y * 4 + noise) % 256, (x + y + noise) % 256]
+    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
+
+
+def save(image: Image.Image, format: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def jpeg(image: Image.Image | None = None, orientation: int | None = None, **options: object) -> bytes:
+    if orientation is not None:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options["exif"] = exif
+    return save(image or pixels(), "JPEG", **{"quality": 90, **options})
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has no pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    empty = struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+    return b"\x89PNG\r\n\x1a\n" + chunk + empty
+
+
+def grey_alpha() -> Image.Image:
+    return pixels().convert("LA")
+
+
+def palette(with_transparency: bool) -> bytes:
+    image = pixels().quantize(16)
+    return save(image, "PNG", **({"transparency": 3} if with_transparency else {}))
+
+
+def sixteen_bit() -> bytes:
+    values = (np.arange(48 * 80).reshape(48, 80) * 17 % 65536).astype(np.uint16)
+    return save(Image.fromarray(values), "PNG")
+
+
+def alpha() -> Image.Image:
+    image = pixels().convert("RGBA")
+    image.putalpha(Image.fromarray(np.tile(np.arange(80, dtype=np.uint8) * 3, (48, 1))))
+    return image
+
+
+def animation(format: str) -> bytes:
+    frames = [pixels(seed=i) for i in range(3)]
+    return save(frames[0], format, save_all=True, append_images=frames[1:], duration=50, **({"lossless": True} if format == "WEBP" else {}))
+
+
+def tiff(orientation: int) -> bytes:
+    return save(pixels(), "TIFF", tiffinfo={0x0112: orientation})
+
+
+def png_with_orientation(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return save(pixels(), "PNG", exif=exif)
+
+
+# Not a plain JPEG: Pillow decodes it in the processor. Each shown as Pillow's RGB conversion shows it.
+DECODED = {
+    "png": save(pixels(), "PNG"),
+    "webp": save(pixels(), "WEBP", quality=80),
+    "gif": save(pixels().quantize(32), "GIF"),
+    "bmp": save(pixels(), "BMP"),
+    "tiff": save(pixels(), "TIFF"),
+    "tiff compressed": save(pixels(), "TIFF", compression="tiff_lzw"),
+    "tiff rotated": tiff(6),
+    "png rotated": png_with_orientation(8),
+    "progressive jpeg": jpeg(progressive=True),
+    "cmyk jpeg": jpeg(pixels().convert("CMYK")),
+    "rgb jpeg": jpeg(keep_rgb=True),
+    "jpeg with a tail": jpeg() + b"tail",
+    "progressive rotated": jpeg(progressive=True, orientation=5),
+    "one bit": save(pixels().convert("1"), "PNG"),
+    "grey png": save(pixels().convert("L"), "PNG"),
+    "grey alpha": save(grey_alpha(), "PNG"),
+    "alpha": save(alpha(), "PNG"),
+    "alpha webp": save(alpha(), "WEBP", lossless=True),
+    "palette": palette(False),
+    "palette with transparency": palette(True),
+    "16 bit": sixteen_bit(),
+    "animated gif": animation("GIF"),
+    "animated webp": animation("WEBP"),
+    "interlaced": save(pixels(), "PNG", interlace=True),
+    "1x1": save(pixels(1, 1), "PNG"),
+}
+
+# Plain baseline JPEGs: they stay encoded.
+PLAIN = {
+    "4:4:4": jpeg(subsampling=0),
+    "4:2:2": jpeg(subsampling=1),
+    "4:2:0": jpeg(subsampling=2),
+    "grey": jpeg(pixels().convert("L")),
+    "1x1": jpeg(pixels(1, 1)),
+    "optimised": jpeg(optimize=True),
+    "restart markers": jpeg(restart_marker_rows=1),
+    "comment": jpeg(comment=b"a comment with \xff\xda and \xff\xd9 in it"),
+    "icc profile": jpeg(icc_profile=b"p" * 70_000),
+}

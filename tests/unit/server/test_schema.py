@@ -1,0 +1,173 @@
+"""The request schema: what is accepted, what is refused and which field the refusal names."""
+
+import json
+import logging
+
+import pytest
+
+from engine.messages import API_ARENA, MediaRef, Region
+from server.chat import read_conversation, sampling_params
+from server.checkpoint import SamplingDefaults
+from server.errors import RequestError
+from server.scan import Scanner
+from server.schema import ChatRequest, UnknownFields, parse_chat_request
+
+DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def parse(**fields: object) -> ChatRequest:
+    return parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode(), UnknownFields())
+
+
+def image(url: object, **extra: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": url, **extra}]}]
+
+
+BAD = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": float("nan")}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 1 << 63}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ""}, "stop.0"),
+    ({"stop": 3}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stream": "perhaps"}, "stream"),
+    ({"stream_options": {"include_usage": 7}}, "stream_options.include_usage"),
+    ({"chat_template_kwargs": {"tools": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_thinking": "{{ x }}"}}, "chat_template_kwargs.enable_thinking"),
+    ({"n": 2}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": HELLO * 10_001}, "messages"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages.0.content.0"),
+    ({"messages": image({"url": 5})}, "messages.0.content.0.image_url.url"),
+    ({"messages": image(None)}, "messages.0.content.0.image_url"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), BAD, ids=[f"{name}-{i}" for i, (_, name) in enumerate(BAD)])
+def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], name: str) -> None:
+    """Red if a validation is lost, or if its message stops naming the field."""
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.info.status == 400
+    assert caught.value.info.param == name
+    assert name in caught.value.info.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"x"', b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}", b'{"x": ' + b"[" * 100_000, b"\xff\xfe"],
+    ids=["empty", "cut", "list", "null", "string", "nested", "nested and cut", "not utf-8"],
+)
+def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
+    """Red if a malformed body escapes as another error than our own, or recurses."""
+    with pytest.raises(RequestError) as caught:
+        parse_chat_request(body, UnknownFields())
+    assert caught.value.info.status == 400
+
+
+HARMLESS = {
+    "store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "parallel_tool_calls": True, "n": 1, "logprobs": False,
+    "logprobs_extra": None, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "presence_penalty": 0.0, "logit_bias": None,
+    "frequency_penalty": 0, "repetition_penalty": 1.0, "stop": None, "seed": None, "top_k": 0, "stream_options": None,
+}  # fmt: skip
+
+
+def test_fields_that_change_nothing_are_accepted() -> None:
+    """Red if a client that sends the usual defaults is refused."""
+    parse(**HARMLESS)
+
+
+def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Red if unknown fields are refused, not logged, or logged for every request; clients must not be able to fill the log."""
+    unknown = UnknownFields()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            parse_chat_request(json.dumps({"messages": HELLO, "frobnicate": 1}).encode(), unknown)
+        assert caplog.text.count("frobnicate") == 1
+        for i in range(1000):
+            unknown.note(f"field{i}")
+    assert len(caplog.records) <= 100
+
+
+def test_defaults_come_from_the_checkpoint() -> None:
+    """Red if a silent request stops using generation_config.json, or if a given value loses against it."""
+    params = sampling_params(parse(), DEFAULTS)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.7, 0.8, 20, 0.0, None)
+    params = sampling_params(parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed, params.max_tokens) == (0, 0.5, 0, 0.1, 7, 6)
+    assert sampling_params(parse(), DEFAULTS).seed != sampling_params(parse(), DEFAULTS).seed
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, []), ("x", ["x"]), (["x", "y"], ["x", "y"]), ([], [])])
+def test_stop_takes_every_form(given: object, expected: list[str]) -> None:
+    """Red if a form of `stop` that OpenAI allows is lost."""
+    assert parse(stop=given).stop == expected
+
+
+def test_images_in_any_message_become_indices() -> None:
+    """Red if URL forms, extra keys, roles or the order of images and text are lost on the way to the processor."""
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": "https://x.org/a", "uuid": "u"}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": None, "reasoning": "hm"},
+        {"role": "tool", "content": "42", "tool_call_id": "c", "name": "n"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE:///b", "detail": "low"}}]},
+    ]
+    conversation = read_conversation(parse(messages=messages).messages, Scanner("nonce", 4), 0)
+    assert conversation.media == [MediaRef(url="https://x.org/a"), MediaRef(url="FILE:///b")]
+    assert conversation.messages == [
+        {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
+        {"role": "user", "content": [{"type": "image", "media": 0}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        {"role": "tool", "content": "42"},
+        {"role": "user", "content": [{"type": "image", "media": 1}]},
+    ]
+
+
+def test_references_are_honoured_in_urls_only() -> None:
+    """Red if a text that is a data URI is treated as media, or if a payload's place in the arena is computed wrongly."""
+    uri = "data:image/png;base64,QUJD"
+    messages = [{"role": "user", "content": [{"type": "text", "text": uri}, {"type": "image_url", "image_url": {"url": uri}}]}]
+    body = json.dumps({"messages": messages}).encode()
+    scanner = Scanner("nonce", 4)
+    scanner.feed(body, memoryview(bytearray(len(body))))
+    request = parse_chat_request(scanner.json(memoryview(b"")), UnknownFields())
+    conversation = read_conversation(request.messages, scanner, 4096)
+    assert conversation.used_references == {1}
+    assert conversation.media == [MediaRef("image/png", Region(API_ARENA, 4096 + 4, 4))]
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "/etc/passwd", "javascript:x", "", "nonce", "blob:x"])
+def test_other_urls_are_refused(url: str) -> None:
+    """Red if a URL without a loader gets past the door."""
+    with pytest.raises(RequestError) as caught:
+        read_conversation(parse(messages=image({"url": url})).messages, Scanner("nonce", 4), 0)
+    assert caught.value.info.status == 400
+    assert caught.value.info.param == "messages.0.content.0.image_url.url"
