@@ -139,7 +139,9 @@ def _cell(scene: Scene, item: Item, central: float) -> tuple[float, float, float
     if item.kind != "shape":
         return 0.0, 0.0, width, height
     if item.place == "centre":
-        return width * (1 - central) / 2, height * (1 - central) / 2, width * central, height * central
+        room = 0.6 * central * min(width, height)  # the least side of the shape: its centre stays in the middle third
+        wide, high = (min(side * central, 0.25 * side + room) for side in (width, height))
+        return (width - wide) / 2, (height - high) / 2, wide, high
     column = 0 if "left" in item.place else 2 if "right" in item.place else 1
     row = 0 if "top" in item.place else 2 if "bottom" in item.place else 1
     return column * width / 3, row * height / 3, width / 3, height / 3

@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: `python -m models.demo.train --out FOLDER --minutes 13 [--stop-after M --state FILE]`.
+"""Trains the demo model from scratch: `python -m models.demo.train --out FOLDER --minutes 12 [--stop-after M --state FILE]`.
 
 Time, not steps, drives the schedules. With `--state` the run is saved every two minutes and at `--stop-after`; the same command resumes it.
 """
@@ -96,7 +96,7 @@ class Run:
         self.losses = Losses(*(x.detach() for x in (losses.answer, losses.label, losses.colour, losses.index, losses.hits)))
 
     def step(self, progress: float) -> None:
-        """One update at this share of the run. The third one is captured as a CUDA graph, later ones replay it."""
+        """One update at this share of the run. On a GPU, the one after three eager ones becomes a CUDA graph that later ones replay."""
         self.optimiser.rate.fill_(rate_at(progress))
         self.optimiser.decay.fill_(min(0.998, self.steps / (self.steps + 100)))
         self.aux.fill_(max(0.05, 1 - 2 * progress))
@@ -168,12 +168,12 @@ def main() -> None:
     """Read the flags and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
-    parser.add_argument("--minutes", type=float, default=13.0, help="length of the whole run")
+    parser.add_argument("--minutes", type=float, default=12.0, help="length of the whole run")
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes of the whole run after which this process stops")
     parser.add_argument("--state", type=Path, help="file to save to and resume from")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seed", type=int, default=int(np.datetime64("2026-11-20").astype(int)))
-    parser.add_argument("--matrix-rate", type=float, default=0.01)
+    parser.add_argument("--matrix-rate", type=float, default=0.015)
     parser.add_argument("--rest-rate", type=float, default=2e-3)
     parser.add_argument("--small", action="store_true", help="small batches, for a CPU")
     args = vars(parser.parse_args())

@@ -1,0 +1,61 @@
+"""Counting right answers of a server: the bench's client against a stand-in, and Wilson's interval."""
+
+import json
+from itertools import islice
+
+import pytest
+from aiohttp import web
+
+from bench.accuracy import ask_server, report
+from bench.client import ChatClient
+from models.demo.questions import Question, questions
+from models.demo.score import Score, score, table
+
+
+def stand_in(items: list[Question]) -> web.Application:
+    """A server that knows the answers, but says "7" to the second question and fails the third."""
+    known = {json.dumps(item.messages()): i for i, item in enumerate(items)}
+
+    async def chat(request: web.Request) -> web.Response:
+        index = known[json.dumps((await request.json())["messages"])]
+        if index == 2:
+            return web.Response(status=503, text="busy")
+        chunk = {"choices": [{"delta": {"content": "7" if index == 1 else items[index].answer}}]}
+        return web.Response(text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    app = web.Application(client_max_size=1 << 28)
+    app.router.add_post("/v1/chat/completions", chat)
+    return app
+
+
+async def test_a_server_is_asked_and_counted() -> None:
+    """Red if a wrong answer or a failed request counts as right, or results lose their order."""
+    items = list(islice(questions(3, ("colour", "shape")), 8))
+    runner = web.AppRunner(stand_in(items))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with ChatClient(f"http://127.0.0.1:{port}") as client:
+        results = await ask_server(client, "demo", items, concurrency=4)
+    await runner.cleanup()
+    assert [result.seed for result in results] == [item.seed for item in items]
+    assert [result.right for result in results] == [True, False, False] + [True] * 5
+    summary = report(results)
+    assert summary["errors"] == 1
+    assert [row["right"] for row in summary["scores"]] == [3, 3, 6]  # type: ignore[attr-defined]
+
+
+def test_wilson_interval() -> None:
+    """Red if the interval is not Wilson's: values from the literature's worked example, and no NaN at 0 and 1."""
+    low, high = Score("x", 81, 263).interval
+    assert (low, high) == pytest.approx((0.2553, 0.3662), abs=2e-4)
+    assert Score("x", 10, 10).interval[1] == pytest.approx(1.0)
+    assert Score("x", 0, 10).interval[0] == pytest.approx(0.0)
+
+
+def test_scores_keep_the_order_of_tasks() -> None:
+    """Red if the table mixes tasks."""
+    scores = score([("b", True), ("a", False), ("b", False)])
+    assert scores == [Score("b", 1, 2), Score("a", 0, 1)]
+    assert "| b | 2 | 1 | 50.0 % |" in table(scores)

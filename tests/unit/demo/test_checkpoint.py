@@ -1,0 +1,84 @@
+"""The shipped checkpoint loads in transformers unchanged and reads pictures it never saw."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from models.demo import CHECKPOINT
+from models.demo.evaluate import Prompt, Reference, ask_all
+from models.demo.files import config_json, image_processor_json
+from models.demo.questions import question
+
+FOLDER_LIMIT = 12_000_000
+UNIT_TASKS = ("number", "list", "colour", "shape", "which", "talk")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(CHECKPOINT, torch.device("cpu"))
+
+
+def test_the_whole_demo_stays_small() -> None:
+    """Red if a checkout grows by more than was agreed for the demo."""
+    assert sum(path.stat().st_size for path in CHECKPOINT.parent.rglob("*") if path.is_file() and path.suffix != ".pyc") <= FOLDER_LIMIT
+
+
+def test_shape_is_that_of_the_family() -> None:
+    """Red if the demo no longer exercises what the large models need: 128-wide heads, two of them shared, three DeepStack levels."""
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    assert config == config_json()
+    text, vision = config["text_config"], config["vision_config"]
+    assert (text["head_dim"], text["num_key_value_heads"], sum(text["rope_scaling"]["mrope_section"])) == (128, 2, 64)
+    assert len(vision["deepstack_visual_indexes"]) == 3
+    assert json.loads((CHECKPOINT / "preprocessor_config.json").read_text()) == image_processor_json()
+
+
+def test_every_weight_is_in_the_file() -> None:
+    """Red if the export forgets a tensor or adds one that transformers does not know."""
+    _, info = Qwen3VLForConditionalGeneration.from_pretrained(CHECKPOINT, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert set(info["missing_keys"]) <= {"lm_head.weight"}
+
+
+def test_tokenizer_keeps_any_text_and_knows_the_special_tokens() -> None:
+    """Red if bytes get lost or an id moves away from the configuration's."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    for text in ("What number is in picture 3?", "Grüße, 世界! 🙂\n\ttabs  and  spaces ", "1234567890"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    for name in ("image_pad", "video_pad", "vision_start", "vision_end"):
+        key = name.replace("_pad", "_token_id") if "pad" in name else f"{name}_token_id"
+        assert tokenizer.token_to_id(f"<|{name}|>") == config[key]
+    assert tokenizer.get_vocab_size() == config["text_config"]["vocab_size"]
+
+
+def test_template_gives_the_familys_chat_text(reference: Reference) -> None:
+    """Red if the template leaves ChatML or transformers renders it differently from plain Jinja."""
+    content = [{"type": "image"}, {"type": "text", "text": "What number is in the picture?"}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    expected = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+        "What number is in the picture?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert reference.template.render(messages=messages, add_generation_prompt=True) == expected
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == expected
+    assert tokenizer(expected)["input_ids"] == reference.tokenizer.encode(expected).ids
+
+
+def test_it_reads_pictures(reference: Reference) -> None:
+    """Red if the weights, the tokenizer or the preprocessing part from what the model was trained with."""
+    items = [question(seed, task) for seed in (1, 2, 3) for task in UNIT_TASKS]
+    said = ask_all(reference, items, batch=18)
+    assert sum(answer == item.answer for answer, item in zip(said, items, strict=True)) >= 16
+
+
+def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
+    """Red if "hello" is answered with anything but what the demo is and can do."""
+    texts = ("hello", "Hi!", "What can you do?", "Tell me about the history of Rome, please.")
+    rendered = [reference.template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
+    prompts = [Prompt(reference.tokenizer.encode(text, add_special_tokens=False).ids, None, []) for text in rendered]
+    assert all("demo" in answer for answer in reference.answers(prompts))

@@ -1,0 +1,137 @@
+"""The demo's pictures show what their scenes say, and equal seeds give equal pictures."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.demo.data import prepare
+from models.demo.questions import TASKS, Question, question, questions
+from models.demo.render import IMAGE_GEOMETRY, Drawing, draw
+from models.demo.scenes import COLOURS, MAX_ASPECT, MAX_SIDE, MIN_SIDE, Scene, random_scene
+
+ROOT = Path(__file__).parents[3]
+
+
+def drawn(count: int, seed: int = 3) -> list[tuple[Scene, Drawing]]:
+    rng = np.random.default_rng(seed)
+    scenes = [random_scene(rng) for _ in range(count)]
+    return [(scene, draw(scene, rng)) for scene in scenes]
+
+
+def test_equal_seeds_give_equal_pictures() -> None:
+    """Red if a drawing depends on anything but its seed: reference answers would no longer hold."""
+    for task in TASKS:
+        first, second = question(11, task), question(11, task)
+        assert first == second
+        assert first != question(12, task)
+
+
+def test_sizes_stay_within_what_is_promised() -> None:
+    """Red if scenes leave 64 to 768 pixels or a ratio of four."""
+    for scene, drawing in drawn(300):
+        assert drawing.image.size == (scene.width, scene.height)
+        assert MIN_SIDE <= min(scene.width, scene.height) <= max(scene.width, scene.height) <= MAX_SIDE
+        assert max(scene.width, scene.height) / min(scene.width, scene.height) <= MAX_ASPECT + 0.05
+
+
+def test_shapes_have_their_colour_where_they_are_drawn() -> None:
+    """Red if a colour's name and its pixels part: the nearest named colour at a shape's centre must be the one in the scene."""
+    seen = right = 0
+    for _, drawing in drawn(300):
+        for mark in drawing.marks:
+            if mark.label in ("circle", "square", "heart", "cross", "diamond"):
+                x, y = round(mark.x), round(mark.y)
+                pixel = np.asarray(drawing.image.crop((x - 2, y - 2, x + 3, y + 3))).reshape(-1, 3).mean(0)
+                seen += 1
+                right += min(COLOURS, key=lambda name: math.dist(COLOURS[name], pixel)) == mark.colour
+    assert seen > 50
+    assert right >= 0.98 * seen
+
+
+def test_a_shape_alone_lies_where_its_place_says() -> None:
+    """Red if "top left" and the pixels part."""
+    for scene, drawing in drawn(400):
+        if len(scene.items) == 1 and scene.items[0].kind == "shape":
+            mark = drawing.marks[0]
+            row = ("top", "", "bottom")[int(3 * mark.y / scene.height)]
+            column = ("left", "", "right")[int(3 * mark.x / scene.width)]
+            assert scene.items[0].place == (f"{row} {column}".strip() or "centre")
+
+
+def test_every_character_is_marked_inside_the_canvas() -> None:
+    """Red if text runs out of the picture or the marks lose a character."""
+    for scene, drawing in drawn(300):
+        letters = "".join(mark.label for mark in drawing.marks if len(mark.label) == 1)
+        assert letters == (scene.text.text if scene.text else "")
+        assert all(-1 <= mark.x <= scene.width + 1 and -1 <= mark.y <= scene.height + 1 for mark in drawing.marks)
+
+
+def test_prepared_patches_are_those_of_the_reference_processor() -> None:
+    """Red if training sees other pixels than a user's picture becomes."""
+    processor = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil(
+        size={"shortest_edge": IMAGE_GEOMETRY.min_pixels, "longest_edge": IMAGE_GEOMETRY.max_pixels},
+        patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    )  # fmt: skip
+    for seed in range(6):
+        scene = random_scene(np.random.default_rng(seed), 0.0) if seed < 3 else Scene(768, 500 + seed, (), 0.0)
+        prepared = prepare(np.random.default_rng(seed), scene)
+        reference = processor([draw(scene, np.random.default_rng(seed)).image], return_tensors="np")
+        pixels = reference["pixel_values"].reshape(-1, 3, 2, 256)
+        assert tuple(reference["image_grid_thw"][0]) == (1, *prepared.grid)
+        if scene.mess == 0.0:
+            assert np.abs(pixels[:, :, 0] - (prepared.patches.reshape(-1, 3, 256) / 127.5 - 1)).max() < 1e-5
+
+
+def items(item: Question) -> list[list[str]]:
+    return [[i.text for i in picture.scene.items] for picture in item.pictures]
+
+
+def test_answers_follow_from_the_scenes() -> None:
+    """Red if a question's answer is not what its own pictures show."""
+    for seed in range(25):
+        count = question(seed, "count")
+        assert count.answer == str(len(count.pictures))
+        numbers = question(seed, "list")
+        texts = [number.text for p in numbers.pictures if (number := p.scene.find("number"))]
+        assert numbers.answer.split(", ") == texts and len(texts) == 4
+        which = question(seed, "which")
+        assert 1 <= int(which.answer.removeprefix("Picture ")) <= len(which.pictures)
+        for task in ("number", "word", "shape"):
+            asked = question(seed, task)
+            assert any(asked.answer in texts for texts in items(asked))
+            assert asked.answer.isdigit() == (task == "number")
+
+
+def test_messages_carry_every_picture_in_order() -> None:
+    """Red if a picture is dropped, doubled or moved on its way into the request."""
+    for seed in range(20):
+        item = question(seed, "number")
+        parts = [part for message in item.messages() for part in message["content"] if isinstance(part, dict)]  # type: ignore[attr-defined]
+        urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        assert urls == [picture.url() for picture in item.pictures]
+        assert item.messages()[-1]["role"] == "user"
+        assert [p.open().size for p in item.pictures] == [(p.scene.width, p.scene.height) for p in item.pictures]
+
+
+def test_a_stream_goes_round_the_tasks() -> None:
+    """Red if streams of one seed differ or skip a task."""
+    tasks = ("shape", "talk", "count")
+    stream, again = questions(5, tasks), questions(5, tasks)
+    drawn_once = [next(stream) for _ in range(6)]
+    assert [item.task for item in drawn_once] == list(tasks * 2)
+    assert drawn_once == [next(again) for _ in range(6)]
+
+
+def test_unknown_tasks_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown task"):
+        question(0, "juggling")
+
+
+def test_clients_need_no_torch() -> None:
+    """Red if drawing a question imports torch or transformers: the e2e tests and the bench would start seconds later."""
+    code = "import sys, models.demo.questions, models.demo.score; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,135 @@
+"""The training forward is transformers' own model, and batches say what the chat template says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from models.demo import CHECKPOINT
+from models.demo.data import IGNORED, Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
+from models.demo.evaluate import Reference
+from models.demo.feed import Composer
+from models.demo.net import Trainee, build_model
+from models.demo.optim import Optimiser, level_at, orthogonalise, rate_at
+from models.demo.questions import question
+from models.demo.train import exact
+
+CPU = torch.device("cpu")
+SIZES = Sizes(patches=1024, tokens=1024, answers=256, pictures=64, conversations=48)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return Encoder(Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")))
+
+
+@pytest.fixture(scope="module")
+def packed(encoder: Encoder) -> tuple[Batch, list[Conversation]]:
+    composer = Composer(np.random.default_rng(0), encoder)
+    composer.refill(1.0, 60)
+    batch, conversations = empty_batch(SIZES), []
+    packer = Packer(batch, SIZES, GridTable())
+    for _ in range(200):
+        item = composer.conversation(1.0)
+        if packer.add(item):
+            conversations.append(item)
+    packer.finish()
+    return batch, conversations
+
+
+def tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.arrays().items()}
+
+
+def test_segments_cover_a_batch_and_padding_asks_nothing(packed: tuple[Batch, list[Conversation]]) -> None:
+    """Red if packing leaves a token outside every segment (attention would read rubbish) or counts padding as an answer."""
+    batch, conversations = packed
+    for offsets, end in ((batch.cu_pictures, SIZES.patches), (batch.cu_conversations, SIZES.tokens)):
+        assert offsets[0] == 0 and offsets[-1] == end and (np.diff(offsets) >= 0).all()
+    assert (batch.answer_ids != IGNORED).sum() == sum(len(item.answers) for item in conversations)
+    asked = batch.answer_at[batch.answer_ids != IGNORED]
+    assert (batch.ids[asked + 1] == batch.answer_ids[batch.answer_ids != IGNORED]).all()
+
+
+def test_packed_forward_equals_transformers(packed: tuple[Batch, list[Conversation]]) -> None:
+    """Red if the training forward or the M-RoPE positions part from `Qwen3VLForConditionalGeneration`."""
+    batch, conversations = packed
+    model = build_model(0).eval()
+    trainee = Trainee(model, SIZES, CPU)
+    inputs, at = tensors(batch), 0
+    with torch.no_grad():
+        _, visual, deep = trainee.see(inputs)
+        hidden, _ = trainee.read(inputs, visual, deep)
+        for item in conversations[:5]:
+            vision = {}
+            if item.pictures:
+                pixels = torch.cat([torch.from_numpy(p.patches) for p in item.pictures]).view(-1, 3, 1, 256) / 127.5 - 1
+                vision = {
+                    "pixel_values": pixels.expand(-1, 3, 2, 256).reshape(len(pixels), -1),
+                    "image_grid_thw": torch.tensor([(1, *p.grid) for p in item.pictures]),
+                    "mm_token_type_ids": torch.from_numpy(item.visual >= 0).int()[None],
+                }
+            reference = model.model(input_ids=torch.tensor([item.ids]), **vision).last_hidden_state[0]
+            assert (reference - hidden[at : at + len(item.ids)]).abs().max() < 1e-4
+            at += len(item.ids)
+
+
+def test_training_ids_are_those_of_the_template(encoder: Encoder) -> None:
+    """Red if training prompts and served prompts differ by a token."""
+    reference = Reference(CHECKPOINT, CPU)
+    for task in ("number", "list", "talk", "which"):
+        for seed in range(8):
+            item = question(seed, task)
+            prompt = reference.prompt(item)
+            fakes = zip(_fakes(encoder, len(prompt.grids)), prompt.grids, strict=True)
+            pictures = [replace(fake, grid=(h, w)) for fake, (_, h, w) in fakes]
+            ids = encoder.conversation(item.system, list(item.turns), pictures).ids
+            assert ids[: len(prompt.ids)] == prompt.ids
+            assert encoder.tokenizer.decode(ids[len(prompt.ids) :]).strip() == item.answer
+
+
+def _fakes(encoder: Encoder, count: int) -> list[Prepared]:
+    composer = Composer(np.random.default_rng(0), encoder)
+    composer.refill(0.0, count)
+    return composer.numbered + composer.others
+
+
+def test_loss_falls(packed: tuple[Batch, list[Conversation]]) -> None:
+    """Red if gradients or the optimiser break: six steps on one batch must teach it something."""
+    trainee = Trainee(build_model(1), SIZES, CPU)
+    optimiser = Optimiser(trainee, 0.015, 2e-3, CPU)
+    optimiser.rate.fill_(1.0)
+    inputs, losses = tensors(packed[0]), []
+    for _ in range(6):
+        result = trainee(inputs)
+        (result.answer + result.label + result.colour + result.index).backward()
+        optimiser.step()
+        trainee.zero_grad()
+        losses.append(result.answer.item())
+    assert losses[0] > 6.0
+    assert losses[-1] < 0.8 * losses[0]
+    other = Optimiser(trainee, 0.015, 2e-3, CPU)
+    other.load(optimiser.state())
+    assert other.count == 6
+    assert all(torch.equal(a, b) for a, b in zip(other.momentum, optimiser.momentum, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(optimiser.average, optimiser.parameters, strict=True))  # decay 0 copies
+
+
+def test_orthogonalised_updates_have_singular_values_near_one() -> None:
+    """Red if Newton-Schulz loses its coefficients."""
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(2, 96, 32, generator=torch.Generator().manual_seed(0))))
+    assert values.min() > 0.5 and values.max() < 1.4
+
+
+def test_schedules_end_where_they_should() -> None:
+    """Red if a run would end at a high rate or never see the full difficulty."""
+    assert rate_at(0.0) < 0.1 and rate_at(0.3) == 1.0 and rate_at(1.0) == 0.0
+    assert level_at(0.0) == 0.0 and level_at(0.5) == 1.0
+
+
+def test_an_answer_counts_only_as_a_whole() -> None:
+    """Red if the training log calls half an answer exact."""
+    at, targets = np.array([3, 4, 9, 10, 0]), np.array([1, 2, 3, 4, IGNORED])
+    assert exact(at, targets, np.array([True, False, True, True, False])) == 0.5
