@@ -72,6 +72,8 @@ class Qwen3VL(nn.Module):
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """(S, V) float32 logits of final hidden states."""
+        if len(hidden_SD) == 0:
+            return hidden_SD.new_empty((0, self.config.text.vocab_size), dtype=torch.float32)
         return self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
 
     def checkpoint_slots(self) -> Iterator[Slot]:

@@ -6,19 +6,9 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
-from models.weights import load_weights
-
-CPU = torch.device("cpu")
-
-
-def load(folder: Path) -> Qwen3VL:
-    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), torch.float32, CPU)
-    load_weights(model, folder, lambda done, total: None)
-    return model
+from tests.unit.models.harness import load
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,11 +12,22 @@ from models.batch import AttentionLayout, ForwardBatch, VisualSlice
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.attention import AttentionBackend, allocate_pools, make_attention
+from models.layers.parallel import TensorParallel
 from models.mrope import mrope_positions
 from models.qwen3_vl import Qwen3VL
+from models.weights import load_weights
 
 Want = Literal["last", "all", "none"]
 Part = list[int] | torch.Tensor  # token ids, or an image (H, W, 3) uint8
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path) -> Qwen3VL:
+    """The whole model in float32 on the CPU."""
+    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), torch.float32, CPU)
+    load_weights(model, folder, lambda done, total: None)
+    return model
 
 
 @dataclass
@@ -52,6 +64,26 @@ def smooth_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy((np.stack(waves, -1) * 127 + 128).clip(0, 255).astype(np.uint8))
 
 
+TEXT = [list(range(5, 900, 23))]
+ONE_IMAGE: list[Part] = [[3, 1, 4, 1, 5], smooth_image(260, 340), [9, 2, 6, 5, 3, 5]]
+FIVE_IMAGES: list[Part] = [
+    *(noise_image(h, w, seed=h) for h, w in ((256, 256), (100, 700), (256, 256), (33, 17))),
+    [8, 9, 7],
+    smooth_image(300, 280, seed=4),
+    [9, 3, 2],
+]
+SEVERAL_TURNS: list[Part] = [
+    [7, 7],
+    smooth_image(256, 320, seed=1),
+    [11, 12, 13],
+    [4001, 21, 22],
+    noise_image(310, 256, seed=2),
+    smooth_image(256, 256, seed=3),
+    [31, 32],
+]
+PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "five images": FIVE_IMAGES, "several turns": SEVERAL_TURNS}
+
+
 @dataclass
 class Session:
     """One sequence: everything known of it, and its pages."""
@@ -71,8 +103,8 @@ class PagedRunner:
         self.model = model
         self.page_size = page_size
         config = model.config.text
-        pools = allocate_pools(config, model.tp, num_blocks, page_size, model.dtype, model.device)
-        self.attention: AttentionBackend = make_attention(pools, config.num_heads // model.tp.size)
+        self.pools = allocate_pools(config, model.tp, num_blocks, page_size, model.dtype, model.device)
+        self.attention: AttentionBackend = make_attention(self.pools, config.num_heads // model.tp.size)
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
 
     def start(self, prompt: Prompt) -> Session:
@@ -82,7 +114,7 @@ class PagedRunner:
 
     def step(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
         """Computes the next tokens of each row, `(session, count)`; logits of each row's last token, of all tokens, or of none."""
-        batch = self._batch(rows, num_prefill_rows, want)
+        batch = self.batch(rows, num_prefill_rows, want)
         self.attention.plan(batch.attention)
         logits = self.model(batch, self.attention)
         for session, count in rows:
@@ -105,7 +137,8 @@ class PagedRunner:
             logits = self.step([(session, 1)], num_prefill_rows=0)
         return [*session.ids[len(prompt.ids) :], int(logits.argmax())]
 
-    def _batch(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
+    def batch(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
+        """The step's input; pages are taken for it, but it is not run."""
         ids: list[int] = []
         positions, slots, visual, pages = [], [], [], []
         qo, kv, page_ends, wanted = [0], [], [0], []

@@ -9,26 +9,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from models.qwen3_vl import Qwen3VL
 from tests.unit.models import reference
-from tests.unit.models.harness import PagedRunner, Part, Prompt, noise_image, smooth_image
-
-TEXT = [list(range(5, 900, 23))]
-ONE_IMAGE: list[Part] = [[3, 1, 4, 1, 5], smooth_image(260, 340), [9, 2, 6, 5, 3, 5]]
-FIVE_IMAGES: list[Part] = [
-    *(noise_image(h, w, seed=h) for h, w in ((256, 256), (100, 700), (256, 256), (33, 17))),
-    [8, 9, 7],
-    smooth_image(300, 280, seed=4),
-    [9, 3, 2],
-]
-SEVERAL_TURNS: list[Part] = [
-    [7, 7],
-    smooth_image(256, 320, seed=1),
-    [11, 12, 13],
-    [4001, 21, 22],
-    noise_image(310, 256, seed=2),
-    smooth_image(256, 256, seed=3),
-    [31, 32],
-]
-PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "five images": FIVE_IMAGES, "several turns": SEVERAL_TURNS}
+from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, PROMPTS, SEVERAL_TURNS, TEXT, PagedRunner, Prompt, noise_image, smooth_image
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -11,9 +11,7 @@ from models.config import ModelConfig
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import load_weights
-from tests.unit.models.conftest import CPU
-from tests.unit.models.harness import PagedRunner, Prompt
-from tests.unit.models.test_parity import SEVERAL_TURNS
+from tests.unit.models.harness import CPU, SEVERAL_TURNS, PagedRunner, Prompt
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:

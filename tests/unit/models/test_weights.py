@@ -13,9 +13,7 @@ from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.weights import write_random_weights
 from models.weights import TensorSource, fill, init_dummy_weights, load_weights
-from tests.unit.models.conftest import CPU, load
-from tests.unit.models.harness import PagedRunner, Prompt, noise_image
-from tests.unit.models.test_parity import TEXT
+from tests.unit.models.harness import CPU, TEXT, PagedRunner, Prompt, load, noise_image
 
 
 def silent(done: int, total: int) -> None:

@@ -1,0 +1,160 @@
+"""The 8B shape on one GPU, bfloat16: FlashInfer, Triton and cuDNN against transformers with the same random weights.
+
+Red when a CUDA path disagrees with the reference: a kernel, an epilogue, a plan, or the order of pages. Tokens are not compared: a random
+model in bfloat16 flips them under any change of summation order.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+
+from models.layers.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+from models.weights import fill
+from tests.gpu.generated import GeneratedSource, config_of
+from tests.unit.models import reference
+from tests.unit.models.harness import PagedRunner, Part, Prompt, noise_image, smooth_image
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
+
+SHAPE = "8B"
+TOLERANCE = 2e-2
+PROMPTS: dict[str, list[Part]] = {
+    "text": [list(range(1000, 151_000, 371))],
+    "one image": [[151_644, 872], smooth_image(480, 640), list(range(5000, 90_000, 1703))],
+    "three images": [
+        [151_644],
+        noise_image(320, 320),
+        [11, 12],
+        smooth_image(736, 1280),
+        noise_image(320, 320, seed=1),
+        list(range(13, 400, 21)),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
+    ours = Qwen3VL(config_of(SHAPE, tmp_path_factory.mktemp(SHAPE)), TensorParallel.single(), torch.bfloat16, device)
+    fill(ours, GeneratedSource(ours.config, device), lambda done, total: None)
+    with torch.inference_mode():
+        yield ours
+
+
+@pytest.fixture(scope="module")
+def expected(model: Qwen3VL, device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The reference's logits of every token of every prompt; its model is gone afterwards."""
+    folder: Path = tmp_path_factory.mktemp("reference")
+    config_of(SHAPE, folder)
+    with device:
+        theirs = Qwen3VLForConditionalGeneration._from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
+    source = GeneratedSource(model.config, device)
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            tensor.copy_(source.read(name, (slice(None),)))
+    return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def runner_of(model: Qwen3VL) -> PagedRunner:
+    return PagedRunner(model, num_blocks=1024, page_size=16)
+
+
+def whole(model: Qwen3VL, prompt: Prompt) -> torch.Tensor:
+    runner = runner_of(model)
+    return runner.step([(runner.start(prompt), len(prompt.ids))], num_prefill_rows=1, want="all")
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_logits_equal_transformers(model: Qwen3VL, expected: dict[str, torch.Tensor], name: str) -> None:
+    assert relative(whole(model, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [64, 301])
+def test_chunks_equal_the_whole(model: Qwen3VL, chunk: int) -> None:
+    prompt = Prompt.build(model.config, PROMPTS["three images"])
+    runner = runner_of(model)
+    session = runner.start(prompt)
+    parts = []
+    while session.computed < len(prompt.ids):
+        count = min(chunk, len(prompt.ids) - session.computed)
+        parts.append(runner.step([(session, count)], num_prefill_rows=1, want="all"))
+    assert relative(torch.cat(parts), whole(model, prompt)) < TOLERANCE
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_decode_equals_prefill(model: Qwen3VL, graphed: bool) -> None:
+    """Prompts go on token by token, together in one step; each token's logits are those of a prefill of everything."""
+    steps = 6
+    prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
+    runner = runner_of(model)
+    sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans)) for p in prompts]
+    for session in sessions:
+        runner.prefill(session, chunk=1 << 30)
+    if graphed:
+        from models.layers.attention_flashinfer import GraphedDecode
+
+        runner.attention = GraphedDecode.factory(runner.pools, model.config.text.num_heads, max_pages=1024)(len(sessions))
+    rows = []
+    for step in range(-steps, 0):
+        for session, prompt in zip(sessions, prompts, strict=True):
+            session.ids.append(prompt.ids[step])
+        rows.append(runner.step([(session, 1) for session in sessions], num_prefill_rows=0))
+    for i, prompt in enumerate(prompts):
+        assert relative(torch.stack([row[i] for row in rows]), whole(model, prompt)[-steps:]) < TOLERANCE
+
+
+def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL) -> None:
+    """One step with a chunk and two decode rows."""
+    prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
+    runner = runner_of(model)
+    sessions = [runner.start(prompt) for prompt in reversed(prompts)]
+    for session in sessions[1:]:
+        runner.step([(session, len(session.ids) - 1)], num_prefill_rows=1, want="none")
+    logits = runner.step([(sessions[0], len(sessions[0].ids)), *((session, 1) for session in sessions[1:])], num_prefill_rows=1)
+    for row, prompt in zip(logits, reversed(prompts), strict=True):
+        assert relative(row, whole(model, prompt)[-1]) < TOLERANCE
+
+
+def test_a_captured_step_replays_with_new_lengths(model: Qwen3VL) -> None:
+    """The graph is captured at one set of lengths and replayed at longer ones, as the worker does."""
+    from models.layers.attention_flashinfer import GraphedDecode
+
+    prompt = Prompt.build(model.config, PROMPTS["text"])
+    runner = runner_of(model)
+    session = runner.start(Prompt(prompt.ids[:100], [], []))
+    runner.prefill(session, chunk=1 << 30)
+    runner.attention = GraphedDecode.factory(runner.pools, model.config.text.num_heads, max_pages=1024)(1)
+    session.ids.append(prompt.ids[100])
+    batch = runner.batch([(session, 1)], num_prefill_rows=0, want="last")
+    runner.attention.plan(batch.attention)
+    for _ in range(2):
+        model(batch, runner.attention)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model(batch, runner.attention)
+    rows = []
+    for position in range(100, 140):
+        if position > 100:
+            session.ids.append(prompt.ids[position])
+            update = runner.batch([(session, 1)], num_prefill_rows=0, want="last")
+            batch.input_ids_T.copy_(update.input_ids_T)
+            batch.positions_3T.copy_(update.positions_3T)
+            batch.attention.slot_mapping_T.copy_(update.attention.slot_mapping_T)
+            runner.attention.plan(update.attention)
+        graph.replay()
+        session.computed += 1
+        rows.append(logits[0].clone())
+    assert relative(torch.stack(rows), whole(model, prompt)[100:140]) < TOLERANCE

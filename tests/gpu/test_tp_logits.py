@@ -1,0 +1,68 @@
+"""The 8B shape over two and four GPUs (NCCL) against one: teacher-forced logits in bfloat16. Red when a layer is cut at the wrong place."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from models.config import ModelConfig
+from models.layers.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+from models.weights import fill
+from tests.gpu.generated import GeneratedSource, config_of
+from tests.gpu.test_model_parity import PROMPTS, SHAPE, TOLERANCE, relative
+from tests.unit.models.harness import PagedRunner, Prompt
+
+pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(600)]
+
+
+def worker(rank: int, size: int, config: ModelConfig, out: Path) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    tp = TensorParallel.single()
+    if size > 1:
+        dist.init_process_group("nccl", init_method=f"file://{out}/rendezvous-{size}", rank=rank, world_size=size)
+        tp = TensorParallel(rank, size, dist.group.WORLD)
+    with torch.inference_mode():
+        model = Qwen3VL(config, tp, torch.bfloat16, device)
+        fill(model, GeneratedSource(config, device), lambda done, total: None)
+        logits = teacher_forced(model)
+    if rank == 0:
+        torch.save(logits.cpu(), out / f"{size}.pt")
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def teacher_forced(model: Qwen3VL) -> torch.Tensor:
+    """All logits of each prompt: half of it as one chunk, then a chunk, then eight single tokens."""
+    logits = []
+    for parts in PROMPTS.values():
+        prompt = Prompt.build(model.config, parts)
+        runner = PagedRunner(model, num_blocks=512, page_size=16)
+        session = runner.start(prompt)
+        half, total = len(prompt.ids) // 2, len(prompt.ids)
+        logits += [runner.step([(session, count)], 1, want="all") for count in (half, total - half - 8)]
+        logits += [runner.step([(session, 1)], 0) for _ in range(8)]
+    return torch.cat(logits)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return config_of(SHAPE, tmp_path_factory.mktemp(SHAPE))
+
+
+@pytest.fixture(scope="module")
+def one_rank(config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    out = tmp_path_factory.mktemp("one")
+    mp.spawn(worker, args=(1, config, out), nprocs=1)
+    return torch.load(out / "1.pt")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_equal_those_of_one_gpu(config: ModelConfig, one_rank: torch.Tensor, tmp_path: Path, size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    mp.spawn(worker, args=(size, config, tmp_path), nprocs=size)
+    assert relative(torch.load(tmp_path / f"{size}.pt"), one_rank) < TOLERANCE
