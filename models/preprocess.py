@@ -1,4 +1,4 @@
-"""From decoded pixels to the patches that the vision tower multiplies, on the images' device. Called by `models.vision`.
+"""From decoded pixels to the patches that the vision tower multiplies, on the images' device. Called by `models.qwen3_vl`.
 
 Equal to transformers' Pillow image processor (`qwen2_vl`) to within one uint8 level: resize, round to the uint8 grid, cut into patches. The
 normalisation x / 127.5 - 1 is left to the patch embedding: x - 128 is exact in bfloat16, a normalised pixel is not.
