@@ -1,4 +1,4 @@
-"""Prints how fast the api and the processor are: `python -m tests.unit.server.measure MODEL_FOLDER`. Not a test: figures need a quiet machine."""
+"""How fast the api and the processor are: `python -m tests.unit.server.measure MODEL_FOLDER`. No test: it needs a quiet machine."""
 
 import asyncio
 import base64

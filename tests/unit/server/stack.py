@@ -1,6 +1,7 @@
 """The real api and processor processes with a scheduler made of a script: what the integration tests and the measurements drive."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from engine.messages import (
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
+HEARTBEAT_S = 0.03
 
 Script = Callable[["FakeScheduler", EngineRequest], None]
 
@@ -68,16 +70,16 @@ class FakeScheduler:
     def send(self, outputs: list[RequestOutput], released: list[int]) -> None:
         self._processor.send(EngineOutputs(outputs, released))
 
-    def beat(self) -> None:
-        self._processor.send(EngineOutputs([], [], EngineStats(steps=1), time.monotonic()))
+    def beat(self, age: float = 0.0) -> None:
+        self._processor.send(EngineOutputs([], [], EngineStats(steps=1), time.monotonic() - age))
 
     def _run(self) -> None:
         last = 0.0
         while not self._stopping.is_set():
-            if self.beats and time.monotonic() - last > 0.1:
+            if self.beats and time.monotonic() - last > HEARTBEAT_S:
                 last = time.monotonic()
                 self.beat()
-            message = self._inbox.recv(timeout=0.02)
+            message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
                 self.arrivals.append(time.monotonic())
                 self.requests.append(message)
@@ -125,7 +127,8 @@ def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
 class Stack:
     """api + processor + fake scheduler, as the launcher would run them."""
 
-    def __init__(self, model_folder: Path, max_model_len: int = 4096, **settings: object):
+    def __init__(self, model_folder: Path, max_model_len: int = 4096, is_started: bool = True, **settings: object):
+        """With `is_started` False the scheduler shows no life, and `port` must be given: nobody says where the api listens."""
         defaults: dict[str, object] = {
             "port": 0,
             "api_arena_bytes": 16 * MIB,
@@ -133,8 +136,7 @@ class Stack:
             "log_level": "warning",
         }
         self.config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
-        self._folder = tempfile.TemporaryDirectory()
-        self.run_dir = self._folder.name
+        self.run_dir = tempfile.mkdtemp()
         sizes = (self.config.api_arena_bytes, self.config.processor_arena_bytes)
         self._fds = tuple(create_memfd(name, size) for name, size in zip(("api", "processor"), sizes, strict=True))
         lifeline, self._lifeline_end = os.pipe()
@@ -147,10 +149,10 @@ class Stack:
         self._inherited = (*self._fds, lifeline)
         self.processes = {role: self._spawn(role, module) for role, module in (("processor", "server.processor"), ("api", "server.app"))}
         os.close(lifeline)
+        self.scheduler.beats = is_started
         self.scheduler.start()
-        self.url = self._await_ready()
+        self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
-        self.await_health()
 
     def _spawn(self, role: str, module: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", module, str(self._runtime_file)]
@@ -165,13 +167,6 @@ class Stack:
                 texts[status.role] = status.text
         return texts["api"]
 
-    def await_health(self) -> None:
-        for _ in range(200):
-            if self.http.get("/health").status_code == 200:
-                return
-            time.sleep(0.02)
-        raise AssertionError("never healthy")
-
     def failures(self) -> list[Status]:
         """Failure reports of the processes since the last call."""
         found = []
@@ -183,9 +178,20 @@ class Stack:
         body = {"model": "test-model", "messages": [{"role": "user", "content": content}], **fields}
         return self.http.post("/v1/chat/completions", json=body)
 
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
+
+    def orphan(self) -> None:
+        """What the children see when the launcher dies."""
+        os.close(self._lifeline_end)
+        self._lifeline_end = -1
+
     def settle(self) -> None:
         """Two heartbeats with nothing in flight: both processes assert that their arenas are empty, and must survive it."""
-        time.sleep(0.35)
+        time.sleep(5 * HEARTBEAT_S)
         assert all(process.poll() is None for process in self.processes.values())
         assert not self.failures()
 
@@ -198,5 +204,6 @@ class Stack:
         self.scheduler.stop()
         self._status.close()
         for fd in (*self._fds, self._lifeline_end):
-            os.close(fd)
-        self._folder.cleanup()
+            if fd >= 0:
+                os.close(fd)
+        shutil.rmtree(self.run_dir, ignore_errors=True)

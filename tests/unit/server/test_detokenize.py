@@ -26,7 +26,9 @@ def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-@pytest.mark.parametrize("text", ["plain words", "naïve café", "日本語テキスト", "👩‍👩‍👧‍👦 and 🇩🇪", "\n\t  x", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "<think>so</think>"])
+@pytest.mark.parametrize(
+    "text", ["plain words", "naïve café", "日本語テキスト", "👩‍👩‍👧‍👦 and 🇩🇪", "\n\t  x", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "<think>so</think>"]
+)
 def test_pieces_add_up_and_no_character_is_split(tokenizer: Tokenizer, table: TokenTable, text: str) -> None:
     """Red if a multi-byte character is shown before it is whole, or lost."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids

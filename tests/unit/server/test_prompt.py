@@ -187,7 +187,8 @@ def test_a_template_that_refuses_is_a_400(checkpoint: Checkpoint, template: str,
 
 def test_functions_of_the_environment(checkpoint: Checkpoint) -> None:
     """Red if a template loses what transformers offers it: JSON without HTML escapes, dates, trimmed blocks, loop controls."""
-    template = "{% for x in [1, 2, 3] %}\n    {% if x == 2 %}{% break %}{% endif %}\n{{ {'a': '<é>'} | tojson }}\n{% endfor %}\n{{ strftime_now('%%') }}"
+    loop = "{% for x in [1, 2, 3] %}\n    {% if x == 2 %}{% break %}{% endif %}\n{{ {'a': '<é>'} | tojson }}\n{% endfor %}\n"
+    template = loop + "{{ strftime_now('%%') }}"
     builder = with_template(checkpoint, template)
     assert builder.tokenizer.decode(builder.encode([], 0, {})) == '{"a": "<é>"}\n%'
 
@@ -216,5 +217,9 @@ def test_the_folder_is_read_as_the_engine_reads_it(model_folder: Path, checkpoin
     assert checkpoint.geometry == engine.geometry
     assert checkpoint.image_token_id == engine.image_token_id
     sampling = checkpoint.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (engine.sampling.temperature, engine.sampling.top_p, engine.sampling.top_k)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (
+        engine.sampling.temperature,
+        engine.sampling.top_p,
+        engine.sampling.top_k,
+    )
     assert checkpoint.num_values_per_image_token == engine.num_visual_levels * engine.vision.out_hidden_size

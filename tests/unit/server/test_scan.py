@@ -1,5 +1,6 @@
 """The body scanner: whatever the bytes and however they are split, nothing is lost, nothing is forged, nothing is quadratic."""
 
+import itertools
 import json
 import time
 
@@ -19,7 +20,7 @@ def feed(body: bytes, cuts: list[int], max_references: int = 10) -> tuple[Scanne
     scanner = Scanner(NONCE, max_references)
     region = memoryview(bytearray(len(body)))
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         scanner.feed(body[start:end], region[scanner.used : scanner.used + end - start])
     return scanner, region
 
@@ -40,9 +41,11 @@ def originals(value: object, scanner: Scanner, region: memoryview) -> object:
 URIS = st.builds(
     lambda mime, data: f"data:{mime};base64,{data}",
     st.sampled_from(["image/png", "image/jpeg;charset=utf-8", "", "x" * 300]),
-    st.text("ABCab+/=\n\\\"é", max_size=40),
+    st.text('ABCab+/=\n\\"é', max_size=40),
 )
-TEXTS = st.one_of(st.text(max_size=20), URIS, st.sampled_from(["data:", "data:image/png", "data:image/png;base64,", 'say "data:x;base64,y"']))
+TEXTS = st.one_of(
+    st.text(max_size=20), URIS, st.sampled_from(["data:", "data:image/png", "data:image/png;base64,", 'say "data:x;base64,y"'])
+)
 VALUES = st.recursive(TEXTS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)), max_leaves=12)
 CUTS = st.lists(st.integers(0, 600), max_size=12)
 
@@ -73,7 +76,9 @@ def test_any_bytes_come_back_and_splits_do_not_matter(pieces: list[str], cuts: l
 
 def test_every_single_cut_finds_the_same_references() -> None:
     """Red if the state between two chunks forgets half an opening, an escape or a closing quote."""
-    body = rb'{"a":"data:image\/png;base64,AA\/A\\","b":"\"data:x;base64,no\"","c":["data:image/gif;base64,R0lG","data:,x","data:;base64,"]}'
+    body = (
+        rb'{"a":"data:image\/png;base64,AA\/A\\","b":"\"data:x;base64,no\"","c":["data:image/gif;base64,R0lG","data:,x","data:;base64,"]}'
+    )
     expected, expected_region = feed(body, [])
     assert [(r.mime, r.length) for r in expected.references] == [("image/png", 7), ("image/gif", 4), ("", 0)]
     for cut in range(len(body)):

@@ -94,7 +94,7 @@ def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
 
 HARMLESS = {
     "store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "parallel_tool_calls": True, "n": 1, "logprobs": False,
-    "logprobs_extra": None, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "presence_penalty": 0.0, "logit_bias": None,
+    "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "presence_penalty": 0.0, "logit_bias": None,
     "frequency_penalty": 0, "repetition_penalty": 1.0, "stop": None, "seed": None, "top_k": 0, "stream_options": None,
 }  # fmt: skip
 

@@ -1,0 +1,153 @@
+"""Fetching: a client cannot make the server read what the network or the file system would not show to the client itself."""
+
+import asyncio
+import dataclasses
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from engine.config import EngineConfig
+from server import fetch
+from server.errors import RequestError
+from server.fetch import Fetcher, PublicResolver, is_public
+
+PRIVATE = [
+    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
+    "255.255.255.255", "224.0.0.1", "240.0.0.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a00:1::", "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe", "2001:db8::1",
+]  # fmt: skip
+PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private_addresses(address: str) -> None:
+    """Red if an address of this host or its networks, however dressed up, counts as public."""
+    assert not is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_public_addresses(address: str) -> None:
+    """Red if ordinary hosts can no longer be fetched from."""
+    assert is_public(ipaddress.ip_address(address))
+
+
+@dataclasses.dataclass
+class Site:
+    """A web site on this host and a count of the requests that it got."""
+
+    url: str = ""
+    hits: int = 0
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    made = Site()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        made.hits += 1
+        kind = request.match_info["kind"]
+        if kind.startswith("hop"):
+            left = int(kind[3:])
+            raise web.HTTPFound(f"/hop{left - 1}" if left > 1 else "/data")
+        if kind == "inside":
+            raise web.HTTPFound("http://[::1]:1/x")
+        if kind == "file":
+            raise web.HTTPFound("file:///etc/passwd")
+        if kind == "missing":
+            raise web.HTTPNotFound
+        if kind == "slow":
+            await asyncio.sleep(0.5)
+        if kind == "endless":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            for _ in range(100):
+                await response.write(b"x" * 1000)
+            return response
+        return web.Response(body=b"payload")
+
+    app = web.Application()
+    app.router.add_get("/{kind}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    await web.SockSite(runner, listener).start()
+    made.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    yield made
+    await runner.cleanup()
+
+
+async def download(url: str, **settings: object) -> bytes:
+    fetcher = Fetcher(EngineConfig(**settings))  # type: ignore[arg-type]
+    pieces: list[bytes] = []
+    try:
+        await fetcher.download(url, pieces.append)
+    finally:
+        await fetcher.close()
+    return b"".join(pieces)
+
+
+async def status_of(url: str, **settings: object) -> int:
+    with pytest.raises(RequestError) as caught:
+        await download(url, **settings)
+    assert "127." not in caught.value.info.message and "::1" not in caught.value.info.message
+    return caught.value.info.status
+
+
+async def test_private_hosts_need_permission(site: Site) -> None:
+    """Red if a name or a literal that leads to a private address is connected to without --allow-private-media."""
+    port = site.url.rsplit(":", 1)[1]
+    hosts = ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "127.1", "0x7f.1", "0", "127.0.0.1."]
+    for host in hosts:
+        assert await status_of(f"http://{host}:{port}/data") in (400, 422), host
+    assert site.hits == 0
+    assert await download(f"{site.url}/data", allow_private_media=True) == b"payload"
+
+
+async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the resolver hands out a private address next to public ones, or leaves the resolution to the connection."""
+    answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("10.0.0.1", "8.8.8.8", "127.0.0.1")]
+
+    async def getaddrinfo(*arguments: object, **options: object) -> list[object]:
+        return list(answers)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    results = await PublicResolver().resolve("mixed.example", 80)
+    assert [result["host"] for result in results] == ["8.8.8.8"]
+    assert all(result["flags"] & socket.AI_NUMERICHOST for result in results)
+    answers[:] = answers[:1]
+    assert await status_of("http://rebound.example/x") == 400
+
+
+async def test_redirects_are_few_and_checked(site: Site) -> None:
+    """Red if a redirect escapes the checks of the first URL, or if there may be more than three."""
+    assert await download(f"{site.url}/hop3", allow_private_media=True) == b"payload"
+    assert await status_of(f"{site.url}/hop4", allow_private_media=True) == 422
+    assert await status_of(f"{site.url}/file", allow_private_media=True) == 400
+    assert await status_of(f"{site.url}/inside", allow_private_media=True, allowed_media_domains="127.0.0.1") == 400
+
+
+async def test_domains(site: Site) -> None:
+    """Red if the list of allowed domains is ignored or matched loosely."""
+    assert await download(f"{site.url}/data", allow_private_media=True, allowed_media_domains="x.org, 127.0.0.1") == b"payload"
+    for allowed in ("x.org", "0.0.1", "127.0.0.1.x.org"):
+        assert await status_of(f"{site.url}/data", allow_private_media=True, allowed_media_domains=allowed) == 400
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http:///x", "http://user:pw@x.org/", "http://x:99999/", "http://[::1", "ftp://x.org/", "http://x y/"]
+)
+async def test_odd_urls(url: str) -> None:
+    """Red if a URL that parsers disagree on is connected to, or raises anything but a client's error."""
+    assert await status_of(url) in (400, 422)
+
+
+async def test_size_status_and_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a download may be larger or slower than allowed, or if another status than 200 counts as an image."""
+    assert await status_of(f"{site.url}/endless", allow_private_media=True, max_download_bytes=50_000) == 413
+    assert await status_of(f"{site.url}/data", allow_private_media=True, max_download_bytes=6) == 413
+    assert await status_of(f"{site.url}/missing", allow_private_media=True) == 422
+    monkeypatch.setattr(fetch, "TOTAL_TIMEOUT_S", 0.2)
+    assert await status_of(f"{site.url}/slow", allow_private_media=True) == 422

@@ -1,0 +1,283 @@
+"""The real api and processor around a scripted scheduler: the straight path, as clients of the API see it."""
+
+import base64
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from engine.messages import ErrorInfo, RequestOutput, Stages
+from server.checkpoint import Checkpoint
+from tests.unit.server.pictures import DECODED, PLAIN, jpeg
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold
+
+
+@pytest.fixture(autouse=True)
+def clean(stack: Stack) -> Iterator[None]:
+    """Every test starts with an echoing scheduler and leaves both arenas empty."""
+    stack.scheduler.script = answer_text
+    stack.scheduler.aborted.clear()
+    yield
+    stack.settle()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def uri(data: bytes, mime: str = "image/jpeg") -> str:
+    return f"data:{mime};base64," + base64.b64encode(data).decode()
+
+
+def image(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chunks_of(text: str) -> list[dict[str, object]]:
+    lines = [line for line in text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines), "no comments, no event: lines"
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if the chunks stop being what the most used client expects: role first, one chunk a token, finish, usage."""
+    ids = ids_of(tokenizer, "Grüße, 世界! 🙂")
+    end = tokenizer.token_to_id("<|im_end|>")
+    stack.scheduler.script = answer_ids([*ids, end])
+    stream = client.chat.completions.create(
+        model="test-model", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content == ""
+    texts = [chunk.choices[0].delta.content for chunk in chunks[1:-2]]
+    assert len(texts) == len(ids)
+    assert "".join(text or "" for text in texts) == "Grüße, 世界! 🙂"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    usage = chunks[-1].usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (len(ids) + 1, 3)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+
+
+def test_openai_python_reads_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if the document of a request that is not streamed loses its text, usage or finish reason."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "an answer"), reason="length")
+    answer = client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "x"}], max_tokens=5)
+    assert answer.choices[0].message.content == "an answer"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.prompt_tokens > 0
+    assert stack.scheduler.requests[-1].params.max_tokens == 5
+
+
+def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if usage comes unasked, if a chunk lacks a field, or if the stream does not end with [DONE]."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "ok then"))
+    response = stack.chat("x", stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = chunks_of(response.text)
+    assert all(chunk.keys() == {"id", "object", "created", "model", "choices"} for chunk in chunks)
+
+
+def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if `continuous_usage_stats` or our `timings` are lost, or if the stages do not add up."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "one two"))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(stack.chat("x", stream=True, stream_options=options, timings=True).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # type: ignore[index]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] > 1
+    timings = chunks[-1]["timings"]
+    assert {"receive_ms", "prepare_ms", "queue_ms", "prefill_ms", "reply_ms", "device_encode_ms"} <= timings.keys()  # type: ignore[attr-defined]
+    assert stack.chat("x", timings=True).json()["timings"]["prepare_ms"] > 0
+    assert "timings" in chunks_of(stack.chat("x", stream=True, timings=True).text)[-1]
+    assert "timings" not in stack.chat("x").json()
+
+
+def test_several_tokens_of_one_step_are_several_chunks(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if tokens that arrive together are merged into one chunk."""
+    ids = ids_of(tokenizer, "several tokens of one step")
+    stack.scheduler.script = answer_ids(ids, step=4)
+    assert len(chunks_of(stack.chat("x", stream=True).text)) == 1 + len(ids) - 1 + 2  # role; tokens; the last one's text and its finish
+
+
+def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a stop string is shown, if the finish reason is not `stop`, or if the scheduler is left working."""
+    ids = ids_of(tokenizer, "keep this END and never this")
+
+    def script(scheduler: FakeScheduler, request: object) -> None:
+        hold(scheduler, request)  # type: ignore[arg-type]
+        rid = scheduler.requests[-1].rid
+        for token_id in ids:
+            scheduler.send([RequestOutput(rid, [token_id])], [])
+
+    stack.scheduler.script = script
+    answer = stack.chat("x", stop=["END", "zzz"]).json()
+    choice = answer["choices"][0]
+    assert choice["message"]["content"].endswith("keep this ")
+    assert choice["finish_reason"] == "stop"
+    stack.wait_until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
+
+
+def test_a_stop_string_in_the_last_token_needs_no_abort(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the scheduler is told to abort what it has finished itself."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "text END"), reason="length")
+    choice = stack.chat("x", stop="END").json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("text ", "stop")
+    assert stack.scheduler.aborted == []
+
+
+def test_held_back_text_is_shown_at_the_end(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the beginning of a stop string that never came is lost."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "text EN"), reason="length")
+    for stream in (False, True):
+        response = stack.chat("x", stop="END", stream=stream)
+        text = response.json()["choices"][0]["message"]["content"] if not stream else "".join(
+            chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_of(response.text)  # type: ignore[index]
+        )  # fmt: skip
+        assert text == "text EN"
+
+
+def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the images of a request change places, bytes or spans between the body and the scheduler."""
+    first, second = jpeg(orientation=6), PLAIN["4:4:4"]
+    stack.chat([image(uri(first)), {"type": "text", "text": "and"}, image(uri(second)), image(uri(DECODED["alpha"], "image/png"))])
+    request = stack.scheduler.requests[-1]
+    assert [span.source.encoding for span in request.images] == ["jpeg", "jpeg", "rgb"]
+    assert [(span.source.height, span.source.width) for span in request.images] == [(80, 48), (48, 80), (48, 80)]
+    pad = tokenizer.token_to_id("<|image_pad|>")
+    start = tokenizer.token_to_id("<|vision_start|>")
+    stack.scheduler.script = lambda scheduler, request: inspected.append(scheduler.image(request, 1)) or answer_text(scheduler, request)  # type: ignore[func-returns-value]
+    inspected: list[bytes] = []
+    prompts: list[list[int]] = []
+    stack.chat([image(uri(first)), image(uri(second))])
+    assert inspected == [second]
+
+    def look(scheduler: FakeScheduler, request: object) -> None:
+        prompts.append(scheduler.prompt(scheduler.requests[-1]))
+        answer_text(scheduler, scheduler.requests[-1])
+
+    stack.scheduler.script = look
+    stack.chat([image(uri(first)), image(uri(second))])
+    for span in stack.scheduler.requests[-1].images:
+        assert prompts[0][span.start - 1] == start
+        assert prompts[0][span.start : span.start + span.length] == [pad] * span.length
+        assert prompts[0][span.start + span.length] != pad
+
+
+def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object, **options: object) -> str:
+    """What the model would read, special tokens included."""
+    found: list[list[int]] = []
+
+    def look(scheduler: FakeScheduler, request: object) -> None:
+        found.append(scheduler.prompt(scheduler.requests[-1]))
+        answer_text(scheduler, scheduler.requests[-1])
+
+    stack.scheduler.script = look
+    response = stack.chat(content, **options)
+    assert response.status_code == 200, response.text
+    text: str = tokenizer.decode(found[0], skip_special_tokens=False)
+    return text
+
+
+@pytest.mark.parametrize("text", [uri(b"abc"), "data:", "data:image/png;base64,", 'say "data:image/png;base64,QUJD"', "<|image_pad|>"])
+def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
+    """Red if a text is taken for an image, lost, or replaced by the scanner's reference."""
+    assert text in prompt_text(stack, tokenizer, text)
+    parts = [{"type": "text", "text": text}, image(uri(PLAIN["1x1"])), {"type": "text", "text": text}]
+    assert prompt_text(stack, tokenizer, parts).count(text) >= 2
+    assert len(stack.scheduler.requests[-1].images) == 1
+
+
+def test_a_body_without_length_and_with_escapes(stack: Stack) -> None:
+    """Red if chunked bodies or escaped slashes in a URI are not understood."""
+    body = json.dumps({"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"]))]}]}).replace("/", "\\/").encode()
+    pieces = (body[i : i + 100] for i in range(0, len(body), 100))
+    response = stack.http.post("/v1/chat/completions", content=pieces)
+    assert response.status_code == 200
+    assert stack.scheduler.requests[-1].images[0].source.region.length == len(PLAIN["4:2:0"])
+
+
+def test_max_tokens_is_what_the_context_leaves(stack: Stack) -> None:
+    """Red if a request may generate beyond the context, or if an absent limit is not the rest of the context."""
+    for limit in (None, 1_000_000):
+        stack.chat("x", max_tokens=limit)
+        request = stack.scheduler.requests[-1]
+        assert request.params.max_tokens == 4096 - request.prompt.length // 4
+
+
+def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
+    """Red if a late reject loses its status, or an error in a stream is anything but a chunk with a top-level `error`."""
+    error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
+
+    def refuse(scheduler: FakeScheduler, request: object) -> None:
+        rid = scheduler.requests[-1].rid
+        scheduler.send([RequestOutput(rid, [], error=error)], [rid])
+
+    def fail_later(scheduler: FakeScheduler, request: object) -> None:
+        rid = scheduler.requests[-1].rid
+        scheduler.send([RequestOutput(rid, [65], stages=Stages())], [])
+        refuse(scheduler, request)
+
+    for stream in (False, True):
+        stack.scheduler.script = refuse
+        response = stack.chat("x", stream=stream)
+        assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_image")
+    stack.scheduler.script = fail_later
+    assert stack.chat("x").status_code == 422
+    lines = stack.chat("x", stream=True).text.strip().split("\n\n")
+    assert json.loads(lines[-1][6:])["error"]["message"] == error.message
+
+
+def test_a_request_that_the_engine_forgets_still_ends(stack: Stack) -> None:
+    """Red if a client could wait for ever for a request that the scheduler has released."""
+    stack.scheduler.script = lambda scheduler, request: scheduler.send([], [request.rid])
+    response = stack.chat("x")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_other_routes(stack: Stack) -> None:
+    """Red if a route that clients or monitors ask disappears, or an unknown one is not an OpenAI error."""
+    models = stack.http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["test-model"]
+    assert stack.http.get("/health").status_code == stack.http.get("/health/live").status_code == 200
+    assert stack.http.get("/version").json().keys() == {"version"}
+    for response in (stack.http.get("/nowhere"), stack.http.get("/v1/chat/completions")):
+        assert response.status_code in (404, 405)
+        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_metrics_count_what_happened(stack: Stack) -> None:
+    """Red if a metric that operators watch disappears or stops counting."""
+    before = _metrics(stack.http)
+    stack.chat("x", stream=True)
+    stack.chat("x", temperature=-1)
+    after = _metrics(stack.http)
+    for name in (
+        'engine_responses_total{status="200"}', 'engine_responses_total{status="400"}', 'engine_finished_requests_total{reason="stop"}',
+        "engine_time_to_first_token_seconds_count", "engine_inter_token_seconds_count", 'engine_stage_seconds_count{stage="prepare"}',
+    ):  # fmt: skip
+        assert after[name] > before.get(name, 0.0), name
+    assert after["engine_steps_total"] == 1
+    assert "engine_num_running" in after and "engine_prefix_cache_hit_rate" in after
+
+
+def _metrics(http: httpx.Client) -> dict[str, float]:
+    lines = [line for line in http.get("/metrics").text.split("\n") if line and not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}

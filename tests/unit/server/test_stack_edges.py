@@ -1,0 +1,315 @@
+"""The real api and processor at their edges: clients that leave, bodies that break off, full memory, wrong keys, and the end of it all."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.messages import RequestOutput, Stages
+from tests.unit.server.pictures import DECODED, PLAIN, png_header
+from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, answer_text, hold, hold_silently
+from tests.unit.server.test_stack import image, uri
+
+
+@pytest.fixture(autouse=True)
+def clean(stack: Stack) -> Iterator[None]:
+    """Every test starts with an echoing scheduler; afterwards a good request is answered and both arenas are empty."""
+    stack.scheduler.script = answer_text
+    stack.scheduler.aborted.clear()
+    yield
+    stack.scheduler.script = answer_text
+    assert stack.chat("still there?").status_code == 200
+    stack.settle()
+
+
+def error_of(response: httpx.Response) -> tuple[int, str | None]:
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert not re.search(r"/tmp|0x[0-9a-f]{6}|Traceback|127\.0", error["message"])
+    return response.status_code, error["param"]
+
+
+class RawClient:
+    """A socket that speaks just enough HTTP to break off anywhere."""
+
+    def __init__(self, stack: Stack):
+        host, port = stack.url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)))
+
+    def send(self, body: bytes, length: int | None = None) -> None:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+        self.socket.sendall(head.encode() + body)
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+def hello(stream: bool) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"]))]}], "stream": stream}).encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("says_something", [False, True])
+def test_a_client_that_leaves_aborts_its_request(stack: Stack, stream: bool, says_something: bool) -> None:
+    """Red if the engine works on for a client that is gone, before or after the first token, streamed or not."""
+    stack.scheduler.script = hold if says_something else hold_silently
+    client = RawClient(stack)
+    client.send(hello(stream))
+    count = len(stack.scheduler.requests)
+    stack.wait_until(lambda: bool(stack.scheduler.held) or len(stack.scheduler.requests) > count)
+    if stream and says_something:
+        assert b"200 OK" in client.socket.recv(1000)
+    client.leave()
+    stack.wait_until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
+
+
+def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
+    """Red if an abort during the preparation is lost: the request must not reach the scheduler, or be aborted there."""
+    slow = [image(uri(DECODED["png"], "image/png")) for _ in range(100)]
+    body = json.dumps({"messages": [{"role": "user", "content": slow}]}).encode()
+    stack.scheduler.script = hold_silently
+    count = len(stack.scheduler.requests)
+    for _ in range(5):
+        client = RawClient(stack)
+        client.send(body)
+        time.sleep(0.01)
+        client.leave()
+    time.sleep(0.5)
+    assert len(stack.scheduler.aborted) == len(stack.scheduler.requests) - count
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_body_cut_mid_image(stack: Stack, share: float) -> None:
+    """Red if the room of a body that broke off is not given back (fixture)."""
+    body = hello(False)
+    client = RawClient(stack)
+    client.send(body[: int(len(body) * share)], length=len(body))
+    time.sleep(0.05)
+    client.leave()
+
+
+BAD_REQUESTS = [
+    ({"messages": [{"role": "user", "content": [image(uri(b""))]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image("data:image/png;base64,@@@@")]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image("data:")]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"][:500]))]}]}, 422, "messages"),
+    ({"messages": [{"role": "user", "content": [image(uri(b"plain text"))]}]}, 422, "messages"),
+    ({"messages": [{"role": "user", "content": [image(uri(png_header(30_000, 30_000)))]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image(uri(png_header(13_000, 13_000)))]}]}, 413, None),
+    ({"messages": [{"role": "user", "content": [image("http://127.0.0.1:1/x.png")]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image("http://no-such-host.invalid/x.png")]}]}, 422, "messages"),
+    ({"messages": [{"role": "user", "content": [image("file:///etc/passwd")]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image("gopher://x")]}]}, 400, "messages.0.content.0.image_url.url"),
+    ({"messages": [{"role": "user", "content": [image(uri(PLAIN["1x1"]))] * 129}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "temperature": float("nan")}, 400, "temperature"),
+    ({"messages": [{"role": "user", "content": "x"}], "model": "another"}, 404, "model"),
+    ({"messages": [{"role": "user", "content": "x"}] * 10_001}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [image(uri(PLAIN["1x1"])), image(uri(b"bad"))]}]}, 422, "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
+def test_bad_requests(stack: Stack, body: dict[str, object], status: int, param: str | None) -> None:
+    """Red if bad input is anything but a quick, clean 4xx; the fixture asks for a good answer afterwards."""
+    start = time.monotonic()
+    response = stack.http.post("/v1/chat/completions", content=json.dumps(body).encode())
+    assert error_of(response) == (status, param)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[" * 100_000, b'{"messages":' + b"[" * 1000 + b"]" * 1000 + b"}", b'{"x":"data:a/b;base64,QUJD']
+)
+def test_bad_json(stack: Stack, body: bytes) -> None:
+    """Red if a body that is no JSON is anything but a 400."""
+    assert error_of(stack.http.post("/v1/chat/completions", content=body)) == (400, None)
+
+
+def test_the_prompt_must_fit_the_context(stack: Stack) -> None:
+    """Red if the limit is off by one, or if the refusal does not say both numbers."""
+    stack.chat("a")
+    overhead = stack.scheduler.requests[-1].prompt.length // 4 - 1
+    fitting, too_long = " a" * (4095 - overhead), " a" * (4096 - overhead)
+    assert stack.chat(fitting.lstrip()).status_code == 200
+    assert stack.scheduler.requests[-1].params.max_tokens == 1
+    response = stack.chat(too_long.lstrip())
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].count("4096") == 2
+
+
+def test_bodies_that_never_fit(stack: Stack) -> None:
+    """Red if a body larger than the arena or the limit is read instead of refused, or if text without end is."""
+    client = RawClient(stack)
+    client.send(b"", length=17 * MIB)
+    assert b" 413 " in client.socket.recv(1000).split(b"\r\n")[0]
+    client.leave()
+    client = RawClient(stack)
+    client.send(b"", length=1 << 40)
+    assert b" 413 " in client.socket.recv(1000).split(b"\r\n")[0]
+    client.leave()
+    text = json.dumps({"messages": [{"role": "user", "content": "x" * (9 * MIB)}]}).encode()
+    assert error_of(stack.http.post("/v1/chat/completions", content=text)) == (413, None)
+    pieces = (b'{"x":"data:a/b;base64,' if i == 0 else b"A" * MIB for i in range(18))
+    assert error_of(stack.http.post("/v1/chat/completions", content=pieces)) == (413, None)
+
+
+def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
+    """Red if lack of room right now is refused for good, or waited for."""
+    waiting = RawClient(stack)
+    waiting.send(b"{", length=15 * MIB)
+    time.sleep(0.1)
+    response = stack.http.post("/v1/chat/completions", content=b" " * (2 * MIB))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    waiting.leave()
+    time.sleep(0.1)
+
+
+def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
+    """Red if images that do not fit now crash the processor or are refused for good."""
+    response = stack.chat([image(uri(png_header(2000, 2000)))] * 4)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_a_slow_reader_loses_nothing(stack: Stack) -> None:
+    """Red if chunks are dropped or reordered for a client that reads later than tokens come."""
+    stack.scheduler.script = answer_ids([65 + i % 26 for i in range(3000)])
+    with stack.http.stream(
+        "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "stream": True}
+    ) as response:
+        time.sleep(0.5)
+        assert response.read().count(b'"content":') == 3001
+
+
+def test_health_answers_while_a_large_body_arrives(stack: Stack) -> None:
+    """Red if reading or scanning a body blocks the event loop."""
+    body = json.dumps({"messages": [{"role": "user", "content": [image(uri(b"\xff" * (10 * MIB)))]}]}).encode()
+    sender = threading.Thread(target=lambda: stack.http.post("/v1/chat/completions", content=body))
+    with httpx.Client(base_url=stack.url) as other:
+        other.get("/health/live")
+        sender.start()
+        slowest = 0.0
+        while sender.is_alive():
+            start = time.perf_counter()
+            assert other.get("/health/live").status_code == 200
+            slowest = max(slowest, time.perf_counter() - start)
+    sender.join()
+    assert slowest < 0.25  # milliseconds on a machine that does nothing else
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_health_tells_starting_and_stalled_from_healthy(model_folder: Path) -> None:
+    """Red if `/health` is 200 before the engine lives or while it is wedged, or if a request is taken before it can be served."""
+    stack = Stack(model_folder, is_started=False, port=free_port())
+    try:
+        stack.wait_until(lambda: _is_open(stack.config.port), 20)
+        assert (stack.http.get("/health").status_code, stack.http.get("/health/live").status_code) == (503, 200)
+        assert stack.http.get("/health").json() == {"status": "starting"}
+        assert stack.chat("x").status_code == 503
+        stack.scheduler.beat(age=100.0)
+        stack.wait_until(lambda: stack.http.get("/health").json() == {"status": "stalled"})
+        assert stack.http.get("/health").status_code == 503
+        stack.scheduler.beat()
+        stack.wait_until(lambda: stack.http.get("/health").status_code == 200)
+    finally:
+        stack.close()
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_everything_but_health_is_behind_the_key(model_folder: Path) -> None:
+    """Red if a path, a spelling of the header or a wrong key gets past the guard; or if the queue limit is not a 503."""
+    stack = Stack(model_folder, api_key="séc-ret", max_queued_requests=1)
+    try:
+        right = {"Authorization": b"Bearer " + "séc-ret".encode()}
+        wrong: list[dict[str, bytes]] = [
+            {},
+            {"Authorization": b"Bearer x"},
+            {"Authorization": b"Basic " + "séc-ret".encode()},
+            {"Authorization": b""},
+        ]
+        for path in ("/v1/models", "/metrics", "/version", "/v1/chat/completions", "/health/../v1/models", "/nowhere", "/HEALTH"):
+            for headers in wrong:
+                assert stack.http.get(path, headers=headers).status_code == 401, path
+        assert stack.http.get("/health").status_code == stack.http.get("/health/live").status_code == 200
+        assert stack.http.get("/v1/models", headers=right).status_code == 200
+        stack.http.headers["Authorization"] = right["Authorization"].decode()  # type: ignore[assignment]
+        _check_queue_limit(stack, right)
+    finally:
+        stack.close()
+
+
+def _check_queue_limit(stack: Stack, headers: dict[str, bytes]) -> None:
+    stack.scheduler.script = hold
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+    with (
+        httpx.Client(base_url=stack.url, headers=headers) as http,
+        http.stream("POST", "/v1/chat/completions", json=body) as first,
+    ):
+        assert first.status_code == 200
+        response = http.post("/v1/chat/completions", json=body)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    stack.wait_until(lambda: len(stack.scheduler.aborted) == 1)
+
+
+@pytest.mark.parametrize("ending", ["signal", "orphan"])
+def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, ending: str) -> None:
+    """Red if a client hangs when the server stops or its launcher dies, if the processes stay, or if the run directory does."""
+    stack = Stack(model_folder)
+    answers: dict[str, httpx.Response] = {}
+
+    def ask(name: str, stream: bool) -> None:
+        body = {"messages": [{"role": "user", "content": name}], "stream": stream}
+        with httpx.Client(base_url=stack.url, timeout=30) as http:
+            answers[name] = http.post("/v1/chat/completions", json=body)
+
+    def script(scheduler: FakeScheduler, request: object) -> None:
+        is_first = len(scheduler.requests) == 1
+        (hold if is_first else hold_silently)(scheduler, scheduler.requests[-1])
+
+    stack.scheduler.script = script
+    threads = []
+    for i, (name, stream) in enumerate((("streaming", True), ("silent stream", True), ("document", False))):
+        threads.append(threading.Thread(target=ask, args=(name, stream)))
+        threads[-1].start()
+        stack.wait_until(lambda count=i + 1: len(stack.scheduler.requests) == count)  # type: ignore[misc]
+    time.sleep(0.1)
+    if ending == "signal":
+        stack.processes["api"].send_signal(signal.SIGTERM)
+    else:
+        stack.orphan()
+    for thread in threads:
+        thread.join(10)
+    assert stack.processes["api"].wait(10) == 0
+    assert answers["streaming"].status_code == 200
+    assert json.loads(answers["streaming"].text.strip().split("\n\n")[-1][6:])["error"]["code"] == "shutting_down"
+    for name in ("silent stream", "document"):
+        assert (answers[name].status_code, answers[name].json()["error"]["code"]) == (503, "shutting_down")
+    if ending == "orphan":
+        assert stack.processes["processor"].wait(10) == 0
+        assert not os.path.exists(stack.run_dir)
+    stack.close()
+
+
+def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
+    """Red if the processor keeps serving after its bookkeeping broke: a release of a request that it does not know."""
+    stack = Stack(model_folder)
+    stack.scheduler.send([RequestOutput(7, [1], None, None, 0, Stages())], [7])
+    assert stack.processes["processor"].wait(10) != 0
+    assert stack.failures()[0].role == "processor"
+    stack.close()
