@@ -39,6 +39,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     tp = join_ranks(child, rank, device)
     model = load_model(child, model_config, tp, dtype, device)
     peak = profile_peak(model, config, model_config, dtype, device, tp)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     memory = plan_memory(config, model_config, tp, dtype, device, peak)
     pools = allocate_pools(model_config.text, tp, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = make_attention(pools, model_config.text.num_heads // tp.size)
