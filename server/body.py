@@ -1,6 +1,7 @@
 """Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/chat.py`."""
 
 import asyncio
+import contextlib
 import secrets
 import time
 
@@ -37,19 +38,17 @@ async def read_body(receive: Receive, content_length: int | None, arena: Arena, 
     if content_length is not None and content_length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
-    try:
-        region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
-    except (ArenaFull, ArenaTooSmall) as error:
-        raise _no_room(error, arena) from None
-    try:
-        scanner = await _scan(receive, region, config)
+    with contextlib.ExitStack() as undo:
+        try:
+            region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
+            undo.callback(region.free)
+            scanner = await _scan(receive, region, config)
+        except ArenaTooSmall:
+            raise _too_large(arena.size) from None
+        except ArenaFull:
+            raise overloaded("The server holds too many request bodies right now.") from None
         region.trim()
-    except (ArenaFull, ArenaTooSmall) as error:
-        region.free()
-        raise _no_room(error, arena) from None
-    except BaseException:
-        region.free()
-        raise
+        undo.pop_all()
     return Body(region, scanner, started)
 
 
@@ -80,9 +79,3 @@ async def _scan(receive: Receive, region: Region, config: EngineConfig) -> Scann
 
 def _too_large(limit: int) -> RequestError:
     return RequestError(413, f"The request body exceeds the limit of {limit} bytes.")
-
-
-def _no_room(error: ArenaFull | ArenaTooSmall, arena: Arena) -> RequestError:
-    if isinstance(error, ArenaTooSmall):
-        return _too_large(arena.size)
-    return overloaded("The server holds too many request bodies right now.")
