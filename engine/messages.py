@@ -65,9 +65,9 @@ class Stages(msgspec.Struct):
     prefilled: float = 0.0  # last chunk done on the device
     first_token: float = 0.0  # first token received by the scheduler
     sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work, device milliseconds: JPEG decode and preprocessing,
-    encode_ms: float = 0.0  # vision tower,
-    forward_ms: float = 0.0  # decoder, of the steps that this request's prefill took part in
+    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
+    encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
+    forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
 
 
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------

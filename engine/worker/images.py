@@ -3,7 +3,9 @@
 Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them. Used by the runner.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +13,18 @@ from engine.messages import Encode
 from engine.worker.jpeg import ImageReader
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+
+FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
+GROUP_TOKENS = 4096  # enough for the tower to run at full speed; bounds its activations
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading."""
+
+    failed: list[int]
+    pixels: list[torch.Tensor]
+    read_ms: float
 
 
 class ImageCache:
@@ -26,21 +40,45 @@ class ImageCache:
         for image_id in image_ids:
             del self.tensors[image_id]
 
-    def read(self, encodes: Sequence[Encode]) -> list[torch.Tensor | None]:
-        """Pixels of this rank's share of the images; None for one that cannot be decoded."""
-        return self._reader.read([encode.source for encode in self._share(encodes, self._tp.rank)])
+    def encode(self, encodes: Sequence[Encode]) -> Encoded:
+        """Adds a step's images to the cache. One that cannot be decoded has zeros for an embedding, and its rank reports it.
 
-    def encode(self, encodes: Sequence[Encode], pixels: Sequence[torch.Tensor | None]) -> list[int]:
-        """Adds the images to the cache. Returns the ids of this rank's failed ones: their embeddings are zeros."""
+        Images are read and encoded in groups: while the device encodes one group, the host and the decoder read the next.
+        """
+        failed: list[int] = []
+        kept: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        read_ms = 0.0
         share = self._share(encodes, self._tp.rank)
-        good = [index for index, image in enumerate(pixels) if image is not None]
-        encoded = dict(zip(good, self._model.encode([image for image in pixels if image is not None]), strict=True))
-        own = [encoded[i] if i in encoded else self._zeros(self._num_tokens(share[i])) for i in range(len(share))]
+        for group in self._groups(share):
+            started = time.monotonic()
+            pixels = self._reader.read([encode.source for encode in group])
+            read_ms += 1e3 * (time.monotonic() - started)
+            good = [image for image in pixels if image is not None]
+            embeddings = iter(self._model.encode(good))
+            for encode, image in zip(group, pixels, strict=True):
+                own.append(self._zeros(self._num_tokens(encode)) if image is None else next(embeddings))
+                if image is None:
+                    failed.append(encode.image_id)
+            kept += good
         if self._tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
-        else:
+        elif encodes:
             self._gather(encodes, own)
-        return [encode.image_id for index, encode in enumerate(share) if index not in encoded]
+        return Encoded(failed, kept, read_ms)
+
+    def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
+        """The share in its order: a small group first, so that the device starts early."""
+        group: list[Encode] = []
+        num_tokens, limit = 0, FIRST_GROUP_TOKENS
+        for encode in share:
+            group.append(encode)
+            num_tokens += self._num_tokens(encode)
+            if num_tokens >= limit:
+                yield group
+                group, num_tokens, limit = [], 0, GROUP_TOKENS
+        if group:
+            yield group
 
     def _gather(self, encodes: Sequence[Encode], own: Sequence[torch.Tensor]) -> None:
         """All ranks' embeddings to all ranks, in one collective over rows (N, 1 + L, D)."""

@@ -12,7 +12,7 @@ import torch
 from engine.arena import ArenaView
 from engine.messages import StepPlan, StepResult
 from engine.worker.graphs import DecodeGraphs
-from engine.worker.images import ImageCache
+from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import Rows, StepInputs
 from engine.worker.sampler import sample
 from engine.worker.staging import Staging
@@ -70,22 +70,21 @@ class LaunchedStep:
     rank: int
     launched: float
     tokens_S: torch.Tensor  # int64, pinned host memory
-    failed_images: list[int]
+    encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
-    pixels: list[torch.Tensor | None]  # kept until the step is done: they belong to the reader's stream
 
     def result(self) -> StepResult:
         """Waits for the device, then says what came out."""
         self.marks.wait()
-        decode_ms, encode_ms, forward_ms = self.marks.spans_ms()
+        encode_ms, forward_ms = self.marks.spans_ms()
         return StepResult(
             rank=self.rank,
             step=self.step,
             token_ids=self.tokens_S.tolist() if self.rank == 0 else [],
-            failed_images=self.failed_images,
+            failed_images=self.encoded.failed,
             launched=self.launched,
             done=time.monotonic(),
-            decode_ms=decode_ms,
+            decode_ms=self.encoded.read_ms,
             encode_ms=encode_ms,
             forward_ms=forward_ms,
         )
@@ -127,14 +126,12 @@ class Runner:
             self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
-        pixels = self._images.read(plan.encodes) if plan.encodes else []
-        watch.mark()
-        failed = self._images.encode(plan.encodes, pixels) if plan.encodes else []
+        encoded = self._images.encode(plan.encodes)
         watch.mark()
         inputs = self._rows.build(plan.admits, plan.chunks, self._images.tensors, self._staging)
         tokens_S = self._to_host(self._draw(inputs))
         watch.mark()
-        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, failed, watch.marks(), pixels)
+        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, watch.marks())
 
     def _draw(self, inputs: StepInputs) -> torch.Tensor:
         """Forward and sample; the tokens also go to the rows, for the next step."""
