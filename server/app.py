@@ -165,7 +165,7 @@ async def serve(child: Child, listener: socket.socket) -> None:
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
     api = Api(child)
     config = uvicorn.Config(
-        api.build(), loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None, server_header=False,
+        api.build(), loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG,
     )  # fmt: skip
     server = Server(config)

@@ -16,6 +16,7 @@ from server.scan import Scanner
 
 FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
 IDLE_TIMEOUT_S = 30.0
+MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
 MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds, and parsed in a few milliseconds
 
 
@@ -53,7 +54,7 @@ async def read_body(receive: Receive, content_length: int | None, arena: Arena, 
 
 
 async def _scan(receive: Receive, region: Region, config: EngineConfig) -> Scanner:
-    scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + 1)
+    scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
     num_bytes = 0
     more = True
     while more:
@@ -72,9 +73,14 @@ async def _scan(receive: Receive, region: Region, config: EngineConfig) -> Scann
         region.reserve(len(chunk))
         scanner.feed(chunk, region.room)
         region.used = scanner.used
-        if scanner.num_text_bytes > MAX_TEXT_BYTES:
-            raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
+        check_text_bytes(scanner.num_text_bytes)
     return scanner
+
+
+def check_text_bytes(num_bytes: int) -> None:
+    """RequestError 413 if this much JSON without media is too much."""
+    if num_bytes > MAX_TEXT_BYTES:
+        raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
 
 
 def _too_large(limit: int) -> RequestError:

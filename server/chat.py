@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions` in the api process: body, schema, Submit, reply. Routed to by `server/app.py`."""
 
 import asyncio
+import contextlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.messages import API_ARENA, MediaRef, Region, SamplingParams, Stages, Submit
-from server.body import MAX_TEXT_BYTES, Body, read_body
+from server.body import Body, check_text_bytes, read_body
 from server.checkpoint import SamplingDefaults
 from server.client import Client
 from server.errors import RequestError, overloaded
@@ -22,7 +23,7 @@ from server.scan import Scanner
 from server.schema import ChatRequest, ImagePart, Message, TextPart, UnknownFields, parse_chat_request
 
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
-LARGE_JSON_BYTES = 1 << 18  # from here on parsing leaves the event loop
+LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 
 @dataclass(slots=True)
@@ -64,26 +65,31 @@ class ChatEndpoint:
             self.num_reading -= 1
 
     async def _submit(self, body: Body) -> Reply:
-        is_handed_on = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(body.region.free)
             request, conversation = await self._parse(body)
-            messages = msgspec.json.encode(conversation.messages)
-            params = sampling_params(request, self._defaults)
-            stages = Stages(received=body.received)
-            has_payloads = bool(conversation.used_references)
+            message = self._message(request, conversation, body)
+            stream = self._client.submit(message)
+            if message.body is not None:
+                undo.pop_all()  # from now on it is the processor that releases the body
+        return Reply(stream, self._client, self._metrics, self._reply_options(request, body))
 
-            def make(rid: int) -> Submit:
-                offset = body.region.offset if has_payloads else None
-                kwargs: dict[str, bool | str] = {**(request.chat_template_kwargs or {})}
-                return Submit(rid, messages, conversation.media, params, request.stop, stages, offset, kwargs, request.cache_salt or "")
+    def _message(self, request: ChatRequest, conversation: Conversation, body: Body) -> Submit:
+        return Submit(
+            rid=self._client.new_rid(),
+            messages=msgspec.json.encode(conversation.messages),
+            media=conversation.media,
+            params=sampling_params(request, self._defaults),
+            stop=request.stop,
+            stages=Stages(received=body.received),
+            body=body.region.offset if conversation.used_references else None,
+            template_kwargs={**(request.chat_template_kwargs or {})},
+            cache_salt=request.cache_salt or "",
+        )
 
-            stream = self._client.submit(make)
-            is_handed_on = has_payloads
-        finally:
-            if not is_handed_on:
-                body.region.free()
+    def _reply_options(self, request: ChatRequest, body: Body) -> ReplyOptions:
         options = request.stream_options
-        reply_options = ReplyOptions(
+        return ReplyOptions(
             model=self._model_name,
             completion_id=f"chatcmpl-{secrets.token_hex(16)}",
             created=int(time.time()),
@@ -94,16 +100,15 @@ class ChatEndpoint:
             continuous_usage=bool(options and options.continuous_usage_stats),
             timings=bool(request.timings),
         )
-        return Reply(stream, self._client, self._metrics, reply_options)
 
     async def _parse(self, body: Body) -> tuple[ChatRequest, Conversation]:
         """Validates; a reference that stands anywhere but in a URL field is turned back into its text first."""
-        request, conversation = await self._read(body.scanner.json(body.payloads), body)
-        if len(conversation.used_references) < len(body.scanner.references):
-            data = body.scanner.json(body.payloads, keep=conversation.used_references)
-            if len(data) > MAX_TEXT_BYTES:
-                raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
-            request, conversation = await self._read(data, body)
+        scanner = body.scanner
+        request, conversation = await self._read(scanner.json(body.payloads), body)
+        used = conversation.used_references
+        if len(used) < len(scanner.references):
+            check_text_bytes(scanner.num_text_bytes + sum(ref.length for i, ref in enumerate(scanner.references) if i not in used))
+            request, conversation = await self._read(scanner.json(body.payloads, keep=used), body)
         if request.model not in (None, "", self._model_name):
             raise RequestError(404, f"The model '{str(request.model)[:100]}' does not exist.", "model", "model_not_found")
         if len(conversation.media) > self._config.max_images_per_request:
@@ -112,11 +117,11 @@ class ChatEndpoint:
         return request, conversation
 
     async def _read(self, data: bytes, body: Body) -> tuple[ChatRequest, Conversation]:
-        if len(data) > LARGE_JSON_BYTES:
-            request = await asyncio.to_thread(parse_chat_request, data, self._unknown)
-        else:
+        def job() -> tuple[ChatRequest, Conversation]:
             request = parse_chat_request(data, self._unknown)
-        return request, read_conversation(request.messages, body.scanner, body.region.offset)
+            return request, read_conversation(request.messages, body.scanner, body.region.offset)
+
+        return await asyncio.to_thread(job) if len(data) > LARGE_JSON_BYTES else job()
 
 
 def sampling_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:

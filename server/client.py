@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect
 
@@ -88,11 +87,13 @@ class Client:
         """The engine made progress, or had nothing to do, a short while ago."""
         return self._refusal is None and time.monotonic() - self._heartbeat < HEARTBEAT_STALE_S
 
-    def submit(self, make: Callable[[int], Submit]) -> Stream:
-        """Sends the request that `make` builds for a new id. Raises RequestError while the server shuts down."""
+    def new_rid(self) -> int:
+        return next(self._rids)
+
+    def submit(self, message: Submit) -> Stream:
+        """Sends a request with a new id. Raises RequestError while the server shuts down; the body is then still the caller's."""
         if self._refusal is not None:
-            raise RequestError(self._refusal.status, self._refusal.message)
-        message = make(next(self._rids))
+            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code)
         self._outbox.send(message)
         if message.body is not None:
             self.num_bodies += 1

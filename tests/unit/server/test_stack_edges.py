@@ -313,3 +313,11 @@ def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
     assert stack.processes["processor"].wait(10) != 0
     assert stack.failures()[0].role == "processor"
     stack.close()
+
+
+def test_an_ignored_field_full_of_media_is_bounded(stack: Stack) -> None:
+    """Red if data URIs outside of image parts are parsed as text without limit, or if a few of them are refused."""
+    few = {"messages": [{"role": "user", "content": "x"}], "metadata": {"icon": uri(PLAIN["1x1"])}}
+    assert stack.http.post("/v1/chat/completions", json=few).status_code == 200
+    many = {**few, "metadata": {"icon": uri(b"\xff" * (7 * MIB))}}
+    assert error_of(stack.http.post("/v1/chat/completions", json=many)) == (413, None)
