@@ -82,3 +82,14 @@ def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
     rendered = [reference.template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
     prompts = [Prompt(reference.tokenizer.encode(text, add_special_tokens=False).ids, None, []) for text in rendered]
     assert all("demo" in answer for answer in reference.answers(prompts))
+
+
+def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> None:
+    """Red if pictures, questions or weights changed without `evaluate --record`: parity tests compare the engine with this file."""
+    records = json.loads((CHECKPOINT.parent / "reference_answers.json").read_text())
+    assert len(records) >= 200
+    chosen = records[::12]
+    items = [question(record["seed"], record["task"]) for record in chosen]
+    assert [item.answer for item in items] == [record["answer"] for record in chosen]
+    said = ask_all(reference, items, batch=len(items))
+    assert sum(a == record["said"] for a, record in zip(said, chosen, strict=True)) >= len(chosen) - 1
