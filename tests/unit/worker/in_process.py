@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Picture:
-    """A made-up image: uint8 (height, width, 3)."""
+    """A made-up image: uint8 (height, width, 3). With `jpeg`, the worker gets these bytes instead of the pixels."""
 
     name: bytes
     pixels: np.ndarray
+    jpeg: bytes | None = None
 
 
 def make_picture(seed: int, height: int, width: int) -> Picture:
@@ -85,7 +87,8 @@ class Engine:
             if isinstance(part, Picture):
                 height, width = part.pixels.shape[:2]
                 grid = geometry.grid(height, width)
-                source = ImageSource("rgb", self._store(part.pixels.tobytes()), height, width)
+                encoding: Literal["rgb", "jpeg"] = "rgb" if part.jpeg is None else "jpeg"
+                source = ImageSource(encoding, self._store(part.jpeg or part.pixels.tobytes()), height, width)
                 spans.append(ImageSpan(part.name, len(ids), geometry.num_tokens(grid), grid, source))
                 ids += [self._config.image_token_id] * geometry.num_tokens(grid)
             else:

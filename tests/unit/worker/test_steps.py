@@ -1,14 +1,19 @@
 """Whatever way a step is cut, batched, cached or interrupted, the tokens are the same: real scheduler core, real runner, tiny model."""
 
+import dataclasses
+import io
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image, ImageOps
 
+from engine.worker.jpeg import PillowDecoder, apply_orientation
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
-from tests.unit.worker.in_process import Engine, Picture, load_model, make_picture
+from tests.unit.worker.in_process import CPU, Engine, Picture, load_model, make_picture
 
 Prompt = list[list[int] | Picture]
 
@@ -112,3 +117,30 @@ def test_each_image_is_encoded_when_its_chunk_comes(model: Qwen3VL) -> None:
     while engine.step():
         progress.append(engine.core.state.counters.images_encoded)
     assert progress[0] <= 2 and progress[-1] == 8 and progress == sorted(progress)
+
+
+def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL, alone: list[list[int]]) -> None:
+    """Red if a broken JPEG stops the worker, is cached, or harms a request beside it; its hash may be tried again."""
+    broken = dataclasses.replace(make_picture(7, 64, 64), jpeg=b"\xff\xd8 no picture \xff\xd9")
+    engine = Engine(model)
+    engine.add(0, prompts()[1])
+    engine.add(1, [[1, 2], broken, [3]])
+    engine.add(2, [[4], broken, [5]])
+    assert engine.run() == {0: alone[1], 1: [], 2: []}
+    assert engine.errors.keys() == {1, 2}
+    engine.add(3, [[1, 2], dataclasses.replace(broken, jpeg=None), [3]])
+    assert len(engine.run()[3]) == 8
+
+
+def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
+    """Red if the worker's pixels or EXIF orientations differ from Pillow's."""
+    image = Image.fromarray(make_picture(1, 40, 64).pixels)
+    for orientation in range(1, 9):
+        buffer = io.BytesIO()
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        image.save(buffer, "JPEG", quality=92, exif=exif)
+        expected = ImageOps.exif_transpose(Image.open(buffer)).convert("RGB")
+        decoded = PillowDecoder(1, CPU).decode([memoryview(buffer.getvalue())])[0]
+        assert decoded is not None
+        assert np.array_equal(apply_orientation(decoded, orientation).numpy(), np.asarray(expected))
