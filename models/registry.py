@@ -10,6 +10,7 @@ from typing import Literal
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
 
 LoadFormat = Literal["auto", "dummy"]
@@ -29,11 +30,13 @@ class ResolvedModel:
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """The folder of `model`: a given one, or one downloaded into the hub library's own cache (progress goes to stderr).
+    """The folder of `model`: the demo of this project, a given one, or one downloaded into the hub library's cache (progress on stderr).
 
     A published size with dummy weights needs no network: the scaffold writes its files below `cache_dir`. ValueError for what is
     neither a folder, an alias nor a hub id, for FP8 and mixture-of-experts checkpoints, and when the download fails.
     """
+    if model == "demo":
+        return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)

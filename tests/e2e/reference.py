@@ -32,8 +32,14 @@ class Reference:
                 prompt = prompt.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // self._config.vision.merge_size**2), 1)
             prompt = prompt.replace("<|placeholder|>", "<|image_pad|>")
         ids = torch.tensor([self._tokenizer.encode(prompt, add_special_tokens=False)])
-        inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == self._config.image_token_id).int()}
+        inputs |= {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": (ids == self._config.image_token_id).int(),
+        }
         self._model.model.rope_deltas = None
-        options: dict[str, Any] = {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
+        options: dict[str, Any] = (
+            {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
+        )
         tokens = self._model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, top_k=None, top_p=None, **options)
         return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))

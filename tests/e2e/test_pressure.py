@@ -10,7 +10,16 @@ import httpx
 
 from tests.e2e.serving import Engine, chat_body, image_part, picture, serve, text_part
 
-TIGHT = ["--num-gpu-blocks-override", "40", "--image-cache-bytes", "400K", "--max-num-batched-tokens", "256", "--max-num-mixed-tokens", "128"]
+TIGHT = [
+    "--num-gpu-blocks-override",
+    "40",
+    "--image-cache-bytes",
+    "400K",
+    "--max-num-batched-tokens",
+    "256",
+    "--max-num-mixed-tokens",
+    "128",
+]
 NUM_REQUESTS = 10
 HEARTBEAT_S = 1.0  # the engine's processes check themselves at idle with every heartbeat
 
@@ -78,7 +87,9 @@ def test_clients_that_leave_at_any_stage(tiny: Path) -> None:
 def test_only_images_that_overlap_the_chunk_are_encoded(tiny: Path) -> None:
     """Red if a step encodes ahead or twice: 8 images, small chunks, counted from the step log."""
     parts = [image_part(picture(200 + i, 256, 256)) for i in range(8)]
-    with serve(tiny, "--log-level", "debug", "--max-num-batched-tokens", "64", "--max-num-mixed-tokens", "64", "--max-num-seqs", "4") as engine:
+    with serve(
+        tiny, "--log-level", "debug", "--max-num-batched-tokens", "64", "--max-num-mixed-tokens", "64", "--max-num-seqs", "4"
+    ) as engine:
         engine.text([*parts, text_part("?")], max_tokens=2, ignore_eos=True)
         assert engine.metric("engine_images_encoded_total") == 8
         counts = [int(line.split(" images encoded")[0].rsplit(" ", 1)[1]) for line in engine.log().splitlines() if "images encoded" in line]
