@@ -78,6 +78,7 @@ def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
         (["ab", "abc"], ["xab", "c"], ["x"], True),
         (["bc", "abcd"], ["a", "bc"], ["", "a"], True),
         (["aab"], ["aa", "a", "b"], ["", "a", ""], True),
+        (["abc"], ["ax", "ab", "y"], ["ax", "", "aby", ""], False),
         (["🙂"], ["x", "🙂y"], ["x", ""], True),
         ([], ["END"], ["END", ""], False),
     ],

@@ -298,6 +298,17 @@ def test_headers_that_are_not_plain() -> None:
         assert parse_plain_jpeg(memoryview(bytes(damaged))) is None, (position - frame, value)
 
 
+@pytest.mark.parametrize(("transform", "encoding"), [(1, "jpeg"), (0, "rgb"), (2, "rgb")])
+async def test_the_colour_transform_of_adobe(bench: Bench, transform: int, encoding: str) -> None:
+    """Red if a JPEG whose marker says that it is not YCbCr goes to decoders that may or may not believe it."""
+    marker = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
+    data = PLAIN["4:2:0"][:2] + marker + PLAIN["4:2:0"][2:]
+    image = await bench.load_bytes(data)
+    assert image.source.encoding == encoding
+    if encoding == "rgb":
+        assert bench.bytes_of(image) == shown(data).tobytes()
+
+
 async def test_random_damage_never_escapes(bench: Bench) -> None:
     """Red if any damage to a header ends in another error than a RequestError."""
     draw = np.random.default_rng(0)
