@@ -3,12 +3,14 @@
 Everything that depends on the kind of device is decided here, so that the step itself has no branches for it.
 """
 
+import io
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
@@ -29,6 +31,8 @@ from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
 STAGED_PER_TOKEN = 5 * INT64  # an id, three positions, a slot
+WARM_UP_SIZE = (1280, 720)
+WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
 
 
@@ -51,7 +55,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         graphs = make_graphs(model, pools, rows, config.max_num_seqs, max_blocks)
         child.progress(f"captured {graphs.capture()} decode graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    images = ImageCache(model, ImageReader(arena, pick_decoder(config, device), device), tp)
+    decoder = pick_decoder(config, device)
+    warm_up(decoder)
+    images = ImageCache(model, ImageReader(arena, decoder, device), tp)
     runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)
@@ -115,6 +121,13 @@ def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:
     from engine.worker.jpeg_cuda import NvImageCodecDecoder, TorchvisionDecoder  # needs libraries that a CPU machine lacks
 
     return TorchvisionDecoder(device) if name == "torchvision" else NvImageCodecDecoder(device, config.processing_pool_size)
+
+
+def warm_up(decoder: JpegDecoder) -> None:
+    """Lets a decoder allocate what it needs: its first batch may take seconds, and no request should wait for that."""
+    buffer = io.BytesIO()
+    Image.effect_noise(WARM_UP_SIZE, 64).convert("RGB").save(buffer, "JPEG")
+    decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
 def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
