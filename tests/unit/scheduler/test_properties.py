@@ -38,7 +38,7 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
         for _ in range(rng.randint(0, 3)):
             sim.step()
         if rng.random() < 0.15:
-            sim.abort(rng.randint(0, rid) if sim.core.num_requests else rid)
+            sim.abort(rng.choice(list(sim.sequences)))
     sim.run()
 
 

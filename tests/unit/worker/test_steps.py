@@ -144,3 +144,21 @@ def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
         decoded = PillowDecoder(1, CPU).decode([memoryview(buffer.getvalue())])[0]
         assert decoded is not None
         assert np.array_equal(apply_orientation(decoded, orientation).numpy(), np.asarray(expected))
+
+
+@pytest.mark.parametrize("chunk", [64, 8192])
+def test_hits_that_end_anywhere_inside_an_image(model: Qwen3VL, chunk: int) -> None:
+    """Red if the rest of an image is spliced from a wrong offset, or with wrong positions, after a prefix hit that ends inside it."""
+    picture = make_picture(9, 256, 256)  # 64 tokens, 4 blocks
+    for lead in range(1, 17):
+        prompt: Prompt = [[7] * lead, picture, [8, lead]]
+        other: Prompt = [[7] * lead, picture, [9, lead, 3]]
+        fresh = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk, prefix_cache=False)
+        fresh.add(0, other, max_tokens=3)
+        cached = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
+        cached.add(0, prompt, max_tokens=1)
+        cached.run()
+        cached.core.state.images.forget(picture.name)  # the hit must also work when the embedding has to be made again
+        cached.add(1, other, max_tokens=3)
+        assert cached.run()[1] == fresh.run()[0]
+        assert cached.core.state.counters.cached_prompt_tokens == (lead + 64) // 16 * 16

@@ -1,0 +1,117 @@
+"""What was seen before costs nothing, counted: multi-turn, repeated and shared images on the demo model, and who must never share."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import Engine, image_part, picture, serve, text_part
+
+NUM_IMAGES = 8
+BLOCK = 16
+TURN_TOKENS = 49 + 16 + 24  # a picture, an answer, a question with its frame
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with serve("demo") as running:
+        yield running
+
+
+class Counted:
+    """How much an engine's totals grow inside a `with` block."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def _read(self) -> dict[str, float]:
+        names = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_skipped")
+        return {name: self._engine.metric(f"engine_{name}_total") for name in names}
+
+    def __enter__(self) -> "Counted":
+        self._before = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Statistics follow the last answer, when its last step has landed."""
+        deadline = time.monotonic() + 5
+        while self._read()["steps"] == self._before["steps"] or self._engine.metric("engine_num_running") > 0:
+            assert time.monotonic() < deadline, "no statistics came"
+            time.sleep(0.02)
+        self.grown = {name: value - self._before[name] for name, value in self._read().items()}
+
+
+def document(first_seed: int, count: int = NUM_IMAGES) -> list[dict[str, Any]]:
+    return [image_part(picture(first_seed + i, 200, 200), "JPEG", quality=90) for i in range(count)]
+
+
+def usage(engine: Engine, content: object, **fields: Any) -> dict[str, Any]:
+    response = engine.chat(content, max_tokens=4, ignore_eos=True, **fields)
+    assert response.status_code == 200, response.text
+    used: dict[str, Any] = response.json()["usage"]
+    return used
+
+
+def test_a_conversation_computes_each_turn_once(engine: Engine) -> None:
+    """Red if a turn encodes an old image again, or computes more than its own tokens and a block."""
+    messages: list[dict[str, Any]] = []
+    for turn, part in enumerate(document(0)):
+        messages.append({"role": "user", "content": [part, text_part(f"What is in picture {turn + 1}?")]})
+        with Counted(engine) as counted:
+            response = engine.chat(None, messages=messages, max_tokens=16)
+        used = response.json()["usage"]
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        assert counted.grown["images_encoded"] == 1
+        assert counted.grown["images_skipped"] >= max(0, turn - 1)
+        new_tokens = used["prompt_tokens"] - cached
+        assert counted.grown["computed_tokens"] <= new_tokens + used["completion_tokens"] + 2
+        assert new_tokens <= TURN_TOKENS + BLOCK
+        messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
+
+
+def test_the_same_request_again_computes_less_than_a_block_and_no_image(engine: Engine) -> None:
+    """Red if a repeated request encodes, or computes more than its last block."""
+    content = [*document(20), text_part("List the numbers.")]
+    first = usage(engine, content)
+    with Counted(engine) as counted:
+        second = usage(engine, content)
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens"] - cached <= BLOCK
+    assert counted.grown["images_encoded"] == 0 and counted.grown["images_skipped"] == NUM_IMAGES
+    assert counted.grown["computed_tokens"] <= BLOCK + 4 + 2
+
+
+def test_a_shared_document_is_encoded_once_whoever_asks(engine: Engine) -> None:
+    """Red if questions about one document, many at once, encode a picture twice; the ratio of tokens is that of a fivefold throughput."""
+    pages = document(40)
+    with Counted(engine) as counted, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: usage(engine, [*pages, text_part(f"Question {i}: how many pictures are there?")]), range(24)))
+    assert counted.grown["images_encoded"] == NUM_IMAGES
+    assert counted.grown["prompt_tokens"] > 2.5 * (counted.grown["computed_tokens"] - 24 * 4)
+
+
+def test_one_image_twice_in_a_request_is_encoded_once(engine: Engine) -> None:
+    """Red if the identity of an image is its place and not its content."""
+    part = image_part(picture(60, 200, 200))
+    with Counted(engine) as counted:
+        usage(engine, [part, text_part("and"), part, text_part("How many pictures are there?")])
+    assert counted.grown["images_encoded"] == 1
+
+
+def test_tenants_do_not_share_a_prefix(engine: Engine) -> None:
+    """Red if `cache_salt` is ignored: the same prompt under another salt must not hit."""
+    content = [*document(80, 2), text_part("What is it?")]
+    cached = [usage(engine, content, cache_salt=salt)["prompt_tokens_details"]["cached_tokens"] for salt in ("a", "b", "a")]
+    assert cached[:2] == [0, 0] and cached[2] > 0
+
+
+def test_no_prefix_cache_means_none() -> None:
+    """Red if the flag does not turn it off; images are still cached."""
+    content = [*document(90, 2), text_part("What is it?")]
+    with serve("demo", "--no-prefix-cache") as plain:
+        usage(plain, content)
+        assert usage(plain, content)["prompt_tokens_details"]["cached_tokens"] == 0
+        assert plain.metric("engine_images_encoded_total") == 2
