@@ -1,55 +1,84 @@
 """From decoded pixels to the patches that the vision tower multiplies, on the images' device. Called by `models.qwen3_vl`.
 
-Equal to transformers' Pillow image processor (`qwen2_vl`) to within one uint8 level: resize, round to the uint8 grid, cut into patches. The
-normalisation x / 127.5 - 1 is left to the patch embedding: x - 128 is exact in bfloat16, a normalised pixel is not.
+Equal to transformers' Pillow image processor (`qwen2_vl`): resize in Pillow's fixed-point arithmetic, one axis after the other, then cut
+into patches. The normalisation x / 127.5 - 1 is left to the patch embedding: x - 128 is exact in bfloat16, a normalised pixel is not.
 """
 
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
-from models.geometry import Grid
+from models.geometry import Grid, VisionGeometry
+from models.layers.ops import TAP_BITS, Ops, Taps
 
-PIXEL_OFFSET = 128  # patches hold pixel - 128; (p + 0.5) / 127.5 is the reference's normalised value
-PIXEL_SCALE = 127.5
-MAX_BAND_PIXELS = 1 << 24  # resized at once: bounds the working memory to about 1 GB for the largest images
+PIXEL_SCALE = 127.5  # with p the pixel minus 128, (p + 0.5) / 127.5 is the reference's normalised value
+MAX_CACHED_TAPS = 256  # of a few tens of kB each
+CUBIC = -0.5  # Pillow's bicubic parameter a
+CUBIC_REACH = 2.0
 
 
-def write_patches(image_HWC: torch.Tensor, grid: Grid, patch_size: int, merge_size: int, out_PX: torch.Tensor) -> None:
-    """Fills `out_PX` (h * w of `grid`, C * patch_size ** 2) with the resized image's pixels minus 128.
+class Preprocessor:
+    """Resizes images and cuts them into patches. Keeps the resampling weights of the sizes used last."""
 
-    `image_HWC` is uint8. Patches are in merge-block order (block row, block column, row in block, column in block), a patch is (C, y, x):
-    the reference's order, without its second, equal frame.
+    def __init__(self, geometry: VisionGeometry, ops: Ops, device: torch.device) -> None:
+        self._geometry = geometry
+        self._ops = ops
+        self._device = device
+        self._taps = lru_cache(MAX_CACHED_TAPS)(self._upload_taps)
+
+    def write_patches(self, image_HWC: torch.Tensor, grid: Grid, out_PX: torch.Tensor) -> None:
+        """Fills `out_PX` (h * w of `grid`, C * patch_size ** 2) from a uint8 image, as `Ops.resample_to_patches_` says.
+
+        That is the reference's order, without its second, equal frame.
+        """
+        patch, merge = self._geometry.patch_size, self._geometry.merge_size
+        *first, (axis, size) = _passes(image_HWC.shape[0], image_HWC.shape[1], grid[1] * patch, grid[2] * patch)
+        for earlier_axis, earlier_size in first:
+            image_HWC = self._ops.resample(image_HWC, earlier_axis, self._taps(image_HWC.shape[earlier_axis], earlier_size))
+        self._ops.resample_to_patches_(image_HWC, axis, self._taps(image_HWC.shape[axis], size), patch, merge, out_PX)
+
+    def _upload_taps(self, old: int, new: int) -> Taps:
+        first, weights = (torch.from_numpy(array) for array in make_taps(old, new))
+        if self._device.type == "cuda":  # from pageable memory the copy would wait for the device
+            first, weights = first.pin_memory(), weights.pin_memory()
+        return Taps(first.to(self._device, non_blocking=True), weights.to(self._device, non_blocking=True))
+
+
+def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tuple[int, int]]:
+    """(axis, new size) in the order of the passes, at least one.
+
+    Like Pillow: the width first unless the height loses more than twice as many pixels (Pillow 13; older ones: always the width).
     """
-    _, rows, columns = grid
-    height, width = rows * patch_size, columns * patch_size
-    pixels_CHW = resize(image_HWC.permute(2, 0, 1), height, width)
-    blocks = pixels_CHW.unflatten(2, (-1, merge_size, patch_size)).unflatten(1, (-1, merge_size, patch_size))  # C, Y, i, y, X, j, x
-    ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)  # Y, X, i, j, C, y, x
-    out_PX.view(ordered.shape).copy_(ordered)
-    out_PX.sub_(PIXEL_OFFSET)
-
-
-def resize(image_CHW: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Antialiased bicubic resize of a uint8 image.
-
-    Like Pillow it goes over one axis, rounds, then over the other: rounding once, after both, differs by many levels on noise. The width
-    comes first unless the height loses more than twice as many pixels, which is the order of Pillow 13 (older ones: always the width).
-    """
-    _, old_height, old_width = image_CHW.shape
     height_first = height < old_height and old_height - height > 2 * (old_width - width)
-    for axis, size in ((1, height), (2, width)) if height_first else ((2, width), (1, height)):
-        if image_CHW.shape[axis] != size:
-            image_CHW = _resize_axis(image_CHW, axis, size)
-    return image_CHW
+    sizes = [(0, height), (1, width)] if height_first else [(1, width), (0, height)]
+    changed = [(axis, size) for axis, size in sizes if size != (old_height, old_width)[axis]]
+    return changed or [(0, height)]
 
 
-def _resize_axis(image_CHW: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """Along one axis, in bands of the other one: float64 (float32 rounds one pixel in a thousand the other way) takes 8 bytes a value."""
-    other = 3 - axis
-    bands = image_CHW.split(max(1, MAX_BAND_PIXELS // image_CHW.shape[axis]), dim=other)
-    return torch.cat([_resize_band(band, (size, band.shape[2]) if axis == 1 else (band.shape[1], size)) for band in bands], dim=other)
+def make_taps(old: int, new: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """First source pixel (new,) and weights (new, taps) of an antialiased bicubic resampling from `old` to `new` pixels.
+
+    The formula, its order of operations and its rounding are those of Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc`.
+    """
+    if old == new:
+        return np.arange(new, dtype=np.int32), np.full((new, 1), 1 << TAP_BITS, dtype=np.int32)
+    scale = old / new
+    stretch = max(scale, 1.0)
+    support = CUBIC_REACH * stretch
+    centre = (np.arange(new) + 0.5) * scale
+    first = np.maximum(centre - support + 0.5, 0).astype(np.int64)
+    end = np.minimum((centre + support + 0.5).astype(np.int64), old)
+    source = first[:, None] + np.arange((end - first).max())
+    weights = np.where(source < end[:, None], _cubic((source - centre[:, None] + 0.5) * (1.0 / stretch)), 0.0)
+    weights /= np.add.accumulate(weights, axis=1)[:, -1:]  # summed from left to right, as Pillow does
+    fixed = np.trunc(weights * (1 << TAP_BITS) + np.where(weights < 0, -0.5, 0.5))
+    return first.astype(np.int32), fixed.astype(np.int32)
 
 
-def _resize_band(band_CHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    resized = F.interpolate(band_CHW[None].double(), size=size, mode="bicubic", antialias=True)[0]
-    return resized.add_(0.5).floor_().clamp_(0, 255).to(torch.uint8)
+def _cubic(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    x = np.abs(x)
+    near = ((CUBIC + 2.0) * x - (CUBIC + 3.0)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * CUBIC
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))

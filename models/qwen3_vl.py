@@ -12,7 +12,7 @@ from models.layers.attention import AttentionBackend
 from models.layers.ops import make_ops
 from models.layers.parallel import TensorParallel, VocabParallelEmbedding
 from models.layers.slots import Slot, module_slots
-from models.preprocess import write_patches
+from models.preprocess import Preprocessor
 from models.text import TextModel
 from models.vision import VisionTower
 
@@ -27,6 +27,7 @@ class Qwen3VL(nn.Module):
         self.dtype = dtype
         self.device = device
         self.ops = make_ops(device)
+        self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, self.ops, dtype, device)
         self.language_model = TextModel(config, tp, self.ops, dtype, device)
         if config.tie_word_embeddings:
@@ -43,24 +44,18 @@ class Qwen3VL(nn.Module):
         if not images:
             return []
         grids = [self.config.geometry.grid(image.shape[0], image.shape[1]) for image in images]
-        order = sorted(range(len(images)), key=lambda i: grids[i])  # images of one grid side by side
-        patches_PX = self._patches([images[i] for i in order], [grids[i] for i in order])
-        distinct = sorted(set(grids))
-        levels = self.visual(patches_PX, [(grid, grids.count(grid)) for grid in distinct])
-        embeddings: dict[int, torch.Tensor] = {}
-        token = 0
-        for i in order:
-            end = token + self.config.geometry.num_tokens(grids[i])
-            embeddings[i] = torch.stack([level_ND[token:end] for level_ND in levels])
-            token = end
-        return [embeddings[i] for i in range(len(images))]
+        levels: torch.Tensor = self.visual(self._patches(images, grids), grids)
+        if len(images) == 1:
+            return [levels]
+        parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
         vision = self.config.vision
         counts = [t * h * w for t, h, w in grids]
         patches_PX = torch.empty((sum(counts), vision.in_channels * vision.patch_size**2), dtype=self.dtype, device=self.device)
         for image, grid, out_PX in zip(images, grids, patches_PX.split(counts), strict=True):
-            write_patches(image, grid, vision.patch_size, vision.merge_size, out_PX)
+            self.preprocessor.write_patches(image, grid, out_PX)
         return patches_PX
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:

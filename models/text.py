@@ -37,28 +37,30 @@ class SelfAttention(nn.Module):
         self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, dtype, device)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, dtype, device)
 
-    def store_and_query(self, x_TD: torch.Tensor, cos_sin_TK: torch.Tensor, pool: KVPool, slots_T: torch.Tensor) -> torch.Tensor:
+    def store_and_query(
+        self, residual_TD: torch.Tensor, norm: RMSNorm, cos_sin_TK: torch.Tensor, pool: KVPool, slots_T: torch.Tensor
+    ) -> torch.Tensor:
         """Writes the tokens' keys and values into the pool and returns their queries (T, H, K), normalised and rotated."""
-        qkv_TX = self.qkv_proj(x_TD)
+        qkv_TX = self.ops.norm_linear(residual_TD, norm.weight, norm.eps, self.qkv_proj.weight)
         eps = self.q_norm.eps
         return self.ops.norm_rope_store_(qkv_TX, self.q_norm.weight, self.k_norm.weight, eps, cos_sin_TK, pool, slots_T)
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU of the normalised residual, which it joins: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.ops = ops
         parts = [even_part(name, config.intermediate_size, tp) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, dtype, device)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, dtype, device)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        down_TD: torch.Tensor = self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TD)))
-        return down_TD
+    def add_(self, residual_TD: torch.Tensor, norm: RMSNorm) -> None:
+        """residual += MLP(norm(residual)), in place."""
+        self.down_proj.add_(self.ops.norm_swiglu(residual_TD, norm.weight, norm.eps, self.gate_up_proj.weight), residual_TD)
 
 
 class DecoderLayer(nn.Module):
@@ -89,26 +91,23 @@ class TextModel(nn.Module):
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """(S, D): normalised hidden states of `batch.logits_indices`; the keys and values of all tokens are in the pool afterwards.
 
-        `attention` has been planned for this batch. The residual stream is one tensor, added to in place: a layer's output joins it in
-        the norm that follows. After the last layer's keys are stored, only the wanted tokens go on.
+        `attention` has been planned for this batch. The residual stream is one tensor, added to in place. After the last layer's keys
+        are stored, only the wanted tokens go on.
         """
         residual_TD = self.embed_tokens(batch.input_ids_T)
         splice_(residual_TD, batch.visual)
         cos_sin_TK = self.rope.rows(batch.positions_3T)
         slots_T, wanted_S = batch.attention.slot_mapping_T, batch.logits_indices
-        x_TD = self._layers[0].input_layernorm(residual_TD)
         for i, layer in enumerate(self._layers):
-            if i > 0:
-                x_TD = layer.input_layernorm.add_(x_TD, residual_TD)
-            q_THK = layer.self_attn.store_and_query(x_TD, cos_sin_TK, attention.pool(i), slots_T)
+            q_THK = layer.self_attn.store_and_query(residual_TD, layer.input_layernorm, cos_sin_TK, attention.pool(i), slots_T)
             if i == len(self._layers) - 1 and len(wanted_S) == 0:
                 return residual_TD[:0]
             out_TX = attention.run(i, q_THK).flatten(1)
             if i == len(self._layers) - 1 and len(wanted_S) < len(out_TX):
                 out_TX, residual_TD = out_TX[wanted_S], residual_TD[wanted_S]
-            x_TD = layer.post_attention_layernorm.add_(layer.self_attn.o_proj(out_TX), residual_TD)
-            x_TD = layer.mlp(x_TD)
+            layer.self_attn.o_proj.add_(out_TX, residual_TD)
+            layer.mlp.add_(residual_TD, layer.post_attention_layernorm)
             if i < self.num_deepstack_levels:
-                add_deepstack_(x_TD, batch.visual, level=i)
-        hidden_SD: torch.Tensor = self.norm.add_(x_TD, residual_TD)
+                add_deepstack_(residual_TD, batch.visual, level=i)
+        hidden_SD: torch.Tensor = self.norm(residual_TD)
         return hidden_SD

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.config import VisionConfig
 from models.geometry import Grid
 from models.layers.parallel import empty_parameter
 from models.layers.rotary import vision_rows
@@ -24,19 +23,6 @@ class GridTables:
 
     position_PD: torch.Tensor  # position embedding plus the patch embedding's offset, in the model's dtype
     cos_sin_PK: torch.Tensor  # float32 rotary rows
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Images of one grid that are encoded together."""
-
-    tables: GridTables
-    num_images: int
-
-    @property
-    def num_patches(self) -> int:
-        """Of all images."""
-        return self.num_images * len(self.tables.position_PD)
 
 
 class PositionGrid(nn.Module):
@@ -63,18 +49,18 @@ def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
     return grid[lower_index] * (1 - upper_weight) + grid[(lower_index + 1).clamp(max=last)] * upper_weight
 
 
-def grid_tables(grid: Grid, config: VisionConfig, positions: PositionGrid, offset_D: torch.Tensor) -> GridTables:
-    """The tables of a patch grid (1, h, w); `offset_D` is added to every position embedding."""
+def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch.Tensor, inv_freq: torch.Tensor) -> GridTables:
+    """The tables of a patch grid (1, h, w); `offset_D` is added to every position embedding, `inv_freq` is as in `vision_rows`."""
     _, rows, columns = grid
-    position_PD = _merge_block_order(positions.interpolate(rows, columns), config.merge_size) + offset_D
+    position_PD = _merge_block_order(positions.interpolate(rows, columns), merge) + offset_D
     device = offset_D.device
-    row_P = _merge_block_order(torch.arange(rows, device=device)[:, None].expand(rows, columns), config.merge_size)
-    column_P = _merge_block_order(torch.arange(columns, device=device).expand(rows, columns), config.merge_size)
-    return GridTables(position_PD.to(positions.weight.dtype), vision_rows(row_P, column_P, config.rope_theta, config.head_dim))
+    row_P = _merge_block_order(torch.arange(rows, device=device)[:, None].expand(rows, columns), merge)
+    column_P = _merge_block_order(torch.arange(columns, device=device).expand(rows, columns), merge)
+    return GridTables(position_PD.to(positions.weight.dtype), vision_rows(row_P, column_P, inv_freq))
 
 
 def _merge_block_order(image: torch.Tensor, merge: int) -> torch.Tensor:
-    """(h, w, ...) in raster order -> (h * w, ...) block after block, as `preprocess.write_patches` orders patches."""
+    """(h, w, ...) in raster order -> (h * w, ...) block after block, as `Ops.resample_to_patches_` orders patches."""
     blocks = image.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))  # Y, i, X, j
     return blocks.transpose(1, 2).flatten(0, 3)
 

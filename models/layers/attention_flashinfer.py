@@ -30,7 +30,7 @@ class _Shape:
         return (kv_lens_cpu - 1) % self.page_size + 1
 
 
-class _PlanGuard:
+class PlanGuard:
     """A plan goes to the device through a pinned buffer of its wrapper: the next plan must not overwrite it before that copy is done."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class FlashInferAttention:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._shape.device)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        self._guard = _PlanGuard()
+        self._guard = PlanGuard()
         self._num_prefill_tokens = 0
         self._num_tokens = 0
 
@@ -104,7 +104,7 @@ class GraphedDecode:
             paged_kv_indices_buffer=pages,
             paged_kv_last_page_len_buffer=torch.zeros(batch_size, dtype=torch.int32, device=device),
         )
-        self._guard = _PlanGuard()
+        self._guard = PlanGuard()
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int, max_pages: int) -> Callable[[int], "GraphedDecode"]:

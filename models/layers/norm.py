@@ -18,7 +18,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.ops.rms_norm(x_TD, self.weight, self.eps)
-
-    def add_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        """residual += x in place, and the norm of that; `x_TD` must not be used afterwards."""
-        return self.ops.add_rms_norm_(x_TD, residual_TD, self.weight, self.eps)

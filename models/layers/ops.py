@@ -3,11 +3,26 @@
 `ops_torch` is plain torch: the reference, the CPU, the tests. `ops_cuda` is FlashInfer and Triton.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
+
+PIXEL_OFFSET = 128  # patches hold pixel - 128
+TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Resampling of one axis: pixel i of the result is the weighted sum of the source's pixels `first[i] ...`, then rounded to uint8.
+
+    Weights that would lie behind the last source pixel are zero. int32, on the images' device.
+    """
+
+    first: torch.Tensor  # (new size,)
+    weights: torch.Tensor  # (new size, taps)
 
 
 class Ops(Protocol):
@@ -16,17 +31,23 @@ class Ops(Protocol):
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
 
-    def add_rms_norm_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        """residual += x, then the norm of the residual. `residual_TD` changes; `x_TD` may be overwritten."""
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+        """rms_norm(x, norm, eps) @ weight.T."""
 
-    def silu_and_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        """silu(first half) * second half of the last dimension."""
+    def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+        """silu(first half) * second half of the last dimension of rms_norm(x, norm, eps) @ weight.T."""
+
+    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        """residual += x @ weight.T."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
 
     def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """x @ weight.T in float32, whatever the inputs: rounded logits would tie."""
+
+    def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32 and is repeated if x is wider."""
 
     def norm_rope_store_(
         self,
@@ -44,11 +65,16 @@ class Ops(Protocol):
         is written to `pool` at block * page_size + offset = `slots_T[t]`.
         """
 
-    def rotate_vision_(self, qkv_BP3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
-        """Rotates queries and keys (index 0 and 1 of the third dimension) in place; tables as above, one row per patch."""
+    def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
+        """A uint8 image with its height (axis 0) or width (axis 1) resampled."""
 
-    def attend_dense(self, q_BHPK: torch.Tensor, k_BHPK: torch.Tensor, v_BHPK: torch.Tensor) -> torch.Tensor:
-        """Full attention inside each of the B sequences; (B, H, P, K). Inputs may be strided."""
+    def resample_to_patches_(
+        self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
+    ) -> None:
+        """As `resample`, then cut into patches: `out_PX` (P, C * patch_size ** 2) is filled with the pixels minus 128.
+
+        Patches are in merge-block order (block row, block column, row in block, column in block), a patch is (C, y, x).
+        """
 
 
 def make_ops(device: torch.device) -> Ops:

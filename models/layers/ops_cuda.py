@@ -1,13 +1,16 @@
-"""`Ops` for NVIDIA GPUs: FlashInfer's norms and activation, our Triton kernels, cuBLAS epilogues, cuDNN attention. Made by `make_ops`."""
+"""`Ops` for NVIDIA GPUs: FlashInfer's norm and activation, our Triton kernels, cuBLAS epilogues. Made by `make_ops`."""
 
 import torch
 import torch.nn.functional as F
 from flashinfer.activation import silu_and_mul
-from flashinfer.norm import fused_add_rmsnorm, rmsnorm
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from flashinfer.norm import rmsnorm
 
-from models.layers.kernels import norm_rope_store, rotate_vision_
-from models.layers.ops import KVPool
+from models.layers.kernels_pixels import resample, resample_to_patches_
+from models.layers.kernels_text import gemv, gemv_add_, gemv_swiglu, norm_rope_store
+from models.layers.kernels_vision import layer_norm
+from models.layers.ops import KVPool, Taps
+
+MAX_GEMV_TOKENS = 4  # up to here our kernel streams the weights faster than cuBLAS, and saves launches
 
 
 class CudaOps:
@@ -17,20 +20,34 @@ class CudaOps:
         normed_TD: torch.Tensor = rmsnorm(x_TD, weight_D, eps)
         return normed_TD
 
-    def add_rms_norm_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        fused_add_rmsnorm(x_TD, residual_TD, weight_D, eps)
-        return x_TD
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+        if len(x_TD) <= MAX_GEMV_TOKENS:
+            return gemv(x_TD, weight_ND, x_TD.dtype, (norm_D, eps))
+        return F.linear(self.rms_norm(x_TD, norm_D, eps), weight_ND)
 
-    def silu_and_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        product_TI: torch.Tensor = silu_and_mul(gate_up_TI)
+    def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+        if len(x_TD) <= MAX_GEMV_TOKENS:
+            return gemv_swiglu(x_TD, weight_ND, (norm_D, eps))
+        product_TI: torch.Tensor = silu_and_mul(F.linear(self.rms_norm(x_TD, norm_D, eps), weight_ND))
         return product_TI
+
+    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        if len(x_TX) <= MAX_GEMV_TOKENS:
+            gemv_add_(x_TX, weight_DX, residual_TD)
+        else:
+            residual_TD.addmm_(x_TX, weight_DX.t())
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # GEMM, bias and tanh-GELU in one kernel. On CUDA this op's GELU is the tanh one, on a CPU it would be the exact one.
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
     def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        if len(x_SD) <= MAX_GEMV_TOKENS:
+            return gemv(x_SD, weight_VD, torch.float32)
         return torch.mm(x_SD, weight_VD.t(), out_dtype=torch.float32)
+
+    def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return layer_norm(x, offset_D, weight, bias, eps)
 
     def norm_rope_store_(
         self,
@@ -44,10 +61,10 @@ class CudaOps:
     ) -> torch.Tensor:
         return norm_rope_store(qkv_TX, q_weight_K, k_weight_K, eps, cos_sin_TK, pool, slots_T)
 
-    def rotate_vision_(self, qkv_BP3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
-        rotate_vision_(qkv_BP3HK, cos_sin_PK)
+    def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
+        return resample(image_HWC, axis, taps)
 
-    def attend_dense(self, q_BHPK: torch.Tensor, k_BHPK: torch.Tensor, v_BHPK: torch.Tensor) -> torch.Tensor:
-        # The fastest of torch's backends at head_dim 72 by far. It plans anew for each (B, P) that it has not seen.
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q_BHPK, k_BHPK, v_BHPK)
+    def resample_to_patches_(
+        self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
+    ) -> None:
+        resample_to_patches_(image_HWC, axis, taps, patch_size, merge_size, out_PX)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from models.layers.ops import KVPool
+from models.layers.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Taps
 
 
 class TorchOps:
@@ -13,19 +13,25 @@ class TorchOps:
         x = x_TD.float()
         return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D).to(x_TD.dtype)
 
-    def add_rms_norm_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        residual_TD.add_(x_TD)
-        return self.rms_norm(residual_TD, weight_D, eps)
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.rms_norm(x_TD, norm_D, eps), weight_ND)
 
-    def silu_and_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up_TI.chunk(2, dim=-1)
+    def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+        gate, up = self.norm_linear(x_TD, norm_D, eps, weight_ND).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        residual_TD.add_(F.linear(x_TX, weight_DX))
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
     def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         return F.linear(x_SD.float(), weight_VD.float())
+
+    def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))
+        return F.layer_norm(whole, weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
     def norm_rope_store_(
         self,
@@ -46,12 +52,23 @@ class TorchOps:
         v_pool.view(-1, num_kv_heads, head_dim)[slots_T] = v_THK
         return rotate(self.rms_norm(q_THK, q_weight_K, eps), cos_sin_TK)
 
-    def rotate_vision_(self, qkv_BP3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
-        for i in (0, 1):
-            qkv_BP3HK[:, :, i] = rotate(qkv_BP3HK[:, :, i], cos_sin_PK)
+    def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
+        last = image_HWC.shape[axis] - 1
+        total: torch.Tensor | int = 1 << (TAP_BITS - 1)
+        for t, weight in enumerate(taps.weights.unbind(1)):
+            pixels = image_HWC.index_select(axis, (taps.first + t).clamp(max=last))
+            total = total + pixels.int() * weight.view((-1, 1, 1) if axis == 0 else (-1, 1))
+        assert isinstance(total, torch.Tensor)
+        return (total >> TAP_BITS).clamp_(0, 255).to(torch.uint8)
 
-    def attend_dense(self, q_BHPK: torch.Tensor, k_BHPK: torch.Tensor, v_BHPK: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q_BHPK, k_BHPK, v_BHPK)
+    def resample_to_patches_(
+        self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
+    ) -> None:
+        pixels_HWC = self.resample(image_HWC, axis, taps)
+        size = (-1, merge_size, patch_size)
+        blocks = pixels_HWC.unflatten(1, size).unflatten(0, size)  # Y, i, y, X, j, x, C
+        ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)  # Y, X, i, j, C, y, x
+        out_PX.view(ordered.shape).copy_(ordered).sub_(PIXEL_OFFSET)
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from models.layers.ops import Ops
 from models.layers.slots import Slot
 
 
@@ -109,15 +110,12 @@ class Linear(nn.Module):
 
 
 class FusedColumnParallelLinear(nn.Module):
-    """Several matrices of the checkpoint with the same input as one GEMM, their outputs side by side: (T, in) -> (T, sum of rows)."""
+    """Several matrices of the checkpoint with the same input as one matrix, their rows one after the other; its user multiplies."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.weight = empty_parameter(sum(part.rows for part in parts), in_features, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
         """The matrices are siblings of this layer in the checkpoint."""
@@ -131,15 +129,20 @@ class FusedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank holds some input columns; the outputs are summed over the ranks: (T, in / size) -> (T, out)."""
+    """Each rank holds some input columns; the outputs are summed over the ranks and join the residual: (T, in / size) -> (T, out)."""
 
-    def __init__(self, in_features: int, out_features: int, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.tp = tp
+        self.ops = ops
         self.weight = empty_parameter(out_features, tp.share(in_features, "in_features"), dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce_(F.linear(x, self.weight))
+    def add_(self, x_TX: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        """residual += the layer's output, in place."""
+        if self.tp.size == 1:
+            self.ops.linear_add_(x_TX, self.weight, residual_TD)
+        else:
+            residual_TD.add_(self.tp.all_reduce_(F.linear(x_TX, self.weight)))
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
         rows, columns = self.weight.shape

@@ -30,11 +30,10 @@ def inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
-def vision_rows(row_P: torch.Tensor, column_P: torch.Tensor, theta: float, head_dim: int) -> torch.Tensor:
+def vision_rows(row_P: torch.Tensor, column_P: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     """(P,) patch coordinates -> (P, K) float32: a quarter of the head follows the row, a quarter the column, then both again.
 
-    The formula is that of transformers' `Qwen3VLVisionRotaryEmbedding`.
+    `inv_freq` are the `inverse_frequencies` of half a head. The formula is that of transformers' `Qwen3VLVisionRotaryEmbedding`.
     """
-    inv_freq = inverse_frequencies(theta, head_dim // 2).to(row_P.device)
     angles_PJ = torch.cat((row_P[:, None].float() * inv_freq, column_P[:, None].float() * inv_freq), dim=-1)
     return torch.cat((angles_PJ.cos(), angles_PJ.sin()), dim=-1)

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from models.layers.ops_torch import TorchOps
+from models.layers.ops import Taps
+from models.layers.ops_torch import TorchOps, rotate
+from models.preprocess import make_taps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # has to be set before triton is imported, so in a process of its own
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernels_in_the_interpreter starts")
@@ -42,23 +44,81 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int) -> None:
     args = (normal(head_dim), normal(head_dim), 1e-3, tables)
     pools = [(torch.zeros(blocks, page, kv_heads, head_dim), torch.zeros(blocks, page, kv_heads, head_dim)) for _ in range(2)]
     expected = TorchOps().norm_rope_store_(qkv.clone(), *args, pools[0], slots)
-    from models.layers import kernels
+    from models.layers import kernels_text
 
-    ours = kernels.norm_rope_store(qkv, *args, pools[1], slots)
+    ours = kernels_text.norm_rope_store(qkv, *args, pools[1], slots)
     for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
-@pytest.mark.parametrize("head_dim", [72, 64, 16])
-def test_rotate_vision(head_dim: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn((2, 5, 3, 3, head_dim), generator=generator)
-    angles = torch.rand((5, head_dim // 2), generator=generator) * 2 * math.pi
-    tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    expected = qkv.clone()
-    TorchOps().rotate_vision_(expected, tables)
-    from models.layers import kernels
+def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
+    angles = torch.rand((count, head_dim // 2), generator=generator) * 2 * math.pi
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
-    kernels.rotate_vision_(qkv, tables)
-    torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
+
+@interpreted
+@pytest.mark.parametrize(("head_dim", "padded"), [(72, 128), (64, 128), (16, 16), (16, 32)])
+def test_rotate_and_pad_then_trim(head_dim: int, padded: int) -> None:
+    from models.layers import kernels_vision
+
+    generator = torch.Generator().manual_seed(0)
+    kvq = torch.randn((5, 3, 4, head_dim), generator=generator)
+    tables = random_tables(5, head_dim, generator)
+    keys, values, queries = (part.clone() for part in kvq.unbind(1))
+    rotated = kernels_vision.rotate_and_pad_(kvq, tables, padded)
+    torch.testing.assert_close(rotated[..., :head_dim], rotate(queries, tables), rtol=1e-5, atol=1e-5)
+    assert not rotated[..., head_dim:].any()
+    torch.testing.assert_close(kvq[:, 0], rotate(keys, tables), rtol=1e-5, atol=1e-5)
+    assert kvq[:, 1].equal(values) and kvq[:, 2].equal(queries)
+    assert kernels_vision.trim_heads(rotated, head_dim).equal(rotated[..., :head_dim].flatten(1))
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "offsets"), [(1152, 1152), (64, 16)])
+def test_layer_norm(width: int, offsets: int) -> None:
+    from models.layers import kernels_vision
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((7, width), generator=generator) * 3 + 5
+    args = [torch.randn(size, generator=generator) for size in (offsets, width, width)]
+    expected = TorchOps().layer_norm(x, *args, 1e-6)
+    torch.testing.assert_close(kernels_vision.layer_norm(x, *args, 1e-6), expected, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "width", "rows"), [(1, 512, 24), (3, 700, 20), (4, 96, 8)])
+def test_gemv(tokens: int, width: int, rows: int) -> None:
+    from models.layers import kernels_text
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (tokens, width), (rows, width), (width,), (tokens, rows)
+    x, weight, norm, residual = (torch.randn(shape, generator=generator) for shape in shapes)
+    ops = TorchOps()
+    torch.testing.assert_close(kernels_text.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    ours = kernels_text.gemv(x, weight, torch.float32, (norm, 1e-3))
+    torch.testing.assert_close(ours, ops.norm_linear(x, norm, 1e-3, weight), rtol=1e-4, atol=1e-4)
+    ours = kernels_text.gemv_swiglu(x, weight, (norm, 1e-3))
+    torch.testing.assert_close(ours, ops.norm_swiglu(x, norm, 1e-3, weight), rtol=1e-4, atol=1e-3)
+    expected = residual + x @ weight.t()
+    kernels_text.gemv_add_(x, weight, residual)
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "axis", "new"), [((40, 32), 0, 64), ((40, 32), 1, 64), ((300, 32), 0, 32), ((32, 50), 1, 32), ((32, 64), 0, 32)]
+)
+def test_resample(size: tuple[int, int], axis: int, new: int) -> None:
+    from models.layers import kernels_pixels
+
+    image = torch.randint(256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    first, weights = make_taps(size[axis], new)
+    taps = Taps(torch.from_numpy(first), torch.from_numpy(weights))
+    expected = TorchOps().resample(image, axis, taps)
+    assert kernels_pixels.resample(image, axis, taps).equal(expected)
+    if expected.shape[1 - axis] % 32 == 0:
+        shape = (expected.numel() // 768, 768)
+        ours, theirs = torch.full(shape, -1e3), torch.empty(shape)
+        kernels_pixels.resample_to_patches_(image, axis, taps, 16, 2, ours)
+        TorchOps().resample_to_patches_(image, axis, taps, 16, 2, theirs)
+        assert ours.equal(theirs)
