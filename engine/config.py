@@ -38,6 +38,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
     max_num_batched_tokens: Annotated[int, "tokens of one step"] = 8192
     max_num_mixed_tokens: Annotated[int, "prefill tokens of a step that also decodes: bounds how long streams stall"] = 2048
+    prefill_tokens_per_decode_step: Annotated[
+        int, "while requests decode, one step that only decodes per so many prefill tokens: lower favours streams, 0 favours first tokens"
+    ] = 256
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
@@ -64,6 +67,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
+
+
+def child_environment() -> dict[str, str]:
+    """What the children inherit: ours, and an allocator that grows its segments instead of leaving holes between image sizes."""
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | dict(os.environ)
 
 
 def parse_bytes(text: str) -> int:

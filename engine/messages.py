@@ -68,6 +68,7 @@ class Stages(msgspec.Struct):
     decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
     encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
     forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
+    images_encoded: int = 0  # for this request; its other images came from a cache
 
 
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Limits:
     max_num_encoder_tokens: int
     bytes_per_image_token: int
     prefix_cache: bool = True
+    prefill_tokens_per_decode_step: int = 0  # 0: prefill whenever there is something to prefill
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class State:
     free_rows: list[int] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     num_steps: int = 0
+    num_unpaid_tokens: int = 0  # prefilled beside decodes, not yet paid for with steps that only decode
 
     def check(self) -> None:
         """Asserts every invariant that relates requests, blocks, images and rows."""
@@ -150,8 +152,20 @@ class _StepBuilder:
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
         num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
-        budget = self.limits.max_num_batched_tokens - num_decodes
-        self.budget = min(budget, self.limits.max_num_mixed_tokens) if num_decodes else budget
+        self.is_mixed = num_decodes > 0
+        self.budget = self._prefill_budget(num_decodes)
+        self.offered = self.budget
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        """Prefill tokens that this step may compute. Streams wait for a bounded chunk, then get steps of their own in proportion to it."""
+        if num_decodes == 0:
+            self.state.num_unpaid_tokens = 0
+            return self.limits.max_num_batched_tokens
+        pace = self.limits.prefill_tokens_per_decode_step
+        if pace and self.state.num_unpaid_tokens >= pace:
+            self.state.num_unpaid_tokens -= pace
+            return 0
+        return min(self.limits.max_num_batched_tokens - num_decodes, self.limits.max_num_mixed_tokens)
 
     def continue_running(self) -> None:
         """A chunk for every running request that fits the budget, oldest first."""
@@ -184,6 +198,8 @@ class _StepBuilder:
             return None
         for request, _ in members:
             request.num_in_flight += 1
+        if self.is_mixed and self.limits.prefill_tokens_per_decode_step:
+            self.state.num_unpaid_tokens += self.offered - self.budget
         step = StepPlan(
             step=self.state.num_steps,
             evict=self.state.images.take_evicted(),
@@ -330,6 +346,7 @@ class _StepBuilder:
             self.encodes.append(Encode(entry.image_id, span.source, span.grid))
             self.encoded[entry.image_id] = span.hash
             self.num_encoder_tokens += span.length
+            request.wire.stages.images_encoded += 1
         else:
             self.state.counters.images_hit += 1
         self.state.images.pin(span.hash)

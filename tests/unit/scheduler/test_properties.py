@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.scheduler.core import SchedulerCore
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
 
 
@@ -54,6 +55,7 @@ def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool
         max_num_batched_tokens=rng.choice([5, 8, 16, 64]),
         max_num_encoder_tokens=rng.choice([9, 12, 40]),
         prefix_cache=prefix_cache,
+        prefill_tokens_per_decode_step=rng.choice([0, 3, 20]),
         num_ranks=2,
     )
     sim = Simulation(core, rng, num_ranks=2)
@@ -150,22 +152,32 @@ def test_what_never_fits_is_refused_at_the_door() -> None:
     assert sim.terminal == {0: "error", 1: "error"}
 
 
+def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int) -> list[int]:
+    """Runs to the end; the prefill tokens of `other` in each step that also decodes `stream`."""
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(stream, [20] * 4, [], 60, ignore_eos=True), [20] * 4)
+    sim.step()
+    sim.add(make_request(other, [21] * 60, [], 1), [21] * 60)
+    sizes = []
+    while sim.in_flight or sim.step():
+        while core.num_in_flight < 2 and (step := core.next_step()) is not None:
+            sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
+            if any(request.rid == stream for request in step.requests):
+                pairs = zip(step.requests, step.plan.chunks, strict=True)
+                sizes.append(sum(chunk.length for request, chunk in pairs if request.rid == other))
+        if not sim.step():
+            break
+    return sizes
+
+
 def test_streams_are_protected_from_long_prompts() -> None:
     """Red if a step that decodes also computes more prefill tokens than --max-num-mixed-tokens."""
-    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=8)
-    sim = Simulation(core, random.Random(0))
-    sim.add(make_request(0, [20] * 4, [], 30, ignore_eos=True), [20] * 4)
-    sim.step()
-    sim.add(make_request(1, [21] * 60, [], 1), [21] * 60)
-    sizes = []
-    original = core.next_step
+    sizes = prefill_sizes_beside(make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=8), 0, 1)
+    assert max(sizes) == 8 and sum(sizes) == 60
 
-    def spy():  # type: ignore[no-untyped-def]
-        step = original()
-        if step is not None and any(r.rid == 0 for r in step.requests):
-            sizes.append(sum(c.length for r, c in zip(step.requests, step.plan.chunks, strict=True) if r.rid == 1))
-        return step
 
-    core.next_step = spy  # type: ignore[method-assign]
-    sim.run()
-    assert max(sizes) == 8
+def test_streams_get_steps_of_their_own() -> None:
+    """Red if prefill beside streams is not paid for: 8 tokens at a pace of 4 owe two steps that only decode."""
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=8, prefill_tokens_per_decode_step=4)
+    sizes = prefill_sizes_beside(core, 0, 1)
+    assert sizes[:6] in ([8, 0, 0, 8, 0, 0], [0, 8, 0, 0, 8, 0]) and sum(sizes) == 60
