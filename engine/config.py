@@ -40,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_mixed_tokens: Annotated[int, "prefill tokens of a step that also decodes: bounds how long streams stall"] = 2048
     prefill_tokens_per_decode_step: Annotated[
         int, "while requests decode, one step that only decodes per so many prefill tokens: lower favours streams, 0 favours first tokens"
-    ] = 256
+    ] = 0
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True

@@ -37,7 +37,9 @@ def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | St
             pending.append(runner.launch(plan))
         if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
             results.send(pending.popleft().result())
-        elif pending and plan is None:
+        elif plan is None and not pending:
+            runner.use_idle_time()
+        elif plan is None:
             time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
 
 

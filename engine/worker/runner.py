@@ -133,6 +133,11 @@ class Runner:
         watch.mark()
         return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, watch.marks())
 
+    @torch.inference_mode()
+    def use_idle_time(self) -> None:
+        """For a moment without plans: what would be in the way of a request, in small pieces."""
+        self._model.prepare_when_idle()
+
     def _draw(self, inputs: StepInputs) -> torch.Tensor:
         """Forward and sample; the tokens also go to the rows, for the next step."""
         logits_SV = self._forward(inputs)
