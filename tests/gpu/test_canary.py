@@ -1,0 +1,39 @@
+"""The demo model on a GPU, asked five hundred questions with pictures of all sizes mixed: every lever on, every answer that of transformers.
+
+Red when a captured graph, a fused kernel or a cache serves one image's size with another's data.
+"""
+
+import asyncio
+import json
+import random
+
+import pytest
+import torch
+
+from bench.accuracy import ask_server
+from bench.client import ChatClient
+from models.demo import CHECKPOINT
+from models.demo.questions import question
+from tests.e2e.serving import Engine, serve
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
+
+NUM_ASKED = 500
+AT_ONCE = 16
+MAX_DIFFERENT = 5  # bfloat16 on another device may read a borderline digit otherwise
+
+
+def test_five_hundred_answers_with_mixed_sizes() -> None:
+    """The recorded questions in random order, most of them several times: fresh, cached, batched with all others."""
+    records = json.loads((CHECKPOINT.parent / "reference_answers.json").read_text())
+    chosen = [record for _ in range(3) for record in random.Random(0).sample(records, len(records))][:NUM_ASKED]
+    items = [question(record["seed"], record["task"]) for record in chosen]
+
+    async def ask(engine: Engine) -> list[str]:
+        async with ChatClient(engine.url) as client:
+            return [result.error or result.said for result in await ask_server(client, "", items, AT_ONCE)]
+
+    with serve(CHECKPOINT, "--kv-cache-memory-bytes", "2G", "--image-cache-bytes", "4M") as engine:
+        said = asyncio.run(ask(engine))
+    different = [(answer, record["said"]) for answer, record in zip(said, chosen, strict=True) if answer != record["said"]]
+    assert len(different) <= MAX_DIFFERENT, different
