@@ -1,4 +1,4 @@
-"""The demo model on a GPU, asked five hundred questions with pictures of all sizes mixed: every lever on, every answer that of transformers.
+"""The demo model on a GPU, asked five hundred questions with pictures of all sizes mixed: every answer is that of transformers.
 
 Red when a captured graph, a fused kernel or a cache serves one image's size with another's data.
 """
