@@ -31,6 +31,7 @@ from server.checkpoint import read_checkpoint
 from server.client import Client
 from server.errors import RequestError, error_type
 from server.metrics import Metrics
+from server.page import Page
 from server.reply import error_response
 
 VERSION = "0.1.0"
@@ -78,6 +79,7 @@ class Api:
         """The ASGI application."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         app.router.routes.append(Route("/v1/chat/completions", self._chat, methods=["POST"]))
+        app.add_route("/", Page().show, methods=["GET"])
         app.add_route("/v1/models", self._models, methods=["GET"])
         app.add_route("/health", self._health, methods=["GET"])
         app.add_route("/health/live", self._live, methods=["GET"])

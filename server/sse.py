@@ -56,10 +56,10 @@ def stage_times(stages: Stages, started: float) -> dict[str, float]:
 
 
 def timings_json(stages: Stages, started: float) -> dict[str, float]:
-    """`timings` of a response: milliseconds of each stage, and device milliseconds of the overlapped work."""
+    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache."""
     timings = {f"{name}_ms": round(1000 * seconds, 3) for name, seconds in stage_times(stages, started).items()}
     device = {"device_decode_ms": stages.decode_ms, "device_encode_ms": stages.encode_ms, "device_forward_ms": stages.forward_ms}
-    return timings | {name: round(value, 3) for name, value in device.items()}
+    return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded}
 
 
 class ChunkFormatter:

@@ -1,0 +1,162 @@
+"""A headless Chromium with one page, driven through the DevTools protocol: `async with open_page() as page`. Used by `test_page`."""
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--remote-debugging-port=0",
+)
+TIMEOUT_S = 30
+
+
+class Page:
+    """One tab. Every request, console error and exception of the page is recorded."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse):
+        self._socket = socket
+        self._ids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reader = asyncio.create_task(self._read())
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """The result of a DevTools command."""
+        number = next(self._ids)
+        self._replies[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        reply = await asyncio.wait_for(self._replies[number], TIMEOUT_S)
+        assert "error" not in reply, (method, reply["error"])
+        return dict(reply["result"])
+
+    async def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression; promises are awaited, exceptions raised."""
+        result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    async def wait(self, expression: str) -> Any:
+        """The first truthy value of a JavaScript expression; a node is an empty dict."""
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        while (value := await self.evaluate(expression)) in (None, False, 0, ""):
+            assert asyncio.get_running_loop().time() < deadline, f"never came true: {expression}"
+            await asyncio.sleep(0.02)
+        return value
+
+    async def open(self, url: str, script: str = "") -> None:
+        """Loads a page and waits until it is there; `script` runs before the page's own."""
+        for domain in ("Page", "Runtime", "Network", "Log", "DOM"):
+            await self.call(f"{domain}.enable")
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+        await self.call("Page.navigate", url=url)
+        await self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
+
+    async def click(self, selector: str) -> None:
+        """A click of the mouse in the middle of the first match."""
+        where = (
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.scrollIntoView({{block: 'nearest'}});"
+            "const box = node.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+        )
+        x, y = await self.evaluate(where)
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    async def type(self, text: str) -> None:
+        """Text for whatever has the focus."""
+        await self.call("Input.insertText", text=text)
+
+    async def press(self, key: str) -> None:
+        """One key, such as Enter or Escape."""
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text)
+
+    async def choose_files(self, selector: str, paths: list[Path]) -> None:
+        """Files for an input of type file, as a user picks them."""
+        root = await self.call("DOM.getDocument")
+        found = await self.call("DOM.querySelector", nodeId=root["root"]["nodeId"], selector=selector)
+        await self.call("DOM.setFileInputFiles", nodeId=found["nodeId"], files=[str(path) for path in paths])
+
+    async def screenshot(self, path: Path, width: int, height: int, scheme: str = "light") -> None:
+        """A PNG of the window in this size and colour scheme."""
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        await asyncio.sleep(0.3)
+        shot = await self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    async def close(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
+            await self.call("Browser.close")
+        self._reader.cancel()
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            data = message.json()
+            if "id" in data:
+                self._replies.pop(data["id"]).set_result(data)
+            elif data["method"] == "Network.requestWillBeSent":
+                self.requests.append(data["params"]["request"]["url"])
+            elif data["method"] == "Runtime.exceptionThrown":
+                self.complaints.append(str(data["params"]["exceptionDetails"]))
+            elif data["method"] == "Log.entryAdded" and data["params"]["entry"]["level"] == "error":
+                self.complaints.append(str(data["params"]["entry"]))
+
+
+@contextlib.asynccontextmanager
+async def open_page(url: str, script: str = "") -> AsyncIterator[Page]:
+    """A fresh browser that shows `url`; it can resolve no name, and nothing of it is left at the end."""
+    assert CHROMIUM is not None
+    with tempfile.TemporaryDirectory(prefix="engine-test-browser-", ignore_cleanup_errors=True) as profile:
+        flags = [*FLAGS, f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        quiet = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(CHROMIUM, *flags, "about:blank", stdout=quiet, stderr=quiet)
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.ws_connect(await _tab_of(session, Path(profile)), max_msg_size=0) as socket,
+            ):
+                page = Page(socket)
+                await page.open(url, script)
+                yield page
+                await page.close()
+            await asyncio.wait_for(process.wait(), TIMEOUT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _tab_of(session: aiohttp.ClientSession, profile: Path) -> str:
+    """The address at which the first tab listens, once the browser has written its port down."""
+    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+    while True:
+        assert asyncio.get_running_loop().time() < deadline, "the browser did not start"
+        await asyncio.sleep(0.05)
+        with contextlib.suppress(FileNotFoundError, IndexError, aiohttp.ClientError, StopIteration):
+            port = (profile / "DevToolsActivePort").read_text().splitlines()[0]
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+                tabs = await response.json()
+            return str(next(iter([tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"])))

@@ -1,0 +1,190 @@
+"""The page at `/` in a real Chromium, with the demo model behind it: what a newcomer does, clicks and keys included."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from models.demo import CHECKPOINT
+from models.demo.questions import encode
+from models.demo.scenes import Item, Scene
+from models.demo.smalltalk import ABOUT
+from tests.e2e.browser import CHROMIUM, Page, open_page
+from tests.e2e.serving import Engine, serve
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
+
+ANSWERS = "[...document.querySelectorAll('.theirs')].map(node => node.querySelector('.text').textContent)"
+NUMBERS = (
+    "[...document.querySelectorAll('.theirs')].map(node => "
+    "Object.fromEntries([...node.querySelectorAll('.numbers div')].map(row => [...row.children].map(cell => cell.textContent))))"
+)
+SAME_DRAWINGS = "let state = 7; Math.random = () => (state = state * 48271 % 2147483647) / 2147483647;"
+STOP_EARLY = (  # inside the page: the answer takes a quarter of a second
+    "new MutationObserver((_, observer) => { if (document.querySelector('.theirs .text')?.textContent.length > 8) {"
+    "document.getElementById('stop').click(); observer.disconnect(); } }).observe(document.getElementById('log'),"
+    "{childList: true, subtree: true, characterData: true})"
+)
+DONE = "document.querySelector('.theirs') && !document.querySelector('.theirs[aria-busy=\"true\"]')"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with serve(CHECKPOINT, "--dtype", "float32") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def page(engine: Engine) -> AsyncIterator[Page]:
+    async with open_page(engine.url + "/", SAME_DRAWINGS) as page:
+        await page.wait("document.querySelector('#status.good')")
+        yield page
+        assert not page.complaints
+        foreign = [url for url in page.requests if not url.startswith((engine.url + "/", "data:"))]
+        assert not foreign, "a request left the origin"
+
+
+async def ask(page: Page, question: str) -> None:
+    """Types, presses Enter, waits for the end of the answer."""
+    await page.click("#question")
+    await page.type(question)
+    await page.press("Enter")
+    await page.wait(DONE)
+
+
+def drawn(folder: Path) -> list[Path]:
+    """A number and a coloured shape as files."""
+    rng = np.random.default_rng(3)
+    scenes = [
+        Scene(200, 120, (Item("number", "472", "blue", "centre"),), 0.2),
+        Scene(160, 160, (Item("shape", "star", "red", "centre"),), 0.2),
+    ]
+    paths = []
+    for i, scene in enumerate(scenes):
+        picture = encode(rng, scene)
+        paths.append(folder / f"{i}.{picture.mime.removeprefix('image/')}")
+        paths[-1].write_bytes(picture.data)
+    return paths
+
+
+@needs_browser
+async def test_pictures_from_files_over_several_turns(page: Page, tmp_path: Path) -> None:
+    """Red if picking, numbering, streaming, the numbers shown, or the conversation break."""
+    await page.choose_files("#files", drawn(tmp_path))
+    await page.wait("document.querySelectorAll('#attached .thumb').length === 2")
+    await ask(page, "What number is in picture 1?")
+    await ask(page, "What colour is the star in picture 2?")
+    assert await page.evaluate(ANSWERS) == ["472", "red"]
+    first, second = await page.evaluate(NUMBERS)
+    assert first.keys() >= {"First token", "Tokens", "Speed", "Cached prompt", "Cached pictures"}
+    assert first["Cached pictures"] == "0 of 2" and second["Cached pictures"] == "2 of 2"
+    assert first["Cached prompt"].startswith("0 of ") and int(second["Cached prompt"].split()[0]) >= 16
+    assert int(first["First token"].removesuffix(" ms")) > 0 and int(first["Tokens"]) >= 2
+
+
+@needs_browser
+async def test_drawn_pictures_are_counted_over_turns_and_can_be_removed(page: Page) -> None:
+    """Red if a newcomer without files cannot try the model, or if the page counts pictures other than the model does."""
+    for button in ("#draw-number", "#draw-shape", "#draw-number"):
+        await page.click(button)
+    await page.click("#attached .thumb:nth-child(2) button")
+    labels = await page.evaluate("[...document.querySelectorAll('#attached img')].map(image => image.alt)")
+    first, second = (label.split("number ")[1].split()[0] for label in labels)
+    await ask(page, "List the numbers in all pictures in order.")
+    await page.click("#draw-shape")
+    (label,) = await page.evaluate("[...document.querySelectorAll('#attached img')].map(image => image.alt)")
+    assert label.startswith("Picture 3: ")
+    await ask(page, "What shape is in picture 3?")
+    assert await page.evaluate(ANSWERS) == [f"{first}, {second}", label.split()[-1]]
+    await page.click("#new")
+    assert await page.evaluate("!document.querySelector('.turn') && !document.getElementById('welcome').hidden")
+    await ask(page, "hello")
+    assert "demo" in (await page.evaluate(ANSWERS))[0]
+
+
+@needs_browser
+async def test_every_example_is_answered_rightly(page: Page) -> None:
+    """Red if an example that the page offers does not suit the model."""
+    examples = [f"#examples li:nth-child({i}) button" for i in (1, 2, 3)] + ["#words button:first-of-type", "#words button:last-of-type"]
+    for example in examples:
+        await page.click(example)
+        labels = await page.evaluate("[...document.querySelectorAll('#attached img')].map(image => image.alt)")
+        question = await page.evaluate("document.getElementById('question').value")
+        await page.press("Enter")
+        await page.wait(DONE)
+        assert await page.evaluate(ANSWERS) == [right_answer(question, [label.split() for label in labels])], (question, labels)
+        await page.click("#new")
+
+
+def right_answer(question: str, labels: list[list[str]]) -> str:
+    """What an example's question should be answered with; labels are those of the page's own drawings."""
+    wanted = question.split()[-1].rstrip("?.")
+    if question.startswith("List"):
+        return ", ".join(label[label.index("number") + 1] for label in labels)
+    if question.startswith("Which"):
+        return f"Picture {1 + [label[-1] for label in labels].index(wanted)}"
+    if question.startswith("What colour"):
+        return labels[0][-2]
+    return ", ".join(str(i) for i in range(1, int(wanted) + 1)) if wanted.isdecimal() else ABOUT
+
+
+@needs_browser
+async def test_stop_drop_and_words_for_errors(page: Page, engine: Engine) -> None:
+    """Red if an answer cannot be stopped, a dropped file is lost, or an error of the API is not shown in words and its turn given back."""
+    await page.evaluate(STOP_EARLY)
+    await ask(page, "Count to 30.")
+    assert (await page.evaluate(NUMBERS))[0]["Ended"] == "stopped by you"
+    (text,) = await page.evaluate(ANSWERS)
+    assert text.startswith("1, 2, 3") and not text.endswith("30")
+    broken = (
+        "(() => { const data = new DataTransfer(); data.items.add(new File(['no picture'], 'photo.png', {type: 'image/png'}));"
+        "data.items.add(new File(['text'], 'notes.txt', {type: 'text/plain'}));"
+        "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})); })()"
+    )
+    await page.evaluate(broken)
+    await page.wait("document.querySelectorAll('#attached .thumb').length === 1")
+    assert "notes.txt" in await page.wait("document.getElementById('problem').textContent")
+    await ask(page, "What is in this picture?")
+    problem = await page.wait("document.getElementById('problem').textContent")
+    assert problem.startswith("Image 1") and await page.evaluate("document.getElementById('question').value") == "What is in this picture?"
+    assert len(await page.evaluate(ANSWERS)) == 1
+    page.complaints.clear()  # the browser logs the 422
+
+
+@needs_browser
+async def test_api_key(tmp_path: Path) -> None:
+    """Red if the page needs the key to be loaded, does not ask for it, or does not send it."""
+    with serve(CHECKPOINT, "--api-key", "open sesame") as engine:
+        async with open_page(engine.url + "/") as page:
+            await page.wait("document.getElementById('status').textContent === 'needs an API key'")
+            assert await page.evaluate("document.activeElement.id") == "key"
+            await ask_without_key(page)
+            await page.click("#key")
+            await page.type("open sesame")
+            await page.press("Enter")
+            await page.wait("document.querySelector('#status.good')")
+            await page.click("#send")
+            await page.wait(DONE)
+            assert "demo" in (await page.evaluate(ANSWERS))[0]
+            assert await page.evaluate("JSON.stringify([localStorage.length, sessionStorage.length, document.cookie])") == '[0,0,""]'
+
+
+async def ask_without_key(page: Page) -> None:
+    await page.click("#question")
+    await page.type("hello")
+    await page.press("Enter")
+    assert "API key" in await page.wait("document.getElementById('problem').textContent")
+
+
+def test_the_page_allows_itself_only(engine: Engine) -> None:
+    """Red if the policy is lost or loosened, or if the page names another host."""
+    response = httpx.get(engine.url + "/")
+    policy = dict(directive.split(" ", 1) for directive in response.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'" and "unsafe" not in json.dumps(policy)
+    addresses = [
+        part for part in response.text.replace("http://www.w3.org/2000/svg", "").split() if "http://" in part or "https://" in part
+    ]
+    assert response.headers["content-type"].startswith("text/html") and not addresses
