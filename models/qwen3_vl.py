@@ -15,6 +15,7 @@ from models.layers.slots import Slot, module_slots
 from models.preprocess import Preprocessor
 from models.text import TextModel
 from models.vision import VisionTower
+from models.vision_graphs import TowerGraphs
 
 
 class Qwen3VL(nn.Module):
@@ -29,6 +30,7 @@ class Qwen3VL(nn.Module):
         self.ops = make_ops(device)
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, self.ops, dtype, device)
+        self._graphs = TowerGraphs(self.visual) if device.type == "cuda" else None
         self.language_model = TextModel(config, tp, self.ops, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
@@ -44,17 +46,20 @@ class Qwen3VL(nn.Module):
         if not images:
             return []
         grids = [self.config.geometry.grid(image.shape[0], image.shape[1]) for image in images]
-        levels: torch.Tensor = self.visual(self._patches(images, grids), grids)
+        run_tower = self.visual if self._graphs is None else self._graphs
+        levels: torch.Tensor = run_tower(self._patches(images, grids), grids)
         if len(images) == 1:
             return [levels]
         parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
+    def prepare_when_idle(self) -> bool:
+        """Work that pays later, for a time when nothing runs on the device: False if there is none. Takes a few tens of milliseconds."""
+        return self._graphs is not None and self._graphs.capture_one()
+
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        vision = self.config.vision
-        counts = [t * h * w for t, h, w in grids]
-        patches_PX = torch.empty((sum(counts), vision.in_channels * vision.patch_size**2), dtype=self.dtype, device=self.device)
-        for image, grid, out_PX in zip(images, grids, patches_PX.split(counts), strict=True):
+        patches_PX = self.visual.empty_patches(grids)
+        for image, grid, out_PX in zip(images, grids, patches_PX.split([t * h * w for t, h, w in grids]), strict=True):
             self.preprocessor.write_patches(image, grid, out_PX)
         return patches_PX
 

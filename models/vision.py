@@ -21,7 +21,7 @@ from models.layers.rotary import inverse_frequencies
 from models.layers.segments import SegmentAttention, make_segment_attention
 from models.layers.slots import Slot
 from models.preprocess import PIXEL_SCALE
-from models.vision_tables import GridTables, PositionGrid, TableCache, grid_tables
+from models.vision_tables import GridTables, PositionGrid, TableCache, Tables, grid_tables
 
 LAYER_NORM_EPS = 1e-6
 
@@ -187,10 +187,27 @@ class VisionTower(nn.Module):
 
         `grids` are the images' patch grids in the order of the patches.
         """
+        self.plan(grids)
+        return self.compute(patches_PX, self.tables(grids))
+
+    def plan(self, grids: Sequence[Grid]) -> None:
+        """Host work before `compute`; not part of a captured graph."""
+        self.attention.plan([t * h * w for t, h, w in grids])
+
+    def tables(self, grids: Sequence[Grid]) -> Tables:
+        """What `compute` looks up."""
         tables = [self._tables.get(grid) for grid in grids]
-        self.attention.plan([len(table.position_PD) for table in tables])
-        cos_sin_PK = torch.cat([table.cos_sin_PK for table in tables])
-        x_PD = torch.cat([table.position_PD for table in tables])
+        return Tables([table.position_PD for table in tables], torch.cat([table.cos_sin_PK for table in tables]))
+
+    def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
+        """Room for the patches of images of these grids, (P, C * patch ** 2)."""
+        width = self.config.in_channels * self.config.patch_size**2
+        return self.merger.norm.weight.new_empty((sum(t * h * w for t, h, w in grids), width))
+
+    def compute(self, patches_PX: torch.Tensor, tables: Tables) -> torch.Tensor:
+        """As `forward`, for what was planned. Device work only."""
+        cos_sin_PK = tables.cos_sin_PK
+        x_PD = torch.cat(tables.position_PD)
         self.patch_embed.add_(patches_PX, x_PD)
         num_tokens = len(x_PD) // self.config.merge_size**2
         levels = x_PD.new_empty((1 + len(self.deepstack_merger_list), num_tokens, self.config.out_hidden_size))

@@ -25,6 +25,14 @@ class GridTables:
     cos_sin_PK: torch.Tensor  # float32 rotary rows
 
 
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Of all images of an encode, one after the other. The position embeddings stay apart: they are joined where the stream begins."""
+
+    position_PD: list[torch.Tensor]
+    cos_sin_PK: torch.Tensor
+
+
 class PositionGrid(nn.Module):
     """A learned square grid of embeddings, stretched over an image by bilinear interpolation with aligned corners."""
 

@@ -1,9 +1,10 @@
-"""The 8B shape on one GPU, bfloat16: FlashInfer, Triton and cuDNN against transformers with the same random weights.
+"""The 8B shape on one GPU, bfloat16: FlashInfer, Triton and CUDA graphs against transformers with the same random weights.
 
 Red when a CUDA path disagrees with the reference: a kernel, an epilogue, a plan, or the order of pages. Tokens are not compared: a random
 model in bfloat16 flips them under any change of summation order.
 """
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,3 +159,18 @@ def test_a_captured_step_replays_with_new_lengths(model: Qwen3VL) -> None:
         session.computed += 1
         rows.append(logits[0].clone())
     assert relative(torch.stack(rows), whole(model, prompt)[100:140]) < TOLERANCE
+
+
+def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:
+    """Encodes of many sizes in any order, with graphs captured and evicted in between: 500 of 500 equal the first, eager one."""
+    rng = random.Random(0)
+    sizes = [(256, 256), (320, 320), (320, 640), (640, 320), (704, 1280), (480, 640), (720, 1280), (1088, 1920)]
+    encodes = [tuple(rng.choices(sizes[:6], k=2)) for _ in range(4)] + [(size,) for size in sizes]
+    images = [[noise_image(*size, seed=i).to(model.device) for i, size in enumerate(encode)] for encode in encodes]
+    first = [[embedding.clone() for embedding in model.encode(batch)] for batch in images]
+    for _ in range(500):
+        i = rng.randrange(len(encodes))
+        for ours, expected in zip(model.encode(images[i]), first[i], strict=True):
+            assert relative(ours, expected) < 1e-3, encodes[i]
+        if rng.random() < 0.1:
+            model.prepare_when_idle()

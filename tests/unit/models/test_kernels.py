@@ -86,12 +86,12 @@ def test_layer_norm(width: int, offsets: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "width", "rows"), [(1, 512, 24), (3, 700, 20), (4, 96, 8)])
-def test_gemv(tokens: int, width: int, rows: int) -> None:
+@pytest.mark.parametrize(("width", "rows"), [(512, 24), (700, 20), (96, 2)])
+def test_gemv(width: int, rows: int) -> None:
     from models.layers import kernels_text
 
     generator = torch.Generator().manual_seed(0)
-    shapes = (tokens, width), (rows, width), (width,), (tokens, rows)
+    shapes = (1, width), (rows, width), (width,), (1, rows)
     x, weight, norm, residual = (torch.randn(shape, generator=generator) for shape in shapes)
     ops = TorchOps()
     torch.testing.assert_close(kernels_text.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
@@ -102,6 +102,16 @@ def test_gemv(tokens: int, width: int, rows: int) -> None:
     expected = residual + x @ weight.t()
     kernels_text.gemv_add_(x, weight, residual)
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.layers import kernels_text
+
+    monkeypatch.setattr(kernels_text, "GEMV_BLOCK", 64)
+    monkeypatch.setattr(kernels_text, "GEMV_MAX_BLOCK", 64)
+    x, weight = torch.randn((1, 200)), torch.randn((22, 200))
+    torch.testing.assert_close(kernels_text.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
 
 
 @interpreted
