@@ -37,8 +37,8 @@ def _rotate_and_pad(
     target = q_out + (row * HEADS + heads) * PADDED
     tl.store(target + pairs, (lower * cos - upper * sin).to(kvq.dtype.element_ty), mask=inside)
     tl.store(target + HALF + pairs, (upper * cos + lower * sin).to(kvq.dtype.element_ty), mask=inside)
-    rest = 2 * HALF + tl.arange(0, PADDED // 2)[None, :]
-    tl.store(target + rest, tl.zeros([HEADS, PADDED // 2], q_out.dtype.element_ty), mask=rest < PADDED)
+    rest = 2 * HALF + tl.arange(0, PADDED)[None, :]
+    tl.store(target + rest, tl.zeros([HEADS, PADDED], q_out.dtype.element_ty), mask=rest < PADDED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -89,10 +89,10 @@ def _layer_norm(
 def rotate_and_pad_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor, padded: int) -> torch.Tensor:
     """Rotates the keys (index 0 of the second dimension) in place and returns the rotated queries (index 2) as (P, H, padded).
 
-    Tensors are contiguous, H is a power of two, and K <= padded <= 2 K.
+    Tensors are contiguous, H and `padded` are powers of two. What follows a key or value within `padded` is inside its patch.
     """
     num_patches, _, num_heads, head_dim = kvq_P3HK.shape
-    assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous() and head_dim <= padded <= 2 * head_dim
+    assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous() and head_dim <= padded <= (num_heads + 1) * head_dim
     q_PHL = kvq_P3HK.new_empty((num_patches, num_heads, padded))
     _rotate_and_pad[(num_patches,)](
         kvq_P3HK, q_PHL, cos_sin_PK,

@@ -57,7 +57,7 @@ def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torc
 
 
 @interpreted
-@pytest.mark.parametrize(("head_dim", "padded"), [(72, 128), (64, 128), (16, 16), (16, 32)])
+@pytest.mark.parametrize(("head_dim", "padded"), [(72, 128), (64, 128), (32, 128), (16, 16), (16, 32)])
 def test_rotate_and_pad_then_trim(head_dim: int, padded: int) -> None:
     from models.layers import kernels_vision
 
