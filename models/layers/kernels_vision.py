@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS_PER_NORM = 2
 ROWS_PER_TRIM = 4
 
 
@@ -58,32 +57,28 @@ def _trim_heads(
     tl.store(out + row * WIDTH + column, tl.load(padded + row * PADDED + column, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _layer_norm(
     x: tl.tensor,
     offset: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    num_rows: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     OFFSETS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows of WIDTH values, to which OFFSETS values are added over and over."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    """One program: a row of WIDTH values, to which OFFSETS values are added over and over."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    mask = (row < num_rows) & inside
-    value = tl.load(x + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(offset + column % OFFSETS, mask=inside, other=0.0)
-    mean = tl.sum(value, 1) / WIDTH
-    centred = tl.where(inside, value - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)[:, None]
+    centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
     normed = centred * scale * tl.load(weight + column, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
-    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def rotate_and_pad_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor, padded: int) -> torch.Tensor:
@@ -96,7 +91,7 @@ def rotate_and_pad_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor, padded: in
     q_PHL = kvq_P3HK.new_empty((num_patches, num_heads, padded))
     _rotate_and_pad[(num_patches,)](
         kvq_P3HK, q_PHL, cos_sin_PK,
-        HEADS=num_heads, HALF=head_dim // 2, PADDED=padded, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
+        HEADS=num_heads, HALF=head_dim // 2, PADDED=padded, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=8,
     )  # fmt: skip
     return q_PHL
 
@@ -119,8 +114,8 @@ def layer_norm(x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bi
     num_rows, width = x.shape
     assert x.is_contiguous() and offset_D.is_contiguous()
     out = torch.empty_like(x)
-    _layer_norm[(triton.cdiv(num_rows, ROWS_PER_NORM),)](
-        x, offset_D, weight, bias, out, num_rows, eps,
-        WIDTH=width, OFFSETS=len(offset_D), ROWS=ROWS_PER_NORM, BLOCK=triton.next_power_of_2(width), num_warps=4,
+    _layer_norm[(num_rows,)](
+        x, offset_D, weight, bias, out, eps,
+        WIDTH=width, OFFSETS=len(offset_D), BLOCK=triton.next_power_of_2(width), num_warps=2 if width <= 2048 else 8,
     )  # fmt: skip
     return out

@@ -1,0 +1,97 @@
+"""Cases of the decoder: prefill of a large chunk, and decoding."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench.kernels.timing import Case, copies
+from models.batch import AttentionLayout
+from models.config import ModelConfig
+from models.layers.attention import AttentionBackend, allocate_pools, make_attention
+from models.layers.attention_flashinfer import GraphedDecode
+from models.layers.ops import Ops
+from models.layers.parallel import TensorParallel
+
+CHUNK = 8192
+PAGE = 16
+POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
+EPS = 1e-6
+BF16 = 2
+
+
+def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[Case]:
+    """Everything that runs once per layer, and the head."""
+    text = config.text
+    width = text.hidden_size
+    norm = torch.ones(width, dtype=torch.bfloat16, device=device)
+    x = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
+    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(x, norm, EPS)])
+    for num_tokens in (CHUNK, 64, 1):
+        yield from products(config, ops, device, num_tokens)
+    pools = allocate_pools(text, TensorParallel.single(), POOL_BLOCKS, PAGE, torch.bfloat16, device)[:2]
+    yield norm_rope_store(config, ops, pools[0], device)
+    prefill = make_attention(pools, text.num_heads)
+    for new, context in ((CHUNK, 0), (1024, CHUNK)):
+        yield attention(config, prefill, [new], [new + context], device)
+    for rows, length in ((1, 1024), (64, 384), (32, 4096)):
+        decode = GraphedDecode.factory(pools, text.num_heads, POOL_BLOCKS)(rows)
+        yield attention(config, decode, [1] * rows, [length] * rows, device)
+
+
+def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:
+    """The matrix products of a layer with the norms, activation and residual that go with them; the head where it is used."""
+    text = config.text
+    attended = text.num_heads * text.head_dim
+    norm = torch.ones(text.hidden_size, dtype=torch.bfloat16, device=device)
+    residual = torch.zeros((num_tokens, text.hidden_size), dtype=torch.bfloat16, device=device)
+    shapes: dict[str, tuple[int, int, Callable[[torch.Tensor, torch.Tensor], object]]] = {
+        "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.norm_linear(x, norm, EPS, w)),
+        "o, residual": (text.hidden_size, attended, lambda x, w: ops.linear_add_(x, w, residual)),
+        "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.norm_swiglu(x, norm, EPS, w)),
+        "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.linear_add_(x, w, residual)),
+    }
+    if num_tokens < CHUNK:
+        shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: ops.linear_f32(x, w)
+    for name, (rows, width, product) in shapes.items():
+        num_bytes = rows * width * BF16
+        weights = [torch.randn((rows, width), dtype=torch.bfloat16, device=device) for _ in range(copies(num_bytes))]
+        x = torch.randn((num_tokens, width), dtype=torch.bfloat16, device=device)
+        calls = [lambda w=w, x=x, product=product: product(x, w) for w in weights]
+        yield Case(name, f"{num_tokens} x {width} x {rows}", 2.0 * num_tokens * rows * width, num_bytes, calls)
+
+
+def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> Case:
+    text = config.text
+    width = (text.num_heads + 2 * text.num_kv_heads) * text.head_dim
+    qkv = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
+    weight = torch.ones(text.head_dim, dtype=torch.bfloat16, device=device)
+    tables = torch.randn((CHUNK, text.head_dim), device=device)
+    slots = torch.arange(CHUNK, device=device)
+    calls = [lambda: ops.norm_rope_store_(qkv, weight, weight, EPS, tables, pool, slots)]
+    return Case("q/k norm, rope, store", f"{CHUNK} x {width}", 0, 2 * qkv.nbytes + tables.nbytes, calls)
+
+
+def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], lengths: list[int], device: torch.device) -> Case:
+    """Rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache holds the keys."""
+    text = config.text
+    pages = [-(-length // PAGE) for length in lengths]
+    is_prefill = max(new) > 1
+    layout = AttentionLayout(
+        qo_indptr_cpu=indptr(new),
+        kv_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+        page_indptr_cpu=indptr(pages),
+        pages=torch.randperm(POOL_BLOCKS, device=device)[: sum(pages)].to(torch.int32),
+        slot_mapping_T=torch.zeros(sum(new), dtype=torch.int64, device=device),
+        num_prefill_rows=len(new) if is_prefill else 0,
+    )
+    q_THK = torch.randn((sum(new), text.num_heads, text.head_dim), dtype=torch.bfloat16, device=device)
+    pairs = sum(count * (length - (count - 1) / 2) for count, length in zip(new, lengths, strict=True))
+    cached = 2 * sum(lengths) * text.num_kv_heads * text.head_dim * BF16
+    backend.plan(layout)
+    name, shape = ("prefill", f"{new[0]} of {lengths[0]}") if is_prefill else ("decode", f"{len(new)} x {lengths[0]}")
+    calls = [lambda layer=layer: backend.run(layer, q_THK) for layer in (0, 1)]
+    return Case(f"{name} attention", shape, 4 * pairs * text.num_heads * text.head_dim, cached + 2 * q_THK.nbytes, calls)
+
+
+def indptr(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)

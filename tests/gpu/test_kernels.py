@@ -1,0 +1,67 @@
+"""The CUDA operations against plain torch on the device, at the widths of every published size. Red when a shape needs what 8B does not."""
+
+import numpy as np
+import pytest
+import torch
+
+from models.layers.ops import make_ops
+from models.layers.ops_torch import TorchOps
+from models.layers.segments import make_segment_attention
+from models.layers.segments_torch import TorchSegments
+from models.preprocess import Preprocessor
+from tests.gpu.generated import config_of
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+REFERENCE = TorchOps()
+WIDTHS = [(2048, 6144), (2560, 9728), (4096, 12288), (5120, 25600)]  # hidden and intermediate size: 2B, 4B, 8B, 32B
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((ours.float() - expected.float()).norm() < 1e-2 * expected.float().norm())
+
+
+@pytest.mark.parametrize(("hidden", "inner"), WIDTHS)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_products(hidden: int, inner: int, tokens: int) -> None:
+    ops = make_ops(DEVICE)
+    x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden), normal(tokens, hidden)
+    gate_up, down = normal(2 * inner, hidden) * hidden**-0.5, normal(hidden, inner) * inner**-0.5
+    assert close(ops.norm_linear(x, norm, 1e-6, gate_up), REFERENCE.norm_linear(x, norm, 1e-6, gate_up))
+    assert close(ops.norm_swiglu(x, norm, 1e-6, gate_up), REFERENCE.norm_swiglu(x, norm, 1e-6, gate_up))
+    assert close(ops.linear_f32(x, gate_up), REFERENCE.linear_f32(x, gate_up))
+    expected = residual.clone()
+    REFERENCE.linear_add_(h, down, expected)
+    ops.linear_add_(h, down, residual)
+    assert close(residual, expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("lengths", [[4], [256, 1000, 16, 3520], [129] * 70])
+def test_attention_inside_segments(head_dim: int, lengths: list[int]) -> None:
+    kvq, angles = normal(sum(lengths), 3, 16, head_dim), torch.rand((sum(lengths), head_dim // 2), device=DEVICE)
+    tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    results = []
+    for segments in (TorchSegments(), make_segment_attention(16, head_dim, torch.bfloat16, DEVICE)):
+        segments.plan(lengths)
+        results.append(segments.run(kvq.clone(), tables))
+    assert close(results[1], results[0])
+
+
+def test_pixels_are_those_of_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    geometry = config_of("8B", tmp_path_factory.mktemp("8B")).geometry
+    on_gpu, on_cpu = Preprocessor(geometry, make_ops(DEVICE), DEVICE), Preprocessor(geometry, REFERENCE, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        size = rng.integers(20, 1500, 2).tolist()
+        image = torch.randint(256, (*size, 3), dtype=torch.uint8)
+        grid = geometry.grid(*size)
+        ours, expected = (torch.full((grid[1] * grid[2], 768), -1e3, dtype=torch.bfloat16, device=d) for d in (DEVICE, "cpu"))
+        on_gpu.write_patches(image.to(DEVICE), grid, ours)
+        on_cpu.write_patches(image, grid, expected)
+        assert ours.cpu().equal(expected), size
