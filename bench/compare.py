@@ -81,12 +81,10 @@ def plot(ours: dict[tuple[str, int], float], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.8), sharey=True)
     for axes, resolution in zip(panels, ("720p", "1080p", "2k"), strict=True):
-        for name, series, style in [
-            ("this engine", ours, {"linewidth": 2.5, "marker": "o"}),
-            *((other.name, other.ttft_ms, {"linestyle": "--", "marker": "."}) for other in PUBLISHED),
-        ]:
+        for name, series in [("this engine", ours), *((other.name, other.ttft_ms) for other in PUBLISHED)]:
             points = sorted((count, value) for (size, count), value in series.items() if size == resolution)
-            axes.plot([count for count, _ in points], [value for _, value in points], label=name, **style)
+            style = "o-" if series is ours else ".--"
+            axes.plot([count for count, _ in points], [value for _, value in points], style, label=name)
         axes.set(xscale="log", yscale="log", xlabel="images in the request", title=resolution, xticks=COUNTS, xticklabels=COUNTS)
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
