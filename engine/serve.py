@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("%s", problem)
         return 2
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _ignore_interrupts()
         family.stop()
     return 0
 
@@ -95,7 +95,14 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Once: an impatient second Ctrl-C must not break off the stop that the first one began."""
+    _ignore_interrupts()
     raise Interrupted
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

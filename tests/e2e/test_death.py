@@ -57,11 +57,13 @@ def test_sigkill(tiny: Path, victim: str) -> None:
 
 
 def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
-    """Red if a stop on purpose exits non-zero or leaves anything."""
+    """Red if a stop on purpose exits non-zero or leaves anything, also when the signal comes several times."""
     for sig in (signal.SIGINT, signal.SIGTERM):
         before = shared_memory()
         engine = Engine(tiny, [])
-        engine.process.send_signal(sig)
+        for _ in range(3):
+            engine.process.send_signal(sig)
+            time.sleep(0.01)
         assert engine.process.wait(DEADLINE_S) == 0, engine.log()
         engine.assert_gone()
         assert shared_memory() <= before
