@@ -14,6 +14,7 @@ from engine.messages import SamplingParams
 from engine.worker.staging import Staging
 
 MASK32 = 0xFFFFFFFF
+MIN_TEMPERATURE = 1e-5  # below it the noise is lost beside the logits anyway, and their quotient may overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class SamplingInputs:
     @classmethod
     def stage(cls, rows: Sequence[int], params: Sequence[SamplingParams], positions: Sequence[int], staging: Staging) -> "SamplingInputs":
         """`positions` are the drawn tokens' indexes in their sequences."""
-        floats = [(p.temperature or 1.0, float(p.temperature > 0), p.top_p if p.temperature > 0 else 1.0, p.min_p) for p in params]
+        floats = [
+            (max(p.temperature or 1.0, MIN_TEMPERATURE), float(p.temperature > 0), p.top_p if p.temperature > 0 else 1.0, p.min_p)
+            for p in params
+        ]
         ints = [(p.top_k if p.top_k > 0 else MASK32, _key(p.seed, at)) for p, at in zip(params, positions, strict=True)]
         temperature, scale, top_p, min_p = np.asarray(floats, dtype=np.float32).reshape(-1, 4, 1).transpose(1, 0, 2)
         top_k, keys = np.asarray(ints, dtype=np.int64).reshape(-1, 2, 1).transpose(1, 0, 2)
@@ -85,8 +89,12 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """(S, V) float32 standard Gumbel noise from (S, 1) keys, a pure function of key and token id."""
     tokens = torch.arange(vocab_size, device=keys.device)
     bits = _mix32((tokens * 0x9E3779B1 & MASK32) ^ keys)
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24  # in (0, 1): 24 bits are what float32 resolves
-    return -(-uniform.log()).log()
+    return -(-to_uniform(bits).log()).log()
+
+
+def to_uniform(bits: torch.Tensor) -> torch.Tensor:
+    """32 random bits -> float32 in (0, 1), the ends excluded. 23 bits: with 24 the half would be rounded away and the largest be 1."""
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def _key(seed: int, position: int) -> int:
