@@ -29,6 +29,7 @@ from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.chat import ChatEndpoint
 from server.checkpoint import read_checkpoint
 from server.client import Client
+from server.direct import DirectProtocol
 from server.errors import RequestError, error_type
 from server.metrics import Metrics
 from server.page import Page
@@ -167,7 +168,7 @@ async def serve(child: Child, listener: socket.socket) -> None:
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
     api = Api(child)
     config = uvicorn.Config(
-        api.build(), loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        api.build(), loop="uvloop", http=DirectProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG,
     )  # fmt: skip
     server = Server(config)

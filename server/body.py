@@ -10,18 +10,21 @@ from starlette.types import Receive
 
 from engine.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig
+from server.direct import DirectReader
 from server.errors import RequestError, overloaded
 from server.region import Region
 from server.scan import Scanner
 
 FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
 IDLE_TIMEOUT_S = 30.0
+MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
+DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
 MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
 MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds, and parsed in a few milliseconds
 
 
 class Body:
-    """A body that has arrived: the small JSON in `scanner`, payloads in `region`. The owner frees the region or hands it on."""
+    """A body that has arrived: as it was sent in `region`, the small JSON in `scanner`. The owner frees the region or hands it on."""
 
     def __init__(self, region: Region, scanner: Scanner, started: float):
         self.region = region
@@ -34,7 +37,7 @@ class Body:
         return self.region.view
 
 
-async def read_body(receive: Receive, content_length: int | None, arena: Arena, config: EngineConfig) -> Body:
+async def read_body(receive: Receive, content_length: int | None, direct: DirectReader | None, arena: Arena, config: EngineConfig) -> Body:
     """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (stalled); ClientDisconnect if it is cut."""
     if content_length is not None and content_length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
@@ -43,7 +46,14 @@ async def read_body(receive: Receive, content_length: int | None, arena: Arena, 
         try:
             region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
             undo.callback(region.free)
-            scanner = await _scan(receive, region, config)
+            scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
+            while await _receive_piece(receive, region, scanner, config.max_body_bytes):
+                rest = (content_length or 0) - region.used
+                if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
+                    await _read_directly(direct, rest, region, scanner)
+                    break
+        except TimeoutError:
+            raise RequestError(408, f"The request body stalled for {IDLE_TIMEOUT_S:.0f} seconds.") from None
         except ArenaTooSmall:
             raise _too_large(arena.size) from None
         except ArenaFull:
@@ -53,28 +63,32 @@ async def read_body(receive: Receive, content_length: int | None, arena: Arena, 
     return Body(region, scanner, started)
 
 
-async def _scan(receive: Receive, region: Region, config: EngineConfig) -> Scanner:
-    scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
-    num_bytes = 0
-    more = True
-    while more:
-        try:
-            async with asyncio.timeout(IDLE_TIMEOUT_S):
-                message = await receive()
-        except TimeoutError:
-            raise RequestError(408, f"The request body stalled for {IDLE_TIMEOUT_S:.0f} seconds.") from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunk: bytes = message.get("body", b"")
-        more = message.get("more_body", False)
-        num_bytes += len(chunk)
-        if num_bytes > config.max_body_bytes:
-            raise _too_large(config.max_body_bytes)
-        region.reserve(len(chunk))
-        scanner.feed(chunk, region.room)
-        region.used = scanner.used
-        check_text_bytes(scanner.num_text_bytes)
-    return scanner
+async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
+    """What the server has read by itself. Returns whether there is more."""
+    async with asyncio.timeout(IDLE_TIMEOUT_S):
+        message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    chunk: bytes = message.get("body", b"")
+    if region.used + len(chunk) > max_bytes:
+        raise _too_large(max_bytes)
+    region.append(chunk)
+    scanner.feed(chunk)
+    check_text_bytes(scanner.num_text_bytes)
+    more: bool = message.get("more_body", False)
+    return more
+
+
+async def _read_directly(direct: DirectReader, rest: int, region: Region, scanner: Scanner) -> None:
+    """The last `rest` bytes, from the socket into the region, which has room for them."""
+    end = region.used + rest
+    with direct.take_over(rest):
+        while region.used < end:
+            piece = region.room[: min(DIRECT_PIECE_BYTES, end - region.used)]
+            await direct.fill(piece, IDLE_TIMEOUT_S)
+            region.used += len(piece)
+            scanner.feed(bytes(piece))
+            check_text_bytes(scanner.num_text_bytes)
 
 
 def check_text_bytes(num_bytes: int) -> None:

@@ -16,6 +16,7 @@ from engine.messages import API_ARENA, MediaRef, Region, SamplingParams, Stages,
 from server.body import Body, check_text_bytes, read_body
 from server.checkpoint import SamplingDefaults
 from server.client import Client
+from server.direct import direct_reader
 from server.errors import RequestError, overloaded
 from server.metrics import Metrics
 from server.reply import Reply, ReplyOptions
@@ -56,10 +57,11 @@ class ChatEndpoint:
     async def _accept(self, request: Request) -> Reply:
         if not self._client.started:
             raise overloaded("The engine is still starting.", retry_after=5)
-        length = request.headers.get("content-length")
+        header = request.headers.get("content-length")
+        length = int(header) if header else None
         self.num_reading += 1
         try:
-            body = await read_body(request.receive, int(length) if length else None, self._arena, self._config)
+            body = await read_body(request.receive, length, direct_reader(request.scope), self._arena, self._config)
             return await self._submit(body)
         finally:
             self.num_reading -= 1

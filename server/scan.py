@@ -1,6 +1,6 @@
 """Takes the images out of a request body while it arrives: a body of 60 MB never becomes a Python string. Called by `server/body.py`.
 
-    {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the region
+    {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the body
 
 A base64 `data:` string is swapped wherever it stands as a JSON string; `server/schema.py` honours a reference in URL fields only and asks
 for every other one to be put back (`json(keep)`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
@@ -17,7 +17,7 @@ HEADER = re.compile(rb'"data:((?:[^"\\,]|\\/)*);base64,')
 
 @dataclass(slots=True)
 class Reference:
-    """One payload: base64 text as it stood in the JSON string, escapes included, at `offset` of the region."""
+    """One payload: base64 text as it stood in the JSON string, escapes included, at `offset` of the body."""
 
     mime: str
     offset: int
@@ -27,7 +27,7 @@ class Reference:
 
 
 class Scanner:
-    """Incremental: `feed` every chunk, then `json`. Linear in the bytes fed, however they are split.
+    """Incremental: `feed` every chunk, then `json`. Linear in the bytes fed, however they are split. The caller keeps the body.
 
     Invariant: `_in_string` and `_escaped` describe the position after the last byte handled; `_held` follows it, undecided.
     """
@@ -35,7 +35,7 @@ class Scanner:
     def __init__(self, nonce: str, max_references: int):
         self.references: list[Reference] = []
         self.num_text_bytes = 0  # of the JSON without payloads
-        self.used = 0  # bytes written to the region
+        self._num_fed = 0
         self._prefix = f"{nonce}:"
         self._max_references = max_references
         self._pieces: list[bytes] = []
@@ -44,17 +44,14 @@ class Scanner:
         self._escaped = False
         self._in_payload = False
 
-    def feed(self, chunk: bytes, room: memoryview) -> None:
-        """Scans the next bytes; payload bytes go to `room`, the unused rest of the region. It must hold `len(chunk)` bytes."""
+    def feed(self, chunk: bytes) -> None:
+        """Scans the next bytes of the body."""
         data = self._held + chunk if self._held else chunk
         self._held = b""
-        start_used = self.used
+        self._num_fed += len(chunk)
         position = 0
         while position < len(data):
-            if self._in_payload:
-                position = self._copy_payload(data, position, room[self.used - start_used :])
-            else:
-                position = self._scan_text(data, position)
+            position = self._skip_payload(data, position) if self._in_payload else self._scan_text(data, position)
 
     def index_of(self, text: str) -> int | None:
         """The index of the reference that `text` is, or None."""
@@ -62,13 +59,13 @@ class Scanner:
             return None
         return int(text[len(self._prefix) :])
 
-    def json(self, region: memoryview, keep: Container[int] | None = None) -> bytes:
+    def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
         """The JSON with references; those not in `keep` (None: all) are the original strings again. Call it when everything was fed."""
         pieces = [*self._pieces, self._held]
         if keep is not None:
             for index, reference in enumerate(self.references):
                 if index not in keep:
-                    payload = region[reference.offset : reference.offset + reference.length]
+                    payload = body[reference.offset : reference.offset + reference.length]
                     pieces[reference.piece] = reference.opening + bytes(payload)
         return b"".join(pieces)
 
@@ -83,7 +80,7 @@ class Scanner:
             header = HEADER.match(data, found, found + MAX_OPENING_BYTES)
             if header:
                 self._emit(data[start:found])
-                self._open(header)
+                self._open(header, self._num_fed - len(data) + header.end())
                 return header.end()
             if _is_undecided(data, found):
                 self._emit(data[start:found])
@@ -99,19 +96,16 @@ class Scanner:
         self._pieces.append(piece)
         self.num_text_bytes += len(piece)
 
-    def _open(self, header: re.Match[bytes]) -> None:
+    def _open(self, header: re.Match[bytes], offset: int) -> None:
         mime = header[1].split(b";")[0].replace(b"\\/", b"/").decode("latin-1")
-        self.references.append(Reference(mime, self.used, 0, header[0], len(self._pieces)))
+        self.references.append(Reference(mime, offset, 0, header[0], len(self._pieces)))
         self._emit(f'"{self._prefix}{len(self.references) - 1}'.encode())
         self._in_payload = True
 
-    def _copy_payload(self, data: bytes, start: int, room: memoryview) -> int:
-        """Copies payload bytes up to the closing quote or the end of the data. Returns where to go on: the quote is text again."""
+    def _skip_payload(self, data: bytes, start: int) -> int:
+        """Passes payload bytes up to the closing quote or the end of the data. Returns where to go on: the quote is text again."""
         end = self._find_closing_quote(data, start)
-        length = (len(data) if end is None else end) - start
-        room[:length] = memoryview(data)[start : start + length]
-        self.used += length
-        self.references[-1].length += length
+        self.references[-1].length += (len(data) if end is None else end) - start
         if end is None:
             return len(data)
         self._in_payload = self._escaped = False

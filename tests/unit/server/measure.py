@@ -39,13 +39,12 @@ def chat_body(num_images: int, seed: int) -> bytes:
 
 def measure_scanner(body: bytes) -> None:
     chunks = [body[i : i + CHUNK] for i in range(0, len(body), CHUNK)]
-    region = memoryview(bytearray(len(body)))
     best = 1e9
     for _ in range(5):
         scanner = Scanner("0" * 32, 129)
         start = time.perf_counter()
         for chunk in chunks:
-            scanner.feed(chunk, region[scanner.used :])
+            scanner.feed(chunk)
         best = min(best, time.perf_counter() - start)
     print(f"scanner: {len(body) / best / 1e9:.1f} GB/s on {len(body) / 1e6:.0f} MB in chunks of {CHUNK >> 10} KiB")
 
@@ -139,7 +138,7 @@ def main() -> None:
     start = time.perf_counter()
     for _ in range(10_000):
         scanner = Scanner("0" * 32, 129)
-        scanner.feed(small, memoryview(b""))
+        scanner.feed(small)
         scanner.json(memoryview(b""))
     print(f"scanner: {(time.perf_counter() - start) * 100:.1f} us for a body of {len(small)} bytes")
     stack = Stack(folder, max_model_len=262_144, api_arena_bytes=256 * MIB, processor_arena_bytes=256 * MIB)

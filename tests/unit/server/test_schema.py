@@ -157,11 +157,11 @@ def test_references_are_honoured_in_urls_only() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": uri}, {"type": "image_url", "image_url": {"url": uri}}]}]
     body = json.dumps({"messages": messages}).encode()
     scanner = Scanner("nonce", 4)
-    scanner.feed(body, memoryview(bytearray(len(body))))
+    scanner.feed(body)
     request = parse_chat_request(scanner.json(memoryview(b"")), UnknownFields())
     conversation = read_conversation(request.messages, scanner, 4096)
     assert conversation.used_references == {1}
-    assert conversation.media == [MediaRef("image/png", Region(API_ARENA, 4096 + 4, 4))]
+    assert conversation.media == [MediaRef("image/png", Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "/etc/passwd", "javascript:x", "", "nonce", "blob:x"])
