@@ -4,7 +4,7 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.messages import SamplingParams
-from engine.worker.sampler import SamplingInputs, filter_logits, gumbel_noise, sample
+from engine.worker.sampler import MASK32, SamplingInputs, filter_logits, gumbel_noise, sample, to_uniform
 from engine.worker.staging import Staging
 from tests.unit.worker.in_process import CPU
 
@@ -61,3 +61,18 @@ def test_noise_changes_with_seed_and_position() -> None:
     noise = gumbel_noise(keys, VOCAB)
     assert noise[0].equal(noise[3]) and not noise[0].equal(noise[1]) and not noise[0].equal(noise[2])
     assert noise.isfinite().all()
+
+
+def test_noise_is_finite_for_every_hash() -> None:
+    """Red if a hash rounds to 0 or 1: its noise would be infinite, draw any token, and be NaN in a greedy row beside it (0 * infinity)."""
+    uniform = to_uniform(torch.tensor([0, 1, MASK32 >> 1, MASK32 - 511, MASK32 - 1, MASK32]))
+    assert (uniform > 0).all() and (uniform < 1).all()
+    assert gumbel_noise(torch.arange(64)[:, None] * 0x01000193, 150_000).isfinite().all()
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    """Red if logits divided by a temperature overflow: every token would tie at infinity, or be NaN."""
+    logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(0)) * 20
+    for temperature in (1e-6, 1e-38, 1e-45, 1e-300):
+        params = [SamplingParams(temperature=temperature, top_p=0.9, seed=seed) for seed in range(3)]
+        assert sample(logits, stage(params, [5] * 3)).tolist() == logits.argmax(-1).tolist(), temperature
