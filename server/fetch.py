@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from engine.arena import ArenaTooSmall
 from engine.config import EngineConfig
 from server.errors import RequestError
 
@@ -89,7 +90,7 @@ class Fetcher:
         await self._session.close()
 
     async def download(self, url: str, write: Write) -> None:
-        """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422 (cannot be fetched)."""
+        """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422 (unavailable), or what `write` raises."""
         try:
             async with asyncio.timeout(TOTAL_TIMEOUT_S):
                 await self._follow(url, write)
@@ -98,7 +99,7 @@ class Fetcher:
         except TimeoutError:
             raise RequestError(422, "it could not be fetched in time", code="media_unavailable") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            if isinstance(error, RequestError):
+            if isinstance(error, RequestError | ArenaTooSmall):
                 raise
             if isinstance(error.__cause__, ForbiddenAddress):
                 raise RequestError(400, "its host has no globally routable address", code="media_not_allowed") from None
@@ -145,9 +146,14 @@ class Fetcher:
 
     def read_local(self, url: str) -> bytes:
         """The content of a file URL below the allowed folder; runs in a pool thread. RequestError 400, 413 or 422."""
-        parsed = URL(url)
-        if self._local_root is None or parsed.host not in (None, "", "localhost"):
+        if self._local_root is None:
             raise RequestError(400, "file URLs are not allowed on this server", code="media_not_allowed")
+        try:
+            parsed = URL(url)
+        except ValueError:
+            raise RequestError(400, "its URL is damaged", code="media_not_allowed") from None
+        if parsed.host not in (None, "", "localhost"):
+            raise RequestError(400, "its file URL names another host", code="media_not_allowed")
         try:
             path = os.path.realpath(parsed.path)
             is_inside = os.path.commonpath([path, self._local_root]) == self._local_root

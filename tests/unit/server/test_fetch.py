@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
+from engine.arena import ArenaTooSmall
 from engine.config import EngineConfig
 from server import fetch
 from server.errors import RequestError
@@ -151,3 +152,26 @@ async def test_size_status_and_time(site: Site, monkeypatch: pytest.MonkeyPatch)
     assert await status_of(f"{site.url}/missing", allow_private_media=True) == 422
     monkeypatch.setattr(fetch, "TOTAL_TIMEOUT_S", 0.2)
     assert await status_of(f"{site.url}/slow", allow_private_media=True) == 422
+
+
+async def test_an_item_that_outgrows_the_arena_is_too_large(site: Site) -> None:
+    """Red if the sink's error is taken for one of the network: the client would hear 422 instead of 413."""
+
+    def full(piece: bytes) -> None:
+        raise ArenaTooSmall("never fits")
+
+    fetcher = Fetcher(EngineConfig(allow_private_media=True))
+    with pytest.raises(ArenaTooSmall):
+        await fetcher.download(f"{site.url}/data", full)
+    await fetcher.close()
+
+
+@pytest.mark.parametrize("url", ["file://[::1", "file://[x]/y", "file://other.host/x", "file:///\0"])
+@pytest.mark.parametrize("root", [None, "."])
+async def test_odd_file_urls(url: str, root: str | None) -> None:
+    """Red if a file URL that cannot be parsed is a bug of ours (500) instead of the client's error."""
+    fetcher = Fetcher(EngineConfig(allowed_local_media_path=root))
+    with pytest.raises(RequestError) as caught:
+        fetcher.read_local(url)
+    await fetcher.close()
+    assert caught.value.info.status in (400, 422)
