@@ -203,14 +203,16 @@ class Processor:
     def _append_events(self, events: list[Event], request: Request, output: RequestOutput) -> None:
         """One event a token; the last one of a request is terminal and carries the last token, so that an end token is no extra event."""
         final = None if output.error is not None else output.finish_reason
+        hidden = request.submit.params.stop_token_ids if final == "stop" else ()  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
-            text, is_stopped = request.stops.push(request.text.push(token_id))
+            is_last = final is not None and i == len(output.token_ids) - 1
+            text, is_stopped = request.stops.push("" if is_last and token_id in hidden else request.text.push(token_id))
             request.num_tokens += 1
             if is_stopped:
                 self._stop_early(request, output)
                 events.append(_full_event(request, output, text, "stop"))
                 return
-            if final is not None and i == len(output.token_ids) - 1:
+            if final is not None and is_last:
                 events.append(_finish(request, output, text, final))
                 return
             is_first = request.num_tokens == 1

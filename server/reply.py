@@ -64,6 +64,7 @@ class Reply:
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # unless a terminal event comes first
         self._last_time = 0.0  # when the last tokens came
+        self._has_status = False  # a stream's headers are out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
@@ -77,7 +78,8 @@ class Reply:
             else:
                 await self._write_document(events, scope, receive, send)
         except ClientDisconnect:
-            self._metrics.note_response(CLIENT_CLOSED_REQUEST)
+            if not self._has_status:
+                self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:
             watcher.cancel()
             self._client.close(self._stream)
@@ -91,6 +93,7 @@ class Reply:
         options = self._options
         formatter = ChunkFormatter(options.completion_id, options.created, options.model, options.include_usage, options.continuous_usage)
         self._metrics.note_response(200)
+        self._has_status = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         chunks = [formatter.role_chunk(self._usage)]
         while True:

@@ -143,6 +143,16 @@ def test_a_stop_string_in_the_last_token_needs_no_abort(stack: Stack, tokenizer:
     assert stack.scheduler.aborted == []
 
 
+def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the token that a client named as its stop appears in the text; one that ends an answer for its length does."""
+    *kept, last = ids_of(tokenizer, "count 1 2 3")
+    for reason, expected in (("stop", tokenizer.decode(kept)), ("length", "count 1 2 3")):
+        stack.scheduler.script = answer_ids([*kept, last], reason=reason)
+        answer = stack.chat("x", stop_token_ids=[last]).json()
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert answer["usage"]["completion_tokens"] == len(kept) + 1
+
+
 def test_held_back_text_is_shown_at_the_end(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if the beginning of a stop string that never came is lost."""
     stack.scheduler.script = answer_ids(ids_of(tokenizer, "text EN"), reason="length")

@@ -67,8 +67,17 @@ def test_a_client_that_leaves_aborts_its_request(stack: Stack, stream: bool, say
     stack.wait_until(lambda: bool(stack.scheduler.held) or len(stack.scheduler.requests) > count)
     if stream and says_something:
         assert b"200 OK" in client.socket.recv(1000)
+    before = num_responses(stack)
     client.leave()
     stack.wait_until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
+    has_status = stream and says_something  # and was counted when its headers went out
+    stack.wait_until(lambda: num_responses(stack) == before + (not has_status))
+
+
+def num_responses(stack: Stack) -> float:
+    """Chat responses of any status that the metrics have counted."""
+    lines = [line for line in stack.http.get("/metrics").text.split("\n") if line.startswith("engine_responses_total")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
