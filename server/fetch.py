@@ -90,7 +90,7 @@ class Fetcher:
         await self._session.close()
 
     async def download(self, url: str, write: Write) -> None:
-        """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422 (unavailable), or what `write` raises."""
+        """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422; or what `write` raises."""
         try:
             async with asyncio.timeout(TOTAL_TIMEOUT_S):
                 await self._follow(url, write)
