@@ -14,6 +14,8 @@ from PIL import Image
 from engine.arena import ArenaView
 from engine.messages import ImageSource
 
+Image.MAX_IMAGE_PIXELS = None  # the server's --max-image-pixels is the limit; Pillow's own would refuse what was accepted
+
 
 class JpegDecoder(Protocol):
     """Decodes a batch; the pixels are within 2/255 of Pillow's, before EXIF orientation is applied."""
@@ -88,6 +90,6 @@ def _decode_with_pillow(payload: memoryview) -> torch.Tensor | None:
     try:
         with Image.open(io.BytesIO(payload), formats=("JPEG",)) as image:
             rgb = image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except (OSError, ValueError, SyntaxError):
         return None
     return torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)

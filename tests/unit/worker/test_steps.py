@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +146,12 @@ def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
         decoded = PillowDecoder(1, CPU).decode([memoryview(buffer.getvalue())])[0]
         assert decoded is not None
         assert np.array_equal(apply_orientation(decoded, orientation).numpy(), np.asarray(expected))
+
+
+def test_the_worker_has_no_limit_of_its_own_on_pixels() -> None:
+    """Red if Pillow's guard, below --max-image-pixels, refuses in the worker what the server has accepted."""
+    code = "import sys, engine.worker.jpeg; sys.exit(sys.modules['PIL.Image'].MAX_IMAGE_PIXELS is not None)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("chunk", [64, 8192])
