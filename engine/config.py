@@ -9,6 +9,7 @@ import msgspec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
+MAY_BE_ZERO = frozenset({"port", "prefill_tokens_per_decode_step", "max_images_per_request"})  # any other number is at least 1
 
 
 def num_cpus() -> int:
@@ -124,18 +125,10 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 
 def find_problem(config: EngineConfig) -> str | None:
     """Why this configuration cannot work, or None."""
-    positive = (
-        "tp",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_num_mixed_tokens",
-        "max_num_encoder_tokens",
-        "max_queued_requests",
-        "block_size",
-    )
-    for name in positive:
-        if getattr(config, name) < 1:
-            return f"--{name.replace('_', '-')} must be at least 1"
+    for name, value in msgspec.structs.asdict(config).items():
+        least = 0 if name in MAY_BE_ZERO else 1
+        if type(value) is int and value < least:  # not: booleans
+            return f"--{name.replace('_', '-')} must be at least {least}"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
     if config.max_num_seqs > config.max_num_batched_tokens:

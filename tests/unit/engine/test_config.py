@@ -24,7 +24,17 @@ def test_values_arrive_typed() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--tp", "0"], ["--gpu-memory-utilization", "1.5"], ["--max-num-seqs", "9000"], ["--load-format", "gguf"], ["--block-size", "x"]],
+    [
+        ["--tp", "0"],
+        ["--image-cache-bytes", "0"],
+        ["--max-model-len", "-1"],
+        ["--media-pool-size", "0"],
+        ["--prefill-tokens-per-decode-step", "-1"],
+        ["--gpu-memory-utilization", "1.5"],
+        ["--max-num-seqs", "9000"],
+        ["--load-format", "gguf"],
+        ["--block-size", "x"],
+    ],
 )
 def test_bad_values_name_their_flag(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Red if a bad value starts an engine, or ends it without saying which flag."""
