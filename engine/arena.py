@@ -36,7 +36,7 @@ def create_memfd(name: str, size: int) -> int:
 
 
 def memory_limit() -> int:
-    """Bytes that this process may use: the smallest of the cgroup limits and what the machine has available."""
+    """Bytes that this process may use: the smallest of the cgroup limits and the machine's memory."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -159,5 +159,3 @@ class Runner:
             return tokens_S
         host = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
         return host.copy_(tokens_S, non_blocking=True)
-
-
