@@ -34,6 +34,7 @@ from server.errors import RequestError, error_type
 from server.metrics import Metrics
 from server.page import Page
 from server.reply import error_response
+from server.warm import warm_up
 
 VERSION = "0.1.0"
 OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
@@ -167,6 +168,7 @@ async def serve(child: Child, listener: socket.socket) -> None:
     """Serves until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
     api = Api(child)
+    warm_up(api.arena)
     config = uvicorn.Config(
         api.build(), loop="uvloop", http=DirectProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG,

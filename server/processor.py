@@ -44,6 +44,7 @@ from server.errors import RequestError, error_type, overloaded
 from server.media import MediaLoader
 from server.prompt import PromptBuilder
 from server.region import Holdings
+from server.warm import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,9 @@ class Processor:
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
         self._api: Outbox[Events] = Outbox(child.run_dir, "api")
         self._scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
-        self._loader = MediaLoader(child.config, self._checkpoint, child.arena_view(API_ARENA))
+        bodies = child.arena_view(API_ARENA)
+        warm_up(self._arena, bodies)
+        self._loader = MediaLoader(child.config, self._checkpoint, bodies)
         self._prompts = PromptBuilder(self._checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._requests: dict[int, Request] = {}
