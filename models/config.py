@@ -1,6 +1,6 @@
 """What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files.
 
-Called by the launcher, the scheduler and the workers; imports no torch. It reads both the layout of transformers 5 (`rope_parameters`)
+Called by every process; imports no torch. It reads both the layout of transformers 5 (`rope_parameters`)
 and that of the published Qwen3-VL checkpoints (`rope_scaling` beside `rope_theta`).
 """
 
@@ -63,7 +63,6 @@ class SamplingDefaults:
     temperature: float
     top_p: float
     top_k: int
-    repetition_penalty: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,5 +219,4 @@ def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
         temperature=0.0 if greedy else float(generation.get("temperature", 1.0)),
         top_p=float(generation.get("top_p", 1.0)),
         top_k=int(generation.get("top_k", 0)),
-        repetition_penalty=float(generation.get("repetition_penalty", 1.0)),
     )

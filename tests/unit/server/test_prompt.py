@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from models.config import ModelConfig
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
 from server.prompt import PromptBuilder
@@ -209,17 +208,3 @@ def test_where_the_template_comes_from(model_folder: Path, tmp_path: Path) -> No
     settings_file.write_text("{}")
     with pytest.raises(ValueError, match="no chat template"):
         read_checkpoint(tmp_path)
-
-
-def test_the_folder_is_read_as_the_engine_reads_it(model_folder: Path, checkpoint: Checkpoint) -> None:
-    """Red if the server and the workers would count the tokens of an image differently, or use other defaults."""
-    engine = ModelConfig.from_folder(model_folder)
-    assert checkpoint.geometry == engine.geometry
-    assert checkpoint.image_token_id == engine.image_token_id
-    sampling = checkpoint.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (
-        engine.sampling.temperature,
-        engine.sampling.top_p,
-        engine.sampling.top_k,
-    )
-    assert checkpoint.num_values_per_image_token == engine.num_visual_levels * engine.vision.out_hidden_size
