@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from engine.arena import ArenaView
 from engine.config import EngineConfig
@@ -144,7 +145,8 @@ class MediaLoader:
 
         def job() -> tuple[int, _Facts]:
             data = decode_base64(text)
-            room[: len(data)] = data
+            # numpy copies without the interpreter lock; a slice assignment would hold it, and with it the other threads and the event loop
+            np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
             return len(data), self._inspector.inspect(room[: len(data)])
 
         encoded.used, facts = await _run(self._media_pool, job)
