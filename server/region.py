@@ -1,6 +1,6 @@
 """A region of an arena that is filled piece by piece and may have to grow or move meanwhile. Used by the api (bodies) and the processor."""
 
-from engine.arena import Arena
+from engine.arena import Arena, ArenaFull
 
 MIN_GROWTH = 1 << 20
 
@@ -33,7 +33,11 @@ class Region:
         if need > self.capacity:
             capacity = max(need, min(2 * self.capacity, self._arena.size), self.capacity + MIN_GROWTH)
             capacity = min(capacity, self._arena.size) if need <= self._arena.size else need
-            self.offset = self._arena.grow(self.offset, self.used, capacity)
+            try:
+                self.offset = self._arena.grow(self.offset, self.used, capacity)
+            except ArenaFull:  # a nearly full arena may still hold what is really needed
+                capacity = need
+                self.offset = self._arena.grow(self.offset, self.used, capacity)
             self.capacity = capacity
 
     def append(self, data: bytes) -> None:
