@@ -90,7 +90,8 @@ def start_all(family: Family, runtime: Runtime) -> None:
 def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     """The one line that says where, and what to try."""
     body = f'{{"model": "{runtime.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    example = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if runtime.config.api_key else ""
+    example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"ready after {seconds:.1f} s: {url} serves {runtime.model_name}\n  {example}"
 
 
