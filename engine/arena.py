@@ -81,10 +81,6 @@ class Arena(ArenaView):
         self._free_ends = [size]
         self._allocated: dict[int, int] = {}  # offset -> end
 
-    @property
-    def num_allocated_bytes(self) -> int:
-        return sum(end - start for start, end in self._allocated.items())
-
     def is_empty(self) -> bool:
         return not self._allocated
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, FinishReason, RequestOutput, StepResult
+from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, RequestOutput, StepResult
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep, State
@@ -74,7 +74,7 @@ class SchedulerCore:
         """The client wants no more: no output, only the release. Unknown or ended requests are ignored."""
         request = self._requests.get(rid)
         if request is not None and request.status is not Status.STOPPING:
-            self._stop(request, "abort")
+            self._stop(request)
             self._release_if_landed(request)
 
     def next_step(self) -> PlannedStep | None:
@@ -176,7 +176,7 @@ class SchedulerCore:
         reason = request.finish_reason_of(token_id)
         self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, max(0, request.num_cached), stages))
         if reason is not None:
-            self._stop(request, reason)
+            self._stop(request)
             self._release_if_landed(request)
 
     def _fail_image(self, digest: bytes) -> None:
@@ -186,18 +186,17 @@ class SchedulerCore:
             policy.unpin_image(self.state, request, digest)
             if request.status is not Status.STOPPING and any(span.hash == digest for span in request.images):
                 self._outputs.append(RequestOutput(request.rid, [], error=error))
-                self._stop(request, "error")
+                self._stop(request)
                 self._release_if_landed(request)
         self.state.images.forget(digest)
 
-    def _stop(self, request: Request, reason: FinishReason) -> None:
+    def _stop(self, request: Request) -> None:
         """No further chunks; resources go when its plans in flight have landed."""
         if request.status is Status.WAITING:
             self.state.waiting.remove(request)
         else:
             self.state.running.remove(request)
         request.status = Status.STOPPING
-        request.finish = reason
         self.state.stopping.add(request)
 
     def _release_if_landed(self, request: Request) -> None:

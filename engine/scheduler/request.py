@@ -45,7 +45,6 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     pins: set[int] = field(default_factory=set)  # indexes into images
     first_needed: int = 0  # images before this index are computed or came from the prefix cache
-    finish: FinishReason | None = None
 
     @property
     def rid(self) -> int:
