@@ -22,6 +22,18 @@ class NvImageCodecDecoder:
     def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if not payloads:
             return []
+        try:
+            return self._decode(payloads)
+        except RuntimeError:  # a header that only nvImageCodec finds damaged fails its whole batch
+            return [self._one(payload) for payload in payloads]
+
+    def _one(self, payload: memoryview) -> torch.Tensor | None:
+        try:
+            return self._decode([payload])[0]
+        except RuntimeError:
+            return None
+
+    def _decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         stream = torch.cuda.current_stream().cuda_stream
         streams = [nvimgcodec.CodeStream(np.frombuffer(payload, dtype=np.uint8)) for payload in payloads]
         images = self._decoder.decode(streams, params=self._params, cuda_stream=stream)
