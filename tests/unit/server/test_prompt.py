@@ -103,7 +103,7 @@ def test_ids_equal_transformers(builder: PromptBuilder, reference: Any, messages
 def test_any_normal_text_equals_transformers(builder: PromptBuilder, reference: Any, texts: list[str]) -> None:
     """Red if hiding what looks like the beginning of a special token changes how the text around it is tokenised."""
     messages = user(*(text(value.encode("utf-8", "replace").decode()) for value in texts))
-    if "<|im_" not in "".join(texts):
+    if not any(token.content in "".join(texts) for token in builder.tokenizer.get_added_tokens_decoder().values() if token.special):
         assert builder.encode(messages, 0, {}) == reference_ids(reference, messages)
 
 
