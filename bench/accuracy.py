@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from bench.client import ChatClient
 from models.demo.questions import TASKS, Question, questions
 from models.demo.score import Score, score, table
@@ -85,7 +87,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
     parser.add_argument("--json", type=Path, help="write scores, errors and wrong answers here")
     args = parser.parse_args()
-    results = asyncio.run(run(args))
+    results = uvloop.run(run(args))
     summary = report(results)
     if args.json:
         args.json.write_text(json.dumps(summary, indent=1) + "\n")

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import environment, percentile, table, write_json
@@ -95,7 +97,7 @@ def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Entry point."""
     args = parse_args()
-    result = asyncio.run(load(args))
+    result = uvloop.run(load(args))
     names = [name for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") if name in result]
     print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s")
     print(f"{result['requests_per_s']} requests/s, {result['output_tokens_per_s']} output tokens/s")

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.load import drive
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
@@ -117,7 +119,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Entry point."""
     args = parse_args()
-    rows = asyncio.run(run(args))
+    rows = uvloop.run(run(args))
     names = [name for name in rows[-1] if name != "stages_ms"]
     print(table(names, [[row.get(name, "") for name in names] for row in rows]))
     if args.json:

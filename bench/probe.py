@@ -8,11 +8,12 @@ own serialisation inside ("ttft") and after it ("ttft sent").
 """
 
 import argparse
-import asyncio
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
@@ -140,7 +141,7 @@ def plot(points: list[dict[str, Any]], path: Path, title: str) -> None:
 def main() -> None:
     """Entry point."""
     args = parse_args()
-    points = asyncio.run(probe(args))
+    points = uvloop.run(probe(args))
     print(summary(points, args.clock))
     if args.json:
         write_json(args.json, {"environment": environment(), "content": args.content, "points": points})

@@ -9,7 +9,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class BlockPool:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest cached beginning of a hash chain; not yet held."""
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached beginning of a hash chain; not yet held. Asks for one hash more than it finds."""
         blocks = []
         for digest in hashes:
             block = self._cached.get(digest)
@@ -130,6 +130,13 @@ class BlockHasher:
         self._next_image = 0  # first image that does not end before the next block
         self.links: list[bytes] = []
         self._parent = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
+
+    def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:
+        """The first `num_links` links, each made when it is asked for: what is not in the cache is hashed while the device computes it."""
+        for i in range(num_links):
+            if i == len(self.links):
+                self.extend(token_ids[: (i + 1) * self._block_size])
+            yield self.links[i]
 
     def extend(self, token_ids: np.ndarray) -> None:
         """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""

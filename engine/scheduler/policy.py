@@ -250,9 +250,9 @@ class _StepBuilder:
         """Cached blocks of the beginning; at least one token is always left to compute, for its logits."""
         if not self.limits.prefix_cache:
             return []
-        request.hasher.extend(request.known_ids())
-        usable = (request.num_tokens - 1) // self.state.blocks.block_size
-        return self.state.blocks.match(request.hasher.links[:usable])
+        ids = request.known_ids()
+        usable = min(request.num_tokens - 1, len(ids)) // self.state.blocks.block_size
+        return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _schedule(self, request: Request, budget: int) -> None:
         """Adds a chunk of at most `budget` tokens, preempting younger requests (at last itself) for what it lacks."""
