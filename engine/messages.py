@@ -77,7 +77,6 @@ class Stages(msgspec.Struct):
 class MediaRef(msgspec.Struct, frozen=True):
     """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch."""
 
-    mime: str = ""
     payload: Region | None = None
     url: str | None = None
 

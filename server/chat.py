@@ -168,7 +168,7 @@ def _read_part(part: TextPart | ImagePart, name: str, scanner: Scanner, body_off
         reference = scanner.references[index]
         conversation.used_references.add(index)
         payload = Region(API_ARENA, body_offset + reference.offset, reference.length)
-        conversation.media.append(MediaRef(reference.mime, payload))
+        conversation.media.append(MediaRef(payload))
     elif url.lower().startswith(URL_SCHEMES):
         conversation.media.append(MediaRef(url=url))
     else:

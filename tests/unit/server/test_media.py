@@ -51,7 +51,7 @@ class Bench:
     def body(self, text: bytes) -> MediaRef:
         """Base64 text as the scanner leaves it in the api's arena."""
         self.bodies.view(0, len(text))[:] = text
-        return MediaRef("image/png", Region(API_ARENA, 0, len(text)))
+        return MediaRef(Region(API_ARENA, 0, len(text)))
 
     async def load(self, ref: MediaRef) -> LoadedImage:
         return await self.loader.load(0, ref, self.holdings)
