@@ -8,7 +8,7 @@ from bench.kernels.timing import Case, copies
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.layers.attention import AttentionBackend, allocate_pools, make_attention
-from models.layers.attention_flashinfer import GraphedDecode
+from models.layers.decode_attention import DecodeAttention
 from models.layers.ops import Ops
 from models.layers.parallel import TensorParallel
 
@@ -33,9 +33,10 @@ def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[
     prefill = make_attention(pools, text.num_heads)
     for new, context in ((CHUNK, 0), (1024, CHUNK)):
         yield attention(config, prefill, [new], [new + context], device)
-    for rows, length in ((1, 1024), (64, 384), (32, 4096)):
-        decode = GraphedDecode.factory(pools, text.num_heads, POOL_BLOCKS)(rows)
-        yield attention(config, decode, [1] * rows, [length] * rows, device)
+    for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
+        rows = len(lengths)
+        decode = DecodeAttention.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
+        yield attention(config, decode, [1] * rows, lengths, device)
 
 
 def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:
@@ -88,7 +89,8 @@ def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], le
     pairs = sum(count * (length - (count - 1) / 2) for count, length in zip(new, lengths, strict=True))
     cached = 2 * sum(lengths) * text.num_kv_heads * text.head_dim * BF16
     backend.plan(layout)
-    name, shape = ("prefill", f"{new[0]} of {lengths[0]}") if is_prefill else ("decode", f"{len(new)} x {lengths[0]}")
+    rows = " + ".join(f"{lengths.count(length)} x {length}" for length in dict.fromkeys(lengths))
+    name, shape = ("prefill", f"{new[0]} of {lengths[0]}") if is_prefill else ("decode", rows)
     calls = [lambda layer=layer: backend.run(layer, q_THK) for layer in (0, 1)]
     return Case(f"{name} attention", shape, 4 * pairs * text.num_heads * text.head_dim, cached + 2 * q_THK.nbytes, calls)
 

@@ -105,12 +105,13 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> DecodeGraphs:
-    """Decode graphs over FlashInfer's fixed-buffer decode; the pool's last block is scratch."""
-    from models.layers.attention_flashinfer import GraphedDecode  # needs FlashInfer, which a CPU machine lacks
+    """Decode graphs over our decode attention; the pool's last block is scratch."""
+    from models.layers.decode_attention import DecodeAttention  # needs Triton, which a CPU machine may lack
 
     num_heads = model.config.text.num_heads // model.tp.size
-    max_pages = (max_num_seqs + SIZE_STEP) * max_blocks
-    return DecodeGraphs(model, GraphedDecode.factory(pools, num_heads, max_pages), rows, pools[0][0].shape[0] - 1, max_num_seqs)
+    max_rows = max_num_seqs + SIZE_STEP
+    make_backend = DecodeAttention.factory(pools, num_heads, max_rows, max_rows * max_blocks)
+    return DecodeGraphs(model, make_backend, rows, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:

@@ -185,7 +185,7 @@ def _launch_gemv(
     assert width <= block or (norm is None and not gated), "a norm and a gate need the whole vector at once"
     rows = 1 if gated else GEMV_ROWS
     overlap = {"launch_pdl": True} if x_1D.is_cuda else {}  # Triton's interpreter does not know it
-    _gemv[(min(_num_programs(x_1D.device), triton.cdiv(num_out, rows)),)](
+    _gemv[(min(GEMV_PROGRAMS * num_multiprocessors(x_1D.device), triton.cdiv(num_out, rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, eps,
         OUT=num_out, WIDTH=width, NORM=norm is not None, GATED=gated, ADD=add, OVERLAP=x_1D.is_cuda,
         ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **overlap,
@@ -193,6 +193,6 @@ def _launch_gemv(
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
-    """As many as run at the same time."""
-    return GEMV_PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+def num_multiprocessors(device: torch.device) -> int:
+    """1 on a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

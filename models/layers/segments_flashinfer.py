@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
 
-from models.layers.attention_flashinfer import PlanGuard
+from models.layers.attention_flashinfer import WORKSPACE_BYTES, PlanGuard
 from models.layers.kernels_vision import rotate_and_pad_, trim_heads
 
 PADDED = 128
-WORKSPACE_BYTES = 1 << 20  # FA3 splits no segment over blocks and leaves it untouched
 
 
 class FlashInferSegments:

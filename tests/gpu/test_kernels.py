@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from models.layers.attention import make_attention
 from models.layers.ops import make_ops
 from models.layers.ops_torch import TorchOps
 from models.layers.segments import make_segment_attention
 from models.layers.segments_torch import TorchSegments
 from models.preprocess import Preprocessor
 from tests.gpu.generated import config_of
+from tests.unit.models.decode_step import Step
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
@@ -39,6 +41,35 @@ def test_products(hidden: int, inner: int, tokens: int) -> None:
     REFERENCE.linear_add_(h, down, expected)
     ops.linear_add_(h, down, residual)
     assert close(residual, expected)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (16, 1)])
+def test_decode_attention_in_a_graph(heads: tuple[int, int]) -> None:
+    """One graph for all lengths, replayed twice each; then without a graph, as in a mixed step. Keys that no row owns are NaN."""
+    from models.layers.decode_attention import DecodeAttention, Scratch
+
+    batches = [[1] * 16, [1, 15, 16, 17, 64, 65, 1000, 5000] * 2, [20_000, *[384] * 15], [384] * 16, [2000] * 15 + [1]]
+    steps = [Step.build(lengths, heads, head_dim=128).to(DEVICE, torch.bfloat16) for lengths in batches]
+    k_pool, v_pool = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
+    pool = k_pool.clone(), v_pool.clone()
+    q, scratch = steps[0].q.clone(), Scratch.allocate([pool], heads[0], 16, max_pages=4096)
+    backend, graph = DecodeAttention([pool], 16, scratch), torch.cuda.CUDAGraph()
+    backend.plan(steps[0].layout)
+    backend.run(0, q)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = backend.run(0, q)
+    for step in steps:
+        for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
+            ours[: len(theirs)] = theirs
+        backend.plan(step.layout)
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert close(first, step.expected()) and first.equal(out) and not scratch.arrivals_UG.any()
+        eager = make_attention([pool], heads[0])
+        eager.plan(step.layout)
+        assert close(eager.run(0, q), first)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72])

@@ -104,9 +104,9 @@ def test_decode_equals_prefill(model: Qwen3VL, graphed: bool) -> None:
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:
-        from models.layers.attention_flashinfer import GraphedDecode
+        from models.layers.decode_attention import DecodeAttention
 
-        runner.attention = GraphedDecode.factory(runner.pools, model.config.text.num_heads, max_pages=1024)(len(sessions))
+        runner.attention = DecodeAttention.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
     rows = []
     for step in range(-steps, 0):
         for session, prompt in zip(sessions, prompts, strict=True):
@@ -130,13 +130,13 @@ def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL) -> None:
 
 def test_a_captured_step_replays_with_new_lengths(model: Qwen3VL) -> None:
     """The graph is captured at one set of lengths and replayed at longer ones, as the worker does."""
-    from models.layers.attention_flashinfer import GraphedDecode
+    from models.layers.decode_attention import DecodeAttention
 
     prompt = Prompt.build(model.config, PROMPTS["text"])
     runner = runner_of(model)
     session = runner.start(Prompt(prompt.ids[:100], [], []))
     runner.prefill(session, chunk=1 << 30)
-    runner.attention = GraphedDecode.factory(runner.pools, model.config.text.num_heads, max_pages=1024)(1)
+    runner.attention = DecodeAttention.factory(runner.pools, model.config.text.num_heads, 1, max_pages=1024)(1)
     session.ids.append(prompt.ids[100])
     batch = runner.batch([(session, 1)], num_prefill_rows=0, want="last")
     runner.attention.plan(batch.attention)

@@ -1,10 +1,6 @@
 """The Triton kernels in Triton's interpreter against plain torch. Red when an index, a weight or a half of a pair is mixed up."""
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,21 +8,12 @@ import torch
 from models.layers.ops import Taps
 from models.layers.ops_torch import TorchOps, rotate
 from models.preprocess import make_taps
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # has to be set before triton is imported, so in a process of its own
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernels_in_the_interpreter starts")
+from tests.unit.models.interpreter import interpreted, run_interpreted, starts_interpreter
 
 
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton")
+@starts_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0 and "passed" in run.stdout, run.stdout + run.stderr
+    run_interpreted(__file__)
 
 
 @interpreted
