@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.layers.kernels_text import launch_early
 from models.layers.ops import KVPool
 
 TILE = 64  # tokens at once
@@ -179,10 +180,9 @@ def decode_attention_(
     group = q_BHK.shape[1] // kv_heads
     members = triton.next_power_of_2(group)
     assert q_BHK.is_contiguous() and out_BHK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
-    overlap = {"launch_pdl": True} if q_BHK.is_cuda else {}  # Triton's interpreter does not know it
     _decode[(kv_heads, len(units_UF))](
         q_BHK, k_pool, v_pool, out_BHK, units_UF, pages, partials_UHK, sums_UH, arrivals_UG, head_dim**-0.5 * math.log2(math.e),
         GROUP=group, MEMBERS=members, KV_HEADS=kv_heads, ROWS=max(MIN_DOT_ROWS, members), WIDTH=head_dim, PAGE=page_size, TILE=TILE,
         PARTS=max(1, MERGE_VALUES // (members * head_dim)), FIELDS=UNIT_FIELDS, OVERLAP=q_BHK.is_cuda,
-        num_warps=WARPS, num_stages=STAGES, **overlap,
+        num_warps=WARPS, num_stages=STAGES, **launch_early(q_BHK),
     )  # fmt: skip

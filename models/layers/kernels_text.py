@@ -36,8 +36,15 @@ def _norm_rope_store(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: one token, GROUP neighbouring heads, which are all queries, all keys or all values."""
+    """One program: one token, GROUP neighbouring heads, which are all queries, all keys or all values.
+
+    With OVERLAP it starts while the kernel before it ends, and lets the attention behind it do so.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     heads = first + tl.arange(0, GROUP)[:, None]
@@ -151,7 +158,7 @@ def norm_rope_store(
     grid = (len(qkv_TX), (num_heads + 2 * kv_heads) // group)
     _norm_rope_store[grid](
         qkv_TX, q_THK, k_pool, v_pool, slots_T, cos_sin_TK, q_weight_K, k_weight_K, eps,
-        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, num_warps=2,
+        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, OVERLAP=qkv_TX.is_cuda, num_warps=2, **launch_early(qkv_TX),
     )  # fmt: skip
     return q_THK
 
@@ -184,12 +191,16 @@ def _launch_gemv(
     block = triton.next_power_of_2(width) if width <= GEMV_MAX_BLOCK else GEMV_BLOCK
     assert width <= block or (norm is None and not gated), "a norm and a gate need the whole vector at once"
     rows = 1 if gated else GEMV_ROWS
-    overlap = {"launch_pdl": True} if x_1D.is_cuda else {}  # Triton's interpreter does not know it
     _gemv[(min(GEMV_PROGRAMS * num_multiprocessors(x_1D.device), triton.cdiv(num_out, rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, eps,
         OUT=num_out, WIDTH=width, NORM=norm is not None, GATED=gated, ADD=add, OVERLAP=x_1D.is_cuda,
-        ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **overlap,
+        ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **launch_early(x_1D),
     )  # fmt: skip
+
+
+def launch_early(x: torch.Tensor) -> dict[str, bool]:
+    """Options of a kernel that waits by itself for the one before it. Triton's interpreter does not know them."""
+    return {"launch_pdl": True} if x.is_cuda else {}
 
 
 @cache
