@@ -9,7 +9,7 @@ import msgspec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
-MAY_BE_ZERO = frozenset({"port", "prefill_tokens_per_decode_step", "max_images_per_request"})  # any other number is at least 1
+MAY_BE_ZERO = frozenset({"port", "max_images_per_request"})  # any other number is at least 1
 
 
 def num_cpus() -> int:
@@ -38,10 +38,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
     max_num_batched_tokens: Annotated[int, "tokens of one step"] = 8192
-    max_num_mixed_tokens: Annotated[int, "prefill tokens of a step that also decodes: bounds how long streams stall"] = 2048
-    prefill_tokens_per_decode_step: Annotated[
-        int, "while requests decode, one step that only decodes per so many prefill tokens: lower favours streams, 0 favours first tokens"
-    ] = 0
+    max_num_mixed_tokens: Annotated[int, "most prefill tokens of a step that also decodes: bounds how long streams stall"] = 2048
+    mixed_chunk_tokens: Annotated[
+        int, "prefill tokens of a step that also decodes, unless much more waits: lower favours streams, higher favours first tokens"
+    ] = 256
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True

@@ -124,7 +124,7 @@ def make_limits(config: EngineConfig, bytes_per_image_token: int) -> Limits:
         max_num_encoder_tokens=config.max_num_encoder_tokens,
         bytes_per_image_token=bytes_per_image_token,
         prefix_cache=config.prefix_cache,
-        prefill_tokens_per_decode_step=config.prefill_tokens_per_decode_step,
+        mixed_chunk_tokens=config.mixed_chunk_tokens,
     )
 
 

@@ -6,11 +6,16 @@ first. What a chunk lacks (a KV block, room for an embedding) is taken from the 
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.request import Request, Status
+
+MIXED_STEPS = 4  # steps beside decodes over which waiting prompt tokens are spread
+MIXED_REST = 1.5  # chunks beyond which a rest becomes a chunk of its own
+MIXED_QUANTUM = 128  # larger chunks are multiples of this, as GEMM tiles and the workers' graphs are
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class Limits:
     max_num_encoder_tokens: int
     bytes_per_image_token: int
     prefix_cache: bool = True
-    prefill_tokens_per_decode_step: int = 0  # 0: prefill whenever there is something to prefill
+    mixed_chunk_tokens: int = 256  # prefill tokens of a step that also decodes, unless much more waits
 
 
 @dataclass(slots=True)
@@ -51,7 +56,6 @@ class State:
     free_rows: list[int] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     num_steps: int = 0
-    num_unpaid_tokens: int = 0  # prefilled beside decodes, not yet paid for with steps that only decode
 
     def check(self) -> None:
         """Asserts every invariant that relates requests, blocks, images and rows."""
@@ -152,20 +156,28 @@ class _StepBuilder:
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
         num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
-        self.is_mixed = num_decodes > 0
         self.budget = self._prefill_budget(num_decodes)
-        self.offered = self.budget
 
     def _prefill_budget(self, num_decodes: int) -> int:
-        """Prefill tokens that this step may compute. Streams wait for a bounded chunk, then get steps of their own in proportion to it."""
+        """Prefill tokens that this step may compute.
+
+        Beside decodes, chunks are small: streams hardly wait, and their tokens ride on GEMMs that the chunk pays for, so that no step
+        needs to decode alone. The more prompt tokens wait, the larger the chunk.
+        """
+        limits = self.limits
         if num_decodes == 0:
-            self.state.num_unpaid_tokens = 0
-            return self.limits.max_num_batched_tokens
-        pace = self.limits.prefill_tokens_per_decode_step
-        if pace and self.state.num_unpaid_tokens >= pace:
-            self.state.num_unpaid_tokens -= pace
-            return 0
-        return min(self.limits.max_num_batched_tokens - num_decodes, self.limits.max_num_mixed_tokens)
+            return limits.max_num_batched_tokens
+        lacking = self._num_lacking()
+        chunk = max(limits.mixed_chunk_tokens, lacking // MIXED_STEPS // MIXED_QUANTUM * MIXED_QUANTUM)
+        if lacking < chunk * MIXED_REST:
+            chunk = lacking
+        return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
+
+    def _num_lacking(self) -> int:
+        """Prompt tokens of the requests that have a row or could have one."""
+        waiting = islice(self.state.waiting, len(self.state.free_rows))
+        prefilling = (request for request in self.state.running if not request.is_decoding)
+        return sum(request.num_tokens - request.num_computed for request in chain(prefilling, waiting))
 
     def continue_running(self) -> None:
         """A chunk for every running request that fits the budget, oldest first."""
@@ -198,8 +210,6 @@ class _StepBuilder:
             return None
         for request, _ in members:
             request.num_in_flight += 1
-        if self.is_mixed and self.limits.prefill_tokens_per_decode_step:
-            self.state.num_unpaid_tokens += self.offered - self.budget
         step = StepPlan(
             step=self.state.num_steps,
             evict=self.state.images.take_evicted(),

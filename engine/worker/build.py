@@ -15,7 +15,7 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.worker.graphs import SIZE_STEP, DecodeGraphs
+from engine.worker.graphs import LARGE_STEP, MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
 from engine.worker.memory import plan_memory, profile_peak
@@ -53,7 +53,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     graphs = None
     if device.type == "cuda" and not config.enforce_eager:
         graphs = make_graphs(model, pools, rows, config.max_num_seqs, max_blocks)
-        child.progress(f"captured {graphs.capture()} decode graphs")
+        child.progress(f"captured {graphs.capture()} graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     decoder = pick_decoder(config, device)
     warm_up(decoder)
@@ -104,14 +104,14 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
     return report
 
 
-def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> DecodeGraphs:
-    """Decode graphs over our decode attention; the pool's last block is scratch."""
-    from models.layers.decode_attention import DecodeAttention  # needs Triton, which a CPU machine may lack
+def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> StepGraphs:
+    """Graphs of small steps; the pool's last block is scratch."""
+    from models.layers.attention_flashinfer import fixed_attention_factory  # needs FlashInfer, which a CPU machine lacks
 
     num_heads = model.config.text.num_heads // model.tp.size
-    max_rows = max_num_seqs + SIZE_STEP
-    make_backend = DecodeAttention.factory(pools, num_heads, max_rows, max_rows * max_blocks)
-    return DecodeGraphs(model, make_backend, rows, pools[0][0].shape[0] - 1, max_num_seqs)
+    max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP
+    make_backend = fixed_attention_factory(pools, num_heads, *max_rows, max_blocks)
+    return StepGraphs(model, make_backend, rows, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:

@@ -11,7 +11,7 @@ import torch
 
 from engine.arena import ArenaView
 from engine.messages import StepPlan, StepResult
-from engine.worker.graphs import DecodeGraphs
+from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import Rows, StepInputs
 from engine.worker.sampler import sample
@@ -100,7 +100,7 @@ class Runner:
         rows: Rows,
         images: ImageCache,
         staging: Staging,
-        graphs: DecodeGraphs | None,
+        graphs: StepGraphs | None,
         prompts: ArenaView,
         tp: TensorParallel,
     ):

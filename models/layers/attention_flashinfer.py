@@ -1,6 +1,8 @@
-"""`AttentionBackend` for steps of any mix: FlashInfer's FA3 for prompt chunks, our decode for single tokens. Made by `make_attention`."""
+"""`AttentionBackend` on a GPU: FlashInfer's FA3 for chunks of prompts, our decode for single tokens. Made by `make_attention` for steps
+of any mix, and by the worker for the fixed shapes of its CUDA graphs.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -25,33 +27,60 @@ class PlanGuard:
         self._copied.record()
 
 
-class FlashInferAttention:
-    """See `AttentionBackend`. The first `num_prefill_rows` rows go to FA3, the others to `DecodeAttention`."""
+class PrefillAttention:
+    """FA3 over the prefill rows of a layout.
 
-    def __init__(self, pools: Sequence[KVPool], num_heads: int) -> None:
+    With `num_rows`, exactly so many rows (some may be empty) whose tokens always sum to the same, at fixed addresses: then `run_into` can
+    be captured in a CUDA graph.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], num_heads: int, num_rows: int | None = None, pages: torch.Tensor | None = None) -> None:
         self._pools = pools
         k_pool = pools[0][0]
         _, self._page_size, kv_heads, head_dim = k_pool.shape
         self._sizes = num_heads, kv_heads, head_dim, self._page_size
         self._dtypes = {"q_data_type": k_pool.dtype, "kv_data_type": k_pool.dtype}  # FlashInfer's default would be float16
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=k_pool.device)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
+        fixed: dict[str, object] = {}
+        if num_rows is not None:
+            sizes = {"qo_indptr_buf": num_rows + 1, "paged_kv_indptr_buf": num_rows + 1, "paged_kv_last_page_len_buf": num_rows}
+            fixed = {name: torch.zeros(size, dtype=torch.int32, device=k_pool.device) for name, size in sizes.items()}
+            fixed |= {"use_cuda_graph": True, "paged_kv_indices_buf": pages}
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3", **fixed)
         self._guard = PlanGuard()
-        self._num_prefill_tokens = 0
-        self._decode: DecodeAttention | None = None  # made anew for the decode rows of each step
 
     def plan(self, layout: AttentionLayout) -> None:
-        rows, num_decodes = layout.num_prefill_rows, len(layout.kv_lens_cpu) - layout.num_prefill_rows
-        num_prefill_pages, num_pages = int(layout.page_indptr_cpu[rows]), int(layout.page_indptr_cpu[-1])
-        self._num_prefill_tokens = int(layout.qo_indptr_cpu[rows])
-        if rows:
-            indptrs = layout.qo_indptr_cpu[: rows + 1], layout.page_indptr_cpu[: rows + 1]
-            last_page_len = (layout.kv_lens_cpu[:rows] - 1) % self._page_size + 1
-            with self._guard:
-                self._prefill.plan(*indptrs, layout.pages[:num_prefill_pages], last_page_len, *self._sizes, causal=True, **self._dtypes)
+        rows = layout.num_prefill_rows
+        indptrs = layout.qo_indptr_cpu[: rows + 1], layout.page_indptr_cpu[: rows + 1]
+        pages = layout.pages[: int(layout.page_indptr_cpu[rows])]
+        last_page_len = (layout.kv_lens_cpu[:rows] - 1) % self._page_size + 1
+        with self._guard:
+            self._wrapper.plan(*indptrs, pages, last_page_len, *self._sizes, causal=True, **self._dtypes)
+
+    def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor) -> None:
+        """As `AttentionBackend.run`, for a result whose place is known."""
+        self._wrapper.run(q_THK, self._pools[layer], out=out_THK)
+
+
+class MixedAttention:
+    """See `AttentionBackend`. The prefill rows, which come first, go to one part and the decode rows to the other."""
+
+    def __init__(
+        self, pools: Sequence[KVPool], prefill: PrefillAttention | None, make_decode: Callable[[AttentionLayout], DecodeAttention]
+    ) -> None:
+        self._pools = pools
+        self._prefill = prefill
+        self._make_decode = make_decode
+        self._decode: DecodeAttention | None = None
+        self._num_prefill_tokens = 0
+
+    def plan(self, layout: AttentionLayout) -> None:
+        self._num_prefill_tokens = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
+        if self._prefill is not None and layout.num_prefill_rows:
+            self._prefill.plan(layout)
         self._decode = None
-        if num_decodes:
-            self._decode = DecodeAttention.factory(self._pools, self._sizes[0], num_decodes, num_pages - num_prefill_pages)(num_decodes)
+        if len(layout.kv_lens_cpu) > layout.num_prefill_rows:
+            self._decode = self._make_decode(layout)
             self._decode.plan(layout)
 
     def pool(self, layer: int) -> KVPool:
@@ -60,8 +89,39 @@ class FlashInferAttention:
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
         out_THK = torch.empty_like(q_THK)
         split = self._num_prefill_tokens
-        if split:
-            self._prefill.run(q_THK[:split], self._pools[layer], out=out_THK[:split])
+        if self._prefill is not None and split:
+            self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
         if self._decode is not None:
             self._decode.run_into(layer, q_THK[split:], out_THK[split:])
         return out_THK
+
+
+def make_mixed_attention(pools: Sequence[KVPool], num_heads: int) -> MixedAttention:
+    """For steps of any mix, outside CUDA graphs."""
+
+    def make_decode(layout: AttentionLayout) -> DecodeAttention:
+        rows = layout.num_prefill_rows
+        num_decodes, num_pages = len(layout.kv_lens_cpu) - rows, int(layout.page_indptr_cpu[-1] - layout.page_indptr_cpu[rows])
+        return DecodeAttention.factory(pools, num_heads, num_decodes, num_pages)(num_decodes)
+
+    return MixedAttention(pools, PrefillAttention(pools, num_heads), make_decode)
+
+
+def fixed_attention_factory(
+    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+) -> Callable[[int, int, int], MixedAttention]:
+    """Makes backends for (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs that follow each other on one stream.
+
+    `max_blocks` bounds the pages of one row. Those with equally many prompt tokens share their part for prompts.
+    """
+    make_decode = DecodeAttention.factory(pools, num_heads, max_decode_rows, max_decode_rows * max_blocks)
+    pages = torch.zeros(max_prefill_rows * max_blocks, dtype=torch.int32, device=pools[0][0].device)
+    prefills: dict[int, PrefillAttention] = {}
+
+    def make(num_tokens: int, num_decodes: int, num_rows: int) -> MixedAttention:
+        if num_tokens and num_tokens not in prefills:
+            prefills[num_tokens] = PrefillAttention(pools, num_heads, num_rows, pages)
+        decode = make_decode(num_decodes)
+        return MixedAttention(pools, prefills.get(num_tokens), lambda layout: decode)
+
+    return make

@@ -4,6 +4,7 @@ Red when a CUDA path disagrees with the reference: a kernel, an epilogue, a plan
 model in bfloat16 flips them under any change of summation order.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +13,22 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
+from engine.worker import graphs
+from engine.worker.rows import Rows, StepInputs
+from engine.worker.sampler import SamplingInputs
+from engine.worker.staging import Staging
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.unit.models import reference
-from tests.unit.models.harness import PagedRunner, Part, Prompt, noise_image, smooth_image
+from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, noise_image, smooth_image
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
 SHAPE = "8B"
 TOLERANCE = 2e-2
+NOTHING_SAMPLED = SamplingInputs.stage([], [], [], Staging(1 << 10, torch.device("cpu")))
 PROMPTS: dict[str, list[Part]] = {
     "text": [list(range(1000, 151_000, 371))],
     "one image": [[151_644, 872], smooth_image(480, 640), list(range(5000, 90_000, 1703))],
@@ -128,37 +134,45 @@ def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL) -> None:
         assert relative(row, whole(model, prompt)[-1]) < TOLERANCE
 
 
-def test_a_captured_step_replays_with_new_lengths(model: Qwen3VL) -> None:
-    """The graph is captured at one set of lengths and replayed at longer ones, as the worker does."""
-    from models.layers.decode_attention import DecodeAttention
+def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
+    from models.layers.attention_flashinfer import fixed_attention_factory
 
-    prompt = Prompt.build(model.config, PROMPTS["text"])
+    monkeypatch.setattr(graphs, "MIXED_PREFILL_SIZES", (64, 256))
+    monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2,))
+    text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model)
-    session = runner.start(Prompt(prompt.ids[:100], [], []))
-    runner.prefill(session, chunk=1 << 30)
-    runner.attention = DecodeAttention.factory(runner.pools, model.config.text.num_heads, 1, max_pages=1024)(1)
-    session.ids.append(prompt.ids[100])
-    batch = runner.batch([(session, 1)], num_prefill_rows=0, want="last")
-    runner.attention.plan(batch.attention)
-    for _ in range(2):
-        model(batch, runner.attention)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model(batch, runner.attention)
-    rows = []
-    for position in range(100, 140):
-        if position > 100:
-            session.ids.append(prompt.ids[position])
-            update = runner.batch([(session, 1)], num_prefill_rows=0, want="last")
-            batch.input_ids_T.copy_(update.input_ids_T)
-            batch.positions_3T.copy_(update.positions_3T)
-            batch.attention.slot_mapping_T.copy_(update.attention.slot_mapping_T)
-            runner.attention.plan(update.attention)
-        graph.replay()
-        session.computed += 1
-        rows.append(logits[0].clone())
-    assert relative(torch.stack(rows), whole(model, prompt)[100:140]) < TOLERANCE
+    rows = Rows(2, 1024, 16, model.config.geometry, model.device)
+    make_backend = fixed_attention_factory(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 2, 1024)
+    scratch_block = runner.start(Prompt(text.ids[:1], [], []))
+    runner.step([(scratch_block, 1)], num_prefill_rows=1)
+    step_graphs = graphs.StepGraphs(model, make_backend, rows, scratch_block.pages[0], 2)
+    step_graphs.capture()
+
+    def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:
+        batch = runner.batch(members, num_prefill_rows, "last")
+        decode_rows = torch.arange(len(members) - num_prefill_rows, device=model.device)
+        rows.last_token_R[: len(decode_rows)] = batch.input_ids_T[len(batch.input_ids_T) - len(decode_rows) :]
+        logits = step_graphs.run(StepInputs(batch, NOTHING_SAMPLED, decode_rows)).clone()
+        for session, count in members:
+            session.computed += count
+        return logits
+
+    decoding, prefilling = runner.start(Prompt(text.ids[:100], [], [])), runner.start(images)
+    step([(decoding, 37)], 1)
+    step([(decoding, 63)], 1)
+    decoded = []
+    for count in itertools.cycle([5, 64, 256, 1, 100, 255]):
+        rest = len(images.ids) - prefilling.computed
+        decoding.ids.append(text.ids[len(decoding.ids)])
+        members = [(prefilling, min(count, rest))] if rest else []
+        logits = step([*members, (decoding, 1)], len(members))
+        decoded.append(logits[-1])
+        if rest and rest <= count:
+            assert relative(logits[0], whole(model, images)[-1]) < TOLERANCE
+        if len(decoded) == 60:
+            break
+    assert relative(torch.stack(decoded), whole(model, text)[100:160]) < TOLERANCE and prefilling.computed == len(images.ids)
 
 
 def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.scheduler import policy
 from engine.scheduler.core import SchedulerCore
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
 
@@ -55,7 +56,7 @@ def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool
         max_num_batched_tokens=rng.choice([5, 8, 16, 64]),
         max_num_encoder_tokens=rng.choice([9, 12, 40]),
         prefix_cache=prefix_cache,
-        prefill_tokens_per_decode_step=rng.choice([0, 3, 20]),
+        mixed_chunk_tokens=rng.choice([1, 3, 20]),
         num_ranks=2,
     )
     sim = Simulation(core, rng, num_ranks=2)
@@ -176,8 +177,17 @@ def test_streams_are_protected_from_long_prompts() -> None:
     assert max(sizes) == 8 and sum(sizes) == 60
 
 
-def test_streams_get_steps_of_their_own() -> None:
-    """Red if prefill beside streams is not paid for: 8 tokens at a pace of 4 owe two steps that only decode."""
-    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=8, prefill_tokens_per_decode_step=4)
+def test_chunks_beside_streams_are_small() -> None:
+    """Red if streams wait for more than --mixed-chunk-tokens although nothing else waits, or a small rest takes a step of its own."""
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_chunk_tokens=16)
     sizes = prefill_sizes_beside(core, 0, 1)
-    assert sizes[:6] in ([8, 0, 0, 8, 0, 0], [0, 8, 0, 0, 8, 0]) and sum(sizes) == 60
+    assert [size for size in sizes if size] == [16, 16, 16, 12]
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=40, mixed_chunk_tokens=26)
+    assert [size for size in prefill_sizes_beside(core, 0, 1) if size] == [26, 34]
+
+
+def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if many waiting prompt tokens are computed in the smallest chunks, beside streams that then never end."""
+    monkeypatch.setattr(policy, "MIXED_QUANTUM", 2)
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_chunk_tokens=4)
+    assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]

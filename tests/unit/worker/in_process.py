@@ -1,6 +1,6 @@
 """The engine without its processes: a real scheduler core and a real runner on a tiny model, in one thread. For tests of step logic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,7 @@ from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import Limits, State
+from engine.worker.graphs import StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, PillowDecoder
 from engine.worker.rows import Rows
@@ -21,6 +22,7 @@ from engine.worker.runner import Runner
 from engine.worker.staging import Staging
 from models.config import ModelConfig
 from models.layers.attention import allocate_pools, make_attention
+from models.layers.attention_torch import TorchAttention
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import load_weights
@@ -49,10 +51,16 @@ def load_model(folder: Path) -> Qwen3VL:
     return model
 
 
+def run_again(forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """What stands in for a CUDA graph: a replay computes the captured step again, from the same tensors into the same result."""
+    result = forward()
+    return lambda: result.copy_(forward()), result
+
+
 class Engine:
     """Requests in, token ids out. `num_steps` and the core's counters say how the work was done."""
 
-    def __init__(self, model: Qwen3VL, *, num_blocks: int = 256, image_tokens: int = 4096, **limits: int | bool):
+    def __init__(self, model: Qwen3VL, *, num_blocks: int = 256, image_tokens: int = 4096, graphs: bool = False, **limits: int | bool):
         config = model.config
         per_token = config.num_visual_levels * config.text.hidden_size * 4
         defaults: dict[str, int | bool] = {
@@ -73,7 +81,12 @@ class Engine:
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU)
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp)
         attention = make_attention(pools, config.text.num_heads)
-        self._runner = Runner(model, attention, rows, images, Staging(1 << 22, CPU), None, self._arena, tp)
+        self.graphs = (
+            StepGraphs(model, lambda *_: TorchAttention(pools), rows, num_blocks, merged.max_num_seqs, run_again) if graphs else None
+        )
+        if self.graphs is not None:
+            self.graphs.capture()
+        self._runner = Runner(model, attention, rows, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
         self.tokens: dict[int, list[int]] = {}
         self.errors: dict[int, str] = {}
