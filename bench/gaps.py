@@ -25,7 +25,7 @@ from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.main import DEPTH, make_limits
 from engine.scheduler.policy import State
-from engine.worker.build import pick_decoder
+from engine.worker.build import make_graphs, pick_decoder
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
@@ -58,11 +58,13 @@ class Bench:
         model = Qwen3VL(model_config, tp, torch.bfloat16, device)
         init_dummy_weights(model, seed=0)
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
-        pools = allocate_pools(model_config.text, tp, NUM_BLOCKS, self._config.block_size, torch.bfloat16, device)
+        pools = allocate_pools(model_config.text, tp, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         rows = Rows(self._config.max_num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device)
         images = ImageCache(model, ImageReader(self._arena, pick_decoder(self._config, device), device), tp)
         attention = make_attention(pools, model_config.text.num_heads)
-        self._runner = Runner(model, attention, rows, images, Staging(64 << 20, device), None, self._arena, tp)
+        graphs = make_graphs(model, pools, rows, self._config.max_num_seqs, NUM_BLOCKS)
+        graphs.capture()
+        self._runner = Runner(model, attention, rows, images, Staging(64 << 20, device), graphs, self._arena, tp)
         per_token = model_config.num_visual_levels * model_config.text.hidden_size * 2
         limits = make_limits(self._config, per_token)
         blocks, directory = BlockPool(NUM_BLOCKS, self._config.block_size), ImageDirectory(4 * GIB)

@@ -14,7 +14,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.request import Request, Status
 
 MIXED_STEPS = 4  # steps beside decodes over which waiting prompt tokens are spread
-MIXED_REST = 1.5  # chunks beyond which a rest becomes a chunk of its own
+MIXED_REST = 4 / 3  # chunks beyond which a rest becomes a chunk of its own
 MIXED_QUANTUM = 128  # larger chunks are multiples of this, as GEMM tiles and the workers' graphs are
 
 

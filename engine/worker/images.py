@@ -16,6 +16,7 @@ from models.qwen3_vl import Qwen3VL
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed; bounds its activations
+GROWTH = 2  # of one group to the next: the next is read while the tower works on the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class ImageCache:
             num_tokens += self._num_tokens(encode)
             if num_tokens >= limit:
                 yield group
-                group, num_tokens, limit = [], 0, GROUP_TOKENS
+                group, num_tokens, limit = [], 0, min(GROWTH * limit, GROUP_TOKENS)
         if group:
             yield group
 

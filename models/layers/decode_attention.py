@@ -17,6 +17,7 @@ from models.layers.kernels_text import num_multiprocessors
 from models.layers.ops import KVPool
 
 PROGRAMS = 4  # on each multiprocessor: more than run at the same time, so that none is idle at the end
+MIN_TILES = 4  # of a unit, if its row has them: to merge many parts takes longer than to read a few tiles
 
 Int32s = npt.NDArray[np.int32]
 
@@ -103,7 +104,7 @@ def max_units(num_rows: int, kv_heads: int, device: torch.device) -> int:
 def plan_units(kv_lens: Int32s, first_pages: Int32s, limit: int) -> Int32s:
     """At most `limit` units (U, 8) as in `decode_attention_`, longest first. There must be more units than rows.
 
-    No unit is longer than is needed to stay within the limit, and those of a row are equal up to a tile of the kernel. The shortest such
+    No unit is longer than is needed to stay within the limit or than MIN_TILES, and those of a row are equal up to a tile of the kernel. The shortest such
     length in tiles lies between sum / limit and (sum - rows) / (limit - rows), as t tiles are at most (t - 1) / length + 1 units.
     """
     num_rows = len(kv_lens)
@@ -111,7 +112,7 @@ def plan_units(kv_lens: Int32s, first_pages: Int32s, limit: int) -> Int32s:
     total = int(tiles.sum())
     low, high = -(-total // limit), max(1, -(-(total - num_rows) // (limit - num_rows)))
     length = low + bisect_left(range(low, high), True, key=lambda size: int((-(-tiles // size)).sum()) <= limit)
-    counts = -(-tiles // length)
+    counts = -(-tiles // max(length, MIN_TILES))
     row = np.repeat(np.arange(num_rows), counts)
     first = (np.cumsum(counts) - counts)[row]
     index = np.arange(len(row))
