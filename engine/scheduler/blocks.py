@@ -138,6 +138,13 @@ class BlockHasher:
                 self.extend(token_ids[: (i + 1) * self._block_size])
             yield self.links[i]
 
+    def adopt(self, other: "BlockHasher", num_links: int) -> None:
+        """Takes links over from a sequence whose first `num_links` blocks are known to be equal: salt, ids and images."""
+        links = other.links[:num_links]
+        if len(links) > len(self.links):
+            self.links = links
+            self._parent = links[-1]
+
     def extend(self, token_ids: np.ndarray) -> None:
         """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""
         size = self._block_size
