@@ -24,7 +24,7 @@ from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.main import DEPTH, make_limits
-from engine.scheduler.policy import State
+from engine.scheduler.state import State
 from engine.worker.build import make_graphs, pick_decoder
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader

@@ -1,10 +1,10 @@
 """The directory of KV blocks: who holds which, what a block's content is called, what is evicted next. Used by the scheduler's policy.
 
-      ref > 0                      ref == 0, in `_free` from least to most recently used
-   +-----------+   release    +---------------------------------------------+
-   |  in use   | -----------> | cached (hash known, may be matched) or blank |
-   +-----------+ <----------- +---------------------------------------------+
-                 acquire (hit) / alloc (evicts: the hash is forgotten)
+   ref > 0                      ref == 0, in `_free` from least to most recently used
++-----------+   release    +---------------------------------------------+
+|  in use   | -----------> | cached (hash known, may be matched) or blank |
++-----------+ <----------- +---------------------------------------------+
+              acquire (hit) / alloc (evicts: the hash is forgotten)
 """
 
 import hashlib
@@ -137,6 +137,13 @@ class BlockHasher:
             if i == len(self.links):
                 self.extend(token_ids[: (i + 1) * self._block_size])
             yield self.links[i]
+
+    def adopt(self, other: "BlockHasher", num_links: int) -> None:
+        """Takes links over from a sequence whose first `num_links` blocks are known to be equal: salt, ids and images."""
+        links = other.links[:num_links]
+        if len(links) > len(self.links):
+            self.links = links
+            self._parent = links[-1]
 
     def extend(self, token_ids: np.ndarray) -> None:
         """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""

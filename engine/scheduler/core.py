@@ -1,8 +1,8 @@
 """The life of requests between plans: arrival, landed results, ends, releases. No sockets and no tensors; driven by `main` and by tests.
 
-    add ──▶ waiting ──▶ running ──▶ stopping ──▶ released        one terminal output each, resources back when the last plan has landed
-               ▲  preempted │
-               └────────────┘
+add ──▶ waiting ──▶ running ──▶ stopping ──▶ released        one terminal output each, resources back when the last plan has landed
+           ▲  preempted │
+           └────────────┘
 """
 
 import time
@@ -16,8 +16,9 @@ import numpy.typing as npt
 from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, RequestOutput, StepResult
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
-from engine.scheduler.policy import PlannedStep, State
+from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
+from engine.scheduler.state import State
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The scheduler process: requests in, plans out, results in, tokens out. `python -m engine.scheduler.main RUNTIME.json`.
 
-    inbox ──▶ receive ──▶ [next_step ──▶ workers] up to two steps ahead ──▶ results of all ranks ──▶ processor
+inbox ──▶ receive ──▶ [next_step ──▶ workers] up to two steps ahead ──▶ results of all ranks ──▶ processor
 """
 
 import logging
@@ -18,7 +18,8 @@ from engine.messages import PROCESSOR_ARENA, Abort, EngineOutputs, EngineRequest
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import Limits, PlannedStep, State
+from engine.scheduler.policy import PlannedStep
+from engine.scheduler.state import Limits, State
 from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)

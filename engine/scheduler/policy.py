@@ -2,82 +2,22 @@
 
 One rule for prefill, chunked prefill and decode: `num_computed` chases `num_tokens` within the step's token budget, oldest request
 first. What a chunk lacks (a KV block, room for an embedding) is taken from the youngest running request by preemption.
+
+A prefix is computed once, also when requests that share it come together: one whose beginning an older one is computing waits until that
+is in the cache. Younger ones may pass it meanwhile; it keeps its place in the order, a row and its blocks.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import chain, islice
+import math
+from bisect import insort
+from dataclasses import dataclass
 
 from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
-from engine.scheduler.blocks import BlockPool
-from engine.scheduler.images import ImageDirectory
+from engine.scheduler.budget import prefill_budget
 from engine.scheduler.request import Request, Status
+from engine.scheduler.state import State
 
-MIXED_STEPS = 4  # steps beside decodes over which waiting prompt tokens are spread
-MIXED_REST = 4 / 3  # chunks beyond which a rest becomes a chunk of its own
-MIXED_QUANTUM = 128  # larger chunks are multiples of this, as GEMM tiles and the workers' graphs are
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step may do. `bytes_per_image_token` is what the workers' cache takes for one image token."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_mixed_tokens: int
-    max_num_encoder_tokens: int
-    bytes_per_image_token: int
-    prefix_cache: bool = True
-    mixed_chunk_tokens: int = 256  # prefill tokens of a step that also decodes, unless much more waits
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals for the metrics."""
-
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    images_encoded: int = 0
-    images_hit: int = 0
-    images_skipped: int = 0
-    preemptions: int = 0
-
-
-@dataclass(slots=True)
-class State:
-    """All that the policy decides on. `running` is in order of admission, `waiting` in order of arrival."""
-
-    limits: Limits
-    blocks: BlockPool
-    images: ImageDirectory
-    waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)
-    stopping: set[Request] = field(default_factory=set)
-    free_rows: list[int] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
-    num_steps: int = 0
-
-    def check(self) -> None:
-        """Asserts every invariant that relates requests, blocks, images and rows."""
-        self.blocks.check()
-        self.images.check()
-        holders = [*self.running, *self.stopping]
-        self.blocks.check_refs(request.blocks for request in holders)
-        for request in self.waiting:
-            assert not request.blocks and not request.pins and request.row < 0
-        for request in self.running:
-            assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
-            assert len(request.blocks) >= self.blocks.num_needed(request.num_computed)
-        rows = [request.row for request in holders if request.row >= 0]
-        assert sorted([*rows, *self.free_rows]) == list(range(self.limits.max_num_seqs)), "rows leaked"
-        pins: dict[bytes, int] = {}
-        for request in holders:
-            for index in request.pins:
-                pins[request.images[index].hash] = pins.get(request.images[index].hash, 0) + 1
-        for digest, count in pins.items():
-            entry = self.images.get(digest)
-            assert entry is None or entry.pins == count, "pins drifted from the requests"
-        assert self.images.num_pinned <= len(pins)
+# Least part of a step's tokens that is worth waiting for: the wait may cost a step that does little, and that takes about as long.
+STEP_PART_WORTH_WAITING = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +32,7 @@ class PlannedStep:
 def plan(state: State) -> PlannedStep | None:
     """The next step, or None if nothing can run now. Mutates the state as if the step had been sent."""
     step = _StepBuilder(state)
-    step.continue_running()
-    step.admit_waiting()
+    step.fill()
     return step.finish()
 
 
@@ -108,7 +47,7 @@ def release(state: State, request: Request) -> None:
 
 
 def preempt(state: State, request: Request) -> None:
-    """Sends a running request back to the queue's front; it recomputes what the prefix cache forgets."""
+    """Sends a running request back to its place in the queue; it recomputes what the prefix cache forgets."""
     state.running.remove(request)
     release(state, request)
     request.status = Status.WAITING
@@ -155,49 +94,25 @@ class _StepBuilder:
         self.decodes: list[tuple[Request, Chunk]] = []
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
+        self.is_open = True  # until a waiting request cannot start
+        self.num_passed = 0  # waiting requests that await a prefix; each keeps a row
+        self.num_reserved_blocks = 0  # and these blocks
         num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
-        self.budget = self._prefill_budget(num_decodes)
+        self.budget = prefill_budget(state, num_decodes)
 
-    def _prefill_budget(self, num_decodes: int) -> int:
-        """Prefill tokens that this step may compute.
-
-        Beside decodes, chunks are small: streams hardly wait, and their tokens ride on GEMMs that the chunk pays for, so that no step
-        needs to decode alone. The more prompt tokens wait, the larger the chunk.
-        """
-        limits = self.limits
-        if num_decodes == 0:
-            return limits.max_num_batched_tokens
-        lacking = self._num_lacking()
-        chunk = max(limits.mixed_chunk_tokens, lacking // MIXED_STEPS // MIXED_QUANTUM * MIXED_QUANTUM)
-        if lacking < chunk * MIXED_REST:
-            chunk = lacking
-        return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
-
-    def _num_lacking(self) -> int:
-        """Prompt tokens of the requests that have a row or could have one."""
-        waiting = islice(self.state.waiting, len(self.state.free_rows))
-        prefilling = (request for request in self.state.running if not request.is_decoding)
-        return sum(request.num_tokens - request.num_computed for request in chain(prefilling, waiting))
-
-    def continue_running(self) -> None:
-        """A chunk for every running request that fits the budget, oldest first."""
+    def fill(self) -> None:
+        """Chunks that fit the budget, by arrival: running requests go on, waiting ones start if nobody must be preempted for it."""
         i = 0
         while i < len(self.state.running):
             request = self.state.running[i]
+            i += self._admit_waiting(request.arrival)
             if request.is_decoding:
                 if request.wants_tokens:
                     self._schedule(request, 1)
             elif request.num_tokens > request.num_computed:
                 self._schedule(request, self.budget)
-            if i < len(self.state.running) and self.state.running[i] is request:
-                i += 1
-
-    def admit_waiting(self) -> None:
-        """First chunks of waiting requests in order of arrival, as long as nobody must be preempted for it."""
-        while self.state.waiting and self.budget > 0 and self.state.free_rows:
-            request = self.state.waiting[0]
-            if request.num_in_flight or not self._admit(request):
-                break
+            i += request.status is Status.RUNNING  # not: it has preempted itself
+        self._admit_waiting(math.inf)
 
     def finish(self) -> PlannedStep | None:
         """The plan, prefill chunks first; images whose last token is computed lose their pin now, not earlier."""
@@ -222,11 +137,43 @@ class _StepBuilder:
         self.state.counters.computed_tokens += sum(chunk.length for chunk in step.chunks)
         return PlannedStep(step, [request for request, _ in members], self.encoded)
 
+    def _admit_waiting(self, before: float) -> int:
+        """First chunks of waiting requests that arrived before `before`, and their number. One that cannot start holds up all behind it."""
+        num_running = len(self.state.running)
+        while (request := self._next_waiting(before)) is not None:
+            if request.awaits_prefix or self._find_leader(request):
+                self.num_passed += 1
+                self.num_reserved_blocks += self.state.blocks.num_needed(request.num_tokens) - request.num_shared_blocks
+            else:
+                self.is_open = request.num_in_flight == 0 and self._admit(request)
+        return len(self.state.running) - num_running
+
+    def _next_waiting(self, before: float) -> Request | None:
+        waiting, i = self.state.waiting, self.num_passed
+        if not self.is_open or self.budget <= 0 or i == len(waiting) or len(self.state.free_rows) <= i:
+            return None
+        return waiting[i] if waiting[i].arrival < before else None
+
+    def _find_leader(self, request: Request) -> bool:
+        """Looks for an older request that is computing so much of this one's beginning that waiting for it is better."""
+        size = self.state.blocks.block_size
+        worth = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
+        for other in self.state.running if self.limits.prefix_cache else []:
+            if other.arrival > request.arrival:
+                break  # the oldest never waits, so every wait ends
+            if other.num_known - other.num_committed * size < worth:
+                continue  # it decodes: told without a comparison
+            num_shared = min(request.num_tokens - 1, request.num_shared_with(other)) // size
+            if (num_shared - other.num_committed) * size >= worth:
+                request.leader, request.num_shared_blocks = other, num_shared
+                return True
+        return False
+
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
         hits = self._prefix_hits(request)
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
-        if needed > blocks.num_free:
+        if needed > blocks.num_free - self.num_reserved_blocks:
             return False
         blocks.acquire(hits)
         request.blocks = list(hits)
@@ -242,9 +189,10 @@ class _StepBuilder:
         return True
 
     def _start(self, request: Request) -> None:
-        self.state.waiting.popleft()
-        self.state.running.append(request)
+        self.state.waiting.remove(request)
+        insort(self.state.running, request, key=lambda other: other.arrival)
         request.status = Status.RUNNING
+        request.leader = None
         request.row = self.state.free_rows.pop()
         if request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
@@ -262,6 +210,8 @@ class _StepBuilder:
             return []
         ids = request.known_ids()
         usable = min(request.num_tokens - 1, len(ids)) // self.state.blocks.block_size
+        if request.leader is not None:
+            request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _schedule(self, request: Request, budget: int) -> None:

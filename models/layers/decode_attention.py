@@ -104,8 +104,9 @@ def max_units(num_rows: int, kv_heads: int, device: torch.device) -> int:
 def plan_units(kv_lens: Int32s, first_pages: Int32s, limit: int) -> Int32s:
     """At most `limit` units (U, 8) as in `decode_attention_`, longest first. There must be more units than rows.
 
-    No unit is longer than is needed to stay within the limit or than MIN_TILES, and those of a row are equal up to a tile of the kernel. The shortest such
-    length in tiles lies between sum / limit and (sum - rows) / (limit - rows), as t tiles are at most (t - 1) / length + 1 units.
+    No unit is longer than MIN_TILES or is needed to stay within the limit, and those of a row are equal up to a tile. The shortest
+    length in tiles that stays within the limit lies between sum / limit and (sum - rows) / (limit - rows), as t tiles are at most
+    (t - 1) / length + 1 units.
     """
     num_rows = len(kv_lens)
     tiles = -(-kv_lens // TILE)

@@ -10,7 +10,8 @@ from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, Sampl
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import Limits, PlannedStep, State
+from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
+from engine.scheduler.state import Limits, State
 
 EOS = 7
 PLACEHOLDER = 99
@@ -148,6 +149,7 @@ class Simulation:
             failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             self.core.state.check()
+            self._check_nobody_repeats(step)
         if not self.in_flight:
             return False
         step, tokens, failed = self.in_flight.popleft()
@@ -166,6 +168,19 @@ class Simulation:
         assert not self.core.num_requests, "requests are left and nothing can run: deadlock"
         self.core.check()
         assert self.released == set(self.sequences)
+
+    def _check_nobody_repeats(self, step: PlannedStep) -> None:
+        """No request starts to compute what an older one is computing, as far as that is worth waiting for."""
+        state = self.core.state
+        size = state.blocks.block_size
+        worth = max(size, int(STEP_PART_WORTH_WAITING * state.limits.max_num_batched_tokens))
+        rows = {admit.row for admit in step.plan.admits}
+        for request in [request for request in state.running if request.row in rows and state.limits.prefix_cache]:
+            mine = self.sequences[request.rid].meanings()[: request.num_known - 1]
+            for older in [other for other in state.running if other.arrival < request.arrival]:
+                theirs = self.sequences[older.rid].meanings()[: older.num_known]
+                num_shared = sum(a == b for a, b in zip(mine, theirs, strict=False))
+                assert (num_shared // size - older.num_committed) * size < worth, "computes what another one is computing"
 
     def _take(self) -> None:
         outputs = self.core.take_outputs(None, 0.0)

@@ -13,7 +13,7 @@ from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, Sampl
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import Limits, State
+from engine.scheduler.state import Limits, State
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, PillowDecoder

@@ -1,0 +1,223 @@
+"""A prefix that several new requests share is computed by the first of them; the others wait for it, and nobody else waits for them."""
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.scheduler.blocks import BlockHasher
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.policy import PlannedStep
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+
+BLOCK = 4
+PAGES = [(2 + 9 * i, 8, bytes([i])) for i in range(5)]
+DOCUMENT = [20, 21, *[*[PLACEHOLDER] * 8, 22] * 5]  # 47 tokens: 11 blocks and a rest
+
+
+def library(**limits: int | bool) -> Simulation:
+    """A simulation with room for everything, unless `limits` say otherwise."""
+    defaults: dict[str, int | bool] = {"num_blocks": 200, "image_tokens": 200, "max_num_batched_tokens": 64, "max_num_mixed_tokens": 64}
+    return Simulation(make_core(**{"max_num_seqs": 16, "max_num_encoder_tokens": 64, **defaults, **limits}), random.Random(0))
+
+
+def ask(sim: Simulation, rid: int, salt: str = "", max_tokens: int = 4) -> None:
+    """A question about the document; the question's first token tells it from the others."""
+    prompt = [*DOCUMENT, 100 + rid, 23, 24]
+    wire = make_request(rid, prompt, PAGES, max_tokens, ignore_eos=True)
+    sim.add(msgspec.structs.replace(wire, cache_salt=salt), prompt)
+
+
+def say(sim: Simulation, rid: int, num_tokens: int, max_tokens: int = 4) -> None:
+    """A request that shares nothing."""
+    prompt = [1000 + rid] * num_tokens
+    sim.add(make_request(rid, prompt, [], max_tokens, ignore_eos=True), prompt)
+
+
+def running(core: SchedulerCore) -> list[int]:
+    return [request.rid for request in core.state.running]
+
+
+def prefills_of(step: PlannedStep) -> list[int]:
+    """The requests of a step's chunks that are not decodes, in order."""
+    return [request.rid for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.length > 1]
+
+
+def plan(sim: Simulation) -> PlannedStep:
+    """The next step, planned and executed, not landed."""
+    step = sim.core.next_step()
+    assert step is not None
+    sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
+    return step
+
+
+@pytest.mark.parametrize("budget", [16, 64, 500])
+def test_eight_at_once_compute_the_document_once(budget: int) -> None:
+    """Red if requests that come together each compute what they share, whether it takes them several steps or a part of one."""
+    sim = library(max_num_batched_tokens=budget, max_num_mixed_tokens=budget)
+    for rid in range(8):
+        ask(sim, rid)
+    sim.run()
+    counters = sim.core.state.counters
+    rest = len(DOCUMENT) % BLOCK + 3
+    assert counters.computed_tokens == len(DOCUMENT) + 3 + 7 * rest + 8 * 3
+    assert counters.images_encoded == 5
+    assert counters.images_skipped == 7 * 4 and counters.images_hit == 7  # the last page ends behind the last full block
+    assert counters.cached_prompt_tokens == 7 * 44
+
+
+def test_a_waiting_request_starts_in_one_piece_and_as_soon_as_the_prefix_is_there() -> None:
+    """Red if a follower starts with a part of what it waits for, or only when its leader has ended."""
+    sim = library(max_num_batched_tokens=16, max_num_mixed_tokens=16, max_num_encoder_tokens=16)
+    ask(sim, 0, max_tokens=50)
+    ask(sim, 1)
+    leader, follower = sim.core.state.waiting
+    while 1 not in running(sim.core):
+        is_there = leader.num_committed >= 11
+        sim.step()
+        assert (1 in running(sim.core)) == is_there
+    assert follower.num_cached == 44 and 0 not in sim.terminal
+    sim.run()
+
+
+def test_others_pass_a_waiting_request_but_do_not_get_ahead_of_it() -> None:
+    """Red if unrelated requests wait behind a follower, or if their later chunks go before its first."""
+    sim = library()
+    ask(sim, 0)
+    ask(sim, 1)
+    say(sim, 2, 500)
+    assert prefills_of(plan(sim)) == [0, 2]
+    assert prefills_of(plan(sim)) == [2]  # the document has not landed yet
+    sim.step()
+    while 1 not in running(sim.core):
+        step = plan(sim)
+        sim.step()
+    assert prefills_of(step) == [1, 2]
+    assert running(sim.core) == [0, 1, 2]
+    sim.run()
+
+
+def test_a_waiting_request_keeps_a_row_and_its_blocks() -> None:
+    """Red if those that pass take the last row or the last block, so that a follower starts only when one of them ends."""
+    for limits in ({"max_num_seqs": 3}, {"num_blocks": 13 + 3 + 4 + 1}):
+        sim = library(**limits)
+        ask(sim, 0, max_tokens=30)
+        ask(sim, 1)
+        say(sim, 2, 13, max_tokens=30)
+        say(sim, 3, 13, max_tokens=30)
+        plan(sim)
+        assert running(sim.core) == [0, 2]
+        while 1 not in running(sim.core):
+            sim.step()
+            assert not sim.terminal and not sim.core.state.counters.preemptions
+        sim.run()
+
+
+def test_the_next_one_takes_over_from_a_leader_that_is_gone() -> None:
+    """Red if followers wait for an aborted request, all start over together, or compute again what it had finished."""
+    sim = library(max_num_batched_tokens=16, max_num_mixed_tokens=16)
+    for rid in range(4):
+        ask(sim, rid)
+    sim.step()
+    committed = sim.core.state.running[0].num_committed
+    assert committed > 0
+    sim.abort(0)
+    before = sim.core.state.counters.computed_tokens
+    sim.step()
+    assert running(sim.core) == [1]
+    sim.run()
+    rest = len(DOCUMENT) % BLOCK + 3
+    assert sim.core.state.counters.computed_tokens - before == len(DOCUMENT) + 3 - committed * BLOCK + 2 * rest + 3 * 3
+
+
+def test_nobody_waits_for_a_younger_one() -> None:
+    """Red if a request may wait for one that came later, and then for the next: nothing would bound its wait.
+
+    The youngest comes when so little of 11 common blocks is missing that it starts; it goes on with what it shares with the follower alone.
+    """
+    sim = library(max_num_batched_tokens=128, max_num_mixed_tokens=40)
+    say(sim, 9, 4, max_tokens=40)
+    sim.step()
+    sim.step()
+    common, more = [20] * 44, [21] * 60
+    for rid, prompt in enumerate([[*common, 22, 22, 22, 22], [*common, *more, 23]]):
+        sim.add(make_request(rid, prompt, [], 20, ignore_eos=True), prompt)
+    leader, follower = sim.core.state.waiting
+    while leader.num_committed < 10:
+        sim.step()
+    assert leader.num_committed == 10 and follower.awaits_prefix
+    sim.add(make_request(2, [*common, *more, 24], [], 20, ignore_eos=True), [*common, *more, 24])
+    while not follower.num_computed:
+        assert running(sim.core) in ([9, 0], [9, 0, 2])
+        sim.step()
+        assert follower.leader in (None, leader)
+    assert running(sim.core) == [9, 0, 1, 2]
+    sim.run()
+
+
+def test_a_failed_page_ends_all_who_wait_for_it() -> None:
+    """Red if a follower of a leader whose image fails is left waiting."""
+    sim = library(max_num_batched_tokens=16)
+    for rid in range(4):
+        ask(sim, rid)
+    sim.bad_images = {sim.sequences[0].wire.images[2].hash}
+    sim.run()
+    assert sim.terminal == dict.fromkeys(range(4), "error")
+
+
+def test_other_tenants_and_an_engine_without_prefix_cache_do_not_wait() -> None:
+    """Red if a request waits for what it will never be given."""
+    sim = library(max_num_batched_tokens=500)
+    for rid, salt in enumerate(["a", "b", "a"]):
+        ask(sim, rid, salt)
+    plan(sim)
+    assert running(sim.core) == [0, 1]
+    plain = library(max_num_batched_tokens=500, prefix_cache=False)
+    for rid in range(3):
+        ask(plain, rid)
+    plan(plain)
+    assert running(plain.core) == [0, 1, 2]
+    for each in (sim, plain):
+        each.run()
+
+
+@pytest.mark.parametrize(("budget", "start"), [(44 * 16, [0]), (45 * 16, [0, 1, 2])])
+def test_a_short_prefix_is_not_worth_a_wait(budget: int, start: list[int]) -> None:
+    """Red if a common system prompt makes everybody wait: less than a sixteenth of a step is computed by all at once."""
+    sim = library(max_num_batched_tokens=budget)
+    for rid in range(3):
+        ask(sim, rid)
+    plan(sim)
+    assert running(sim.core) == start
+    sim.run()
+
+
+def test_a_cold_prompt_is_not_hashed_before_its_first_step() -> None:
+    """Red if looking for a leader, or waiting for one, hashes a prompt while the device has nothing to do."""
+    sim = library()
+    ask(sim, 0, max_tokens=1)
+    ask(sim, 1)
+    say(sim, 2, 500)
+    requests = list(sim.core.state.waiting)
+    plan(sim)
+    assert running(sim.core) == [0, 2]
+    assert [len(request.hasher.links) for request in requests] == [1, 0, 1]
+    sim.run()
+
+
+def test_adopted_hashes_are_those_that_it_would_make() -> None:
+    """Red if a follower that takes its leader's hashes goes on with another chain, or loses hashes to a leader that has fewer."""
+    spans = make_request(0, DOCUMENT, PAGES, 1).images
+    ids = np.asarray(DOCUMENT, dtype=np.int32)
+    whole = BlockHasher(BLOCK, spans, "")
+    whole.extend(ids)
+    for num_own in range(12):
+        for num_adopted in range(12):
+            leader, follower = BlockHasher(BLOCK, spans, ""), BlockHasher(BLOCK, spans, "")
+            leader.extend(ids[: num_adopted * BLOCK])
+            follower.extend(ids[: num_own * BLOCK])
+            follower.adopt(leader, 11)
+            assert follower.links == whole.links[: max(num_own, num_adopted)]
+            follower.extend(ids)
+            assert follower.links == whole.links
