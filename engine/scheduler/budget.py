@@ -5,7 +5,7 @@ from itertools import chain, islice
 from engine.scheduler.state import State
 
 MIXED_STEPS = 16  # steps beside decodes over which waiting prompt tokens are spread
-MIXED_QUANTUM = 128  # larger chunks are multiples of this, as GEMM tiles and the workers' graphs are
+MIXED_QUANTUM = 256  # larger chunks are multiples of this, as GEMM tiles like them
 
 
 def prefill_budget(state: State, num_decodes: int) -> int:

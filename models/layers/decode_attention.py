@@ -17,7 +17,7 @@ from models.layers.kernels_text import num_multiprocessors
 from models.layers.ops import KVPool
 
 PROGRAMS = 4  # on each multiprocessor: more than run at the same time, so that none is idle at the end
-MIN_TILES = 4  # of a unit, if its row has them: to merge many parts takes longer than to read a few tiles
+MIN_TILES = 2  # of a unit, if its row has them: to merge many parts takes longer than to read a few tiles
 
 Int32s = npt.NDArray[np.int32]
 

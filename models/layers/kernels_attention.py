@@ -19,7 +19,7 @@ STAGES = 4  # tiles under way, and the one that is worked on
 WARPS = 2
 UNIT_FIELDS = 8  # seven are used: a unit is one aligned piece of memory
 MIN_DOT_ROWS = 16
-MERGE_VALUES = 4096  # of partial results at once
+MERGE_VALUES = 8192  # of partial results at once
 
 
 @triton.jit
@@ -136,14 +136,13 @@ def _decode(
     ids = tl.load(pages + tl.minimum(start + tl.arange(0, TILE), stop - 1) // PAGE)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     member = tl.arange(0, ROWS)
     inside = (member < GROUP)[:, None]
     place = member[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     target = (row * KV_HEADS + head) * GROUP * WIDTH
     query = tl.load(q + target + place, inside, 0.0)
     top, total, values = _attend(query, k_pool, v_pool, ids, pages, head, start, stop, scale, KV_HEADS, ROWS, WIDTH, PAGE, TILE)
-    if OVERLAP:
-        gdc_launch_dependents()  # not before: the next kernel's first reads would slow ours down
     values /= total[:, None]
     if count == 1:
         tl.store(out + target + place, values.to(out.dtype.element_ty), inside)
