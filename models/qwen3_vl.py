@@ -53,9 +53,12 @@ class Qwen3VL(nn.Module):
         parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
-    def prepare_when_idle(self) -> bool:
-        """Work that pays later, for a time when nothing runs on the device: False if there is none. Takes a few tens of milliseconds."""
-        return self._graphs is not None and self._graphs.capture_one()
+    def prepare(self, is_busy: bool = False) -> bool:
+        """Work that pays later, for a time when the host has nothing to launch: False if there is none. Takes a few tens of milliseconds.
+
+        `is_busy`: the device still works, and what follows may have to wait.
+        """
+        return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
         patches_PX = self.visual.empty_patches(grids)

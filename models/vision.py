@@ -161,7 +161,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.attention = make_segment_attention(config.num_heads, config.head_dim, dtype, device)
+        self.attention = make_segment_attention(config.num_heads, config.head_dim, device)
         self.patch_embed = PatchEmbed(config, dtype, device)
         self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, dtype, device)
         self._blocks = [VisionBlock(config, self.attention, ops, dtype, device) for _ in range(config.depth)]

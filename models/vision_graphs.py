@@ -1,7 +1,7 @@
 """CUDA graphs of small encodes whose sizes come again and again: a replay costs the host one launch instead of three hundred.
 
-Used by `models.qwen3_vl` on GPUs. An encode runs eagerly until its graph is there; graphs are captured when the worker is idle, so no
-request waits for one. The key is the exact list of patch grids.
+Used by `models.qwen3_vl` on GPUs. An encode runs eagerly until its graph is there; graphs are captured when the worker has nothing to
+launch, so no request waits for one. The key is the exact list of patch grids.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,8 @@ from models.vision_tables import Tables
 
 MAX_PATCHES_OF_ONE = 8192  # above it the device takes longer than the host that launches
 MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B; what lies between them is shared by all graphs
-SIGHTINGS = 2  # before an encode is worth a graph
+SIGHTINGS = 2  # before an encode is worth a graph, if there is nothing else to do
+SIGHTINGS_WHEN_BUSY = 6  # if the device works: to capture takes the host longer than a step, so that streams may wait once
 MAX_SEEN = 256
 
 Key = tuple[Grid, ...]
@@ -55,13 +56,13 @@ class TowerGraphs:
         graph.graph.replay()
         return graph.levels.clone()
 
-    def capture_one(self) -> bool:
-        """Captures one encode that was seen often enough; False if there is none. For a time when nothing runs on the device."""
-        key = next((key for key, count in reversed(self._seen.items()) if count >= SIGHTINGS), None)
+    def capture_one(self, is_busy: bool = False) -> bool:
+        """Captures one encode that was seen often enough; False if there is none. For a time when the host has nothing to launch."""
+        enough = SIGHTINGS_WHEN_BUSY if is_busy else SIGHTINGS
+        key = next((key for key, count in reversed(self._seen.items()) if count >= enough), None)
         if key is None:
             return False
         del self._seen[key]
-        torch.cuda.synchronize()
         self._graphs[key] = self._capture(key)
         while sum(len(graph.patches_PX) for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
             self._graphs.popitem(last=False)

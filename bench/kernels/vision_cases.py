@@ -44,10 +44,10 @@ def preprocessing(config: ModelConfig, ops: Ops, device: torch.device, name: str
 
 
 def attention(config: ModelConfig, device: torch.device, name: str, count: int) -> Case:
-    """With the rotation; operations are counted at the tower's own head size, not at the one that the kernel computes."""
+    """With the rotation; operations are counted at the tower's own head size, not at the multiple of 16 that the kernel computes."""
     heads, head_dim = config.vision.num_heads, config.vision.head_dim
     length = patches_of(config, name)
-    segments = make_segment_attention(heads, head_dim, torch.bfloat16, device)
+    segments = make_segment_attention(heads, head_dim, device)
     segments.plan([length] * count)
     kvq = torch.randn((length * count, 3, heads, head_dim), dtype=torch.bfloat16, device=device)
     cos_sin = torch.randn((length * count, head_dim), device=device).clamp_(-1, 1)

@@ -37,9 +37,7 @@ def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | St
             pending.append(runner.launch(plan))
         if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
             results.send(pending.popleft().result())
-        elif plan is None and not pending:
-            runner.use_idle_time()
-        elif plan is None:
+        elif plan is None and not runner.use_spare_time(is_busy=bool(pending)) and pending:
             time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
 
 

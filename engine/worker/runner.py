@@ -134,9 +134,9 @@ class Runner:
         return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, watch.marks())
 
     @torch.inference_mode()
-    def use_idle_time(self) -> None:
-        """For a moment without plans: what would be in the way of a request, in small pieces."""
-        self._model.prepare_when_idle()
+    def use_spare_time(self, is_busy: bool) -> bool:
+        """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
+        return self._model.prepare(is_busy)
 
     def _draw(self, inputs: StepInputs) -> torch.Tensor:
         """Forward and sample; the tokens also go to the rows, for the next step."""

@@ -1,4 +1,4 @@
-"""Triton kernels of the vision tower: rotation, the way out of padded heads, LayerNorm. Called by `ops_cuda` and `segments_flashinfer`.
+"""Triton kernels of the vision tower: rotation and LayerNorm. Called by `ops_cuda` and `segments_hopper`.
 
 All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
 """
@@ -7,54 +7,21 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS_PER_TRIM = 4
-
 
 @triton.jit
-def _rotate_and_pad(
-    kvq: tl.tensor,
-    q_out: tl.tensor,
-    cos_sin: tl.tensor,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-) -> None:
-    """One program: one patch. Keys are rotated in place; queries go to `q_out`, each filled up with zeros to PADDED values."""
+def _rotate(kvq: tl.tensor, cos_sin: tl.tensor, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr) -> None:
+    """One program: the keys or the queries of one patch."""
     row = tl.program_id(0).to(tl.int64)
+    part = 2 * tl.program_id(1)  # keys are the first third, queries the last
     heads = tl.arange(0, HEADS)[:, None]
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (pairs < HALF) & (heads >= 0)
     cos = tl.load(cos_sin + row * (2 * HALF) + pairs, mask=pairs < HALF)
     sin = tl.load(cos_sin + row * (2 * HALF) + HALF + pairs, mask=pairs < HALF)
-    keys = kvq + (row * (3 * HEADS) + heads) * (2 * HALF) + pairs
-    lower, upper = tl.load(keys, mask=inside).to(tl.float32), tl.load(keys + HALF, mask=inside).to(tl.float32)
-    tl.store(keys, (lower * cos - upper * sin).to(kvq.dtype.element_ty), mask=inside)
-    tl.store(keys + HALF, (upper * cos + lower * sin).to(kvq.dtype.element_ty), mask=inside)
-    queries = keys + 2 * HEADS * (2 * HALF)
-    lower, upper = tl.load(queries, mask=inside).to(tl.float32), tl.load(queries + HALF, mask=inside).to(tl.float32)
-    target = q_out + (row * HEADS + heads) * PADDED
-    tl.store(target + pairs, (lower * cos - upper * sin).to(kvq.dtype.element_ty), mask=inside)
-    tl.store(target + HALF + pairs, (upper * cos + lower * sin).to(kvq.dtype.element_ty), mask=inside)
-    rest = 2 * HALF + tl.arange(0, PADDED)[None, :]
-    tl.store(target + rest, tl.zeros([HEADS, PADDED], q_out.dtype.element_ty), mask=rest < PADDED)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _trim_heads(
-    padded: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program: ROWS heads of neighbouring patches, whose first WIDTH values are moved together."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = (row < num_rows) & (column < WIDTH)
-    tl.store(out + row * WIDTH + column, tl.load(padded + row * PADDED + column, mask=mask), mask=mask)
+    place = kvq + ((row * 3 + part) * HEADS + heads) * (2 * HALF) + pairs
+    lower, upper = tl.load(place, mask=inside).to(tl.float32), tl.load(place + HALF, mask=inside).to(tl.float32)
+    tl.store(place, (lower * cos - upper * sin).to(kvq.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, (upper * cos + lower * sin).to(kvq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -81,32 +48,13 @@ def _layer_norm(
     tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def rotate_and_pad_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor, padded: int) -> torch.Tensor:
-    """Rotates the keys (index 0 of the second dimension) in place and returns the rotated queries (index 2) as (P, H, padded).
-
-    Tensors are contiguous, H and `padded` are powers of two. What follows a key or value within `padded` is inside its patch.
-    """
+def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
+    """Rotates keys (index 0 of the second dimension) and queries (index 2) in place. Tensors are contiguous, H is a power of two."""
     num_patches, _, num_heads, head_dim = kvq_P3HK.shape
-    assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous() and head_dim <= padded <= (num_heads + 1) * head_dim
-    q_PHL = kvq_P3HK.new_empty((num_patches, num_heads, padded))
-    _rotate_and_pad[(num_patches,)](
-        kvq_P3HK, q_PHL, cos_sin_PK,
-        HEADS=num_heads, HALF=head_dim // 2, PADDED=padded, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=8,
-    )  # fmt: skip
-    return q_PHL
-
-
-def trim_heads(padded_PHL: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """(P, H, L) -> (P, H * head_dim): the first `head_dim` values of each head."""
-    num_patches, num_heads, padded = padded_PHL.shape
-    assert padded_PHL.is_contiguous()
-    out_PD = padded_PHL.new_empty((num_patches, num_heads * head_dim))
-    num_rows, rows = num_patches * num_heads, ROWS_PER_TRIM * num_heads
-    _trim_heads[(triton.cdiv(num_rows, rows),)](
-        padded_PHL, out_PD, num_rows,
-        WIDTH=head_dim, PADDED=padded, ROWS=rows, BLOCK=triton.next_power_of_2(head_dim), num_warps=4,
-    )  # fmt: skip
-    return out_PD
+    assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous()
+    _rotate[(num_patches, 2)](
+        kvq_P3HK, cos_sin_PK, HEADS=num_heads, HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=4
+    )
 
 
 def layer_norm(x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -19,12 +19,12 @@ class SegmentAttention(Protocol):
         """
 
 
-def make_segment_attention(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> SegmentAttention:
+def make_segment_attention(num_heads: int, head_dim: int, device: torch.device) -> SegmentAttention:
     """The implementation for this device."""
     if device.type == "cuda":
-        from models.layers.segments_flashinfer import FlashInferSegments  # needs FlashInfer, which a CPU machine lacks
+        from models.layers.segments_hopper import HopperSegments  # needs FlashInfer, which a CPU machine lacks
 
-        return FlashInferSegments(num_heads, head_dim, dtype, device)
+        return HopperSegments(num_heads, head_dim, device)
     from models.layers.segments_torch import TorchSegments
 
     return TorchSegments()

@@ -187,4 +187,4 @@ def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:
         for ours, expected in zip(model.encode(images[i]), first[i], strict=True):
             assert relative(ours, expected) < 1e-3, encodes[i]
         if rng.random() < 0.1:
-            model.prepare_when_idle()
+            model.prepare()

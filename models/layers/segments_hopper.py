@@ -1,0 +1,71 @@
+"""`SegmentAttention` on a kernel of our own for Hopper, `segment_attention.cu`. Made by `make_segment_attention`.
+
+FlashInfer's machinery compiles it at its first use, once per head size, and keeps the result where it keeps its own kernels.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags
+
+from models.layers.kernels_vision import rotate_
+
+SOURCE = Path(__file__).with_name("segment_attention.cu")
+MAX_TILES = 1 << 15  # of one encode: four million patches
+TILE_FIELDS = 4  # number of the tile in its segment, first row and length of the segment, nothing
+
+
+class Kernel(Protocol):
+    """What `segment_attention.cu` exports."""
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, tiles: torch.Tensor, num_tiles: int, scale: float
+    ) -> None:
+        """q, k, v (P, H, K) views whose heads are side by side, out (P, H * K), tiles (n, TILE_FIELDS) of which `num_tiles` are used."""
+
+    def tile_rows(self) -> int:
+        """Queries of a tile."""
+
+
+class HopperSegments:
+    """See `SegmentAttention`. Any mix of lengths is one launch; nothing is compiled or searched for a new length."""
+
+    def __init__(self, num_heads: int, head_dim: int, device: torch.device) -> None:
+        self._scale = head_dim**-0.5
+        self._kernel = load_kernel(head_dim)
+        self._tile_rows = self._kernel.tile_rows()
+        self._tiles = torch.zeros((MAX_TILES, TILE_FIELDS), dtype=torch.int32, device=device)  # at a fixed address, for CUDA graphs
+        self._num_tiles = 0
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        tiles = torch.from_numpy(plan_tiles(np.asarray(lengths), self._tile_rows))
+        self._num_tiles = len(tiles)
+        self._tiles[: len(tiles)].copy_(tiles.pin_memory(), non_blocking=True)  # torch reuses pinned memory only when its copy is done
+
+    def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
+        rotate_(kvq_P3HK, cos_sin_PK)
+        k_PHK, v_PHK, q_PHK = kvq_P3HK.unbind(1)
+        out_PD = kvq_P3HK.new_empty((len(kvq_P3HK), q_PHK.shape[1] * q_PHK.shape[2]))
+        self._kernel.run(q_PHK, k_PHK, v_PHK, out_PD, self._tiles, self._num_tiles, self._scale)
+        return out_PD
+
+
+def plan_tiles(lengths: np.ndarray, tile_rows: int) -> np.ndarray:
+    """(n, TILE_FIELDS) int32: the tiles of all segments, in order."""
+    counts = -(-lengths // tile_rows)
+    segment = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(segment)) - (np.cumsum(counts) - counts)[segment]
+    start = (np.cumsum(lengths) - lengths)[segment]
+    return np.stack((number, start, lengths[segment], np.zeros_like(number)), axis=1).astype(np.int32)
+
+
+@cache
+def load_kernel(head_dim: int) -> Kernel:
+    """Compiled for heads of `head_dim` values, if it is not already. RuntimeError if the compiler fails."""
+    flags = [*sm90a_nvcc_flags, f"-DHEAD_DIM={head_dim}"]
+    kernel: Kernel = gen_jit_spec(f"segment_attention_{head_dim}", [SOURCE], extra_cuda_cflags=flags).build_and_load()
+    return kernel
