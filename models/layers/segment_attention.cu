@@ -32,7 +32,7 @@ constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 constexpr int kHeadDim = HEAD_DIM;
 static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of 16 bytes");
 // The best of those measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: scores, weights and output of a wide head need more.
-constexpr int kTileQ = kHeadDim <= 80 ? 192 : 128, kTileKV = kHeadDim <= 64 || kHeadDim > 80 ? 128 : 112, kStages = 2;
+constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = 128, kStages = 2;
 constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // instructions along a head
