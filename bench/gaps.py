@@ -72,13 +72,15 @@ class Bench:
         self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())
 
     def prefill(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
-        """Two steps ahead, as the scheduler and the worker do it between them."""
+        """Two steps ahead, as the scheduler and the worker do it between them; afterwards what the worker does when it is idle."""
         self._core.add(*self._request(rid, jpegs, resolution))
         pending: deque[LaunchedStep] = deque()
         while self._core.num_requests:
             while self._core.num_in_flight < DEPTH and (step := self._core.next_step()) is not None:
                 pending.append(self._runner.launch(step.plan))
             self._core.collect(pending.popleft().result())
+        while self._runner.use_spare_time(is_busy=False):
+            pass
 
     def _request(self, rid: int, jpegs: list[bytes], resolution: str) -> tuple[EngineRequest, np.ndarray]:
         width, height = RESOLUTIONS[resolution]
