@@ -1,4 +1,4 @@
-"""Triton kernels of the vision tower: rotation and LayerNorm. Called by `ops_cuda` and `segments_hopper`.
+"""Triton kernels of the vision tower: rotation and LayerNorm. Called by `ops_cuda` and `segments_cuda`.
 
 All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
 """

@@ -1,5 +1,5 @@
 // Attention inside segments for Hopper, made for the heads of the vision towers (64 and 72 values; any multiple of 8 up to 128 works).
-// Compiled by `segments_hopper.py`, which defines HEAD_DIM.
+// Compiled by `segments_cuda.py`, which defines HEAD_DIM.
 //
 // A block keeps a tile of a head's queries in shared memory and walks over the keys and values of their segment, tile by tile: one thread copies
 // them (TMA), warp groups of 128 threads compute 64 queries each and issue their products in turn, so that some multiply while others take exponentials.

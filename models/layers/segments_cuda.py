@@ -13,10 +13,10 @@ import torch
 from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags
 
 from models.layers.kernels_vision import rotate_
+from models.layers.segments import TILE_FIELDS, plan_tiles
 
 SOURCE = Path(__file__).with_name("segment_attention.cu")
 MAX_TILES = 1 << 15  # of one encode: four million patches
-TILE_FIELDS = 4  # number of the tile in its segment, first row and length of the segment, nothing
 
 
 class Kernel(Protocol):
@@ -52,15 +52,6 @@ class HopperSegments:
         out_PD = kvq_P3HK.new_empty((len(kvq_P3HK), q_PHK.shape[1] * q_PHK.shape[2]))
         self._kernel.run(q_PHK, k_PHK, v_PHK, out_PD, self._tiles, self._num_tiles, self._scale)
         return out_PD
-
-
-def plan_tiles(lengths: np.ndarray, tile_rows: int) -> np.ndarray:
-    """(n, TILE_FIELDS) int32: the tiles of all segments, in order."""
-    counts = -(-lengths // tile_rows)
-    segment = np.repeat(np.arange(len(lengths)), counts)
-    number = np.arange(len(segment)) - (np.cumsum(counts) - counts)[segment]
-    start = (np.cumsum(lengths) - lengths)[segment]
-    return np.stack((number, start, lengths[segment], np.zeros_like(number)), axis=1).astype(np.int32)
 
 
 @cache
