@@ -25,6 +25,13 @@ class AttentionLayout:
     slot_mapping_T: torch.Tensor  # (T,) int64 on the device: block * page_size + offset where token t's K/V is written
     num_prefill_rows: int
 
+    def decode_rows(self) -> "AttentionLayout":
+        """The layout of the decode rows alone."""
+        row = self.num_prefill_rows
+        token, page = int(self.qo_indptr_cpu[row]), int(self.page_indptr_cpu[row])
+        indptrs = self.qo_indptr_cpu[row:] - token, self.page_indptr_cpu[row:] - page
+        return AttentionLayout(indptrs[0], self.kv_lens_cpu[row:], indptrs[1], self.pages[page:], self.slot_mapping_T[token:], 0)
+
 
 @dataclass(frozen=True, slots=True)
 class VisualSlice:

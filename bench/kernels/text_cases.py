@@ -8,9 +8,9 @@ from bench.kernels.timing import Case, copies
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.layers.attention import AttentionBackend, allocate_pools, make_attention
-from models.layers.decode_attention import DecodeAttention
 from models.layers.ops import Ops
 from models.layers.parallel import TensorParallel
+from models.layers.split_attention import SplitAttention
 
 CHUNK = 8192
 PAGE = 16
@@ -35,8 +35,10 @@ def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[
         yield attention(config, prefill, [new], [new + context], device)
     for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
         rows = len(lengths)
-        decode = DecodeAttention.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
+        decode = SplitAttention.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
         yield attention(config, decode, [1] * rows, lengths, device)
+    for new in (9, 64):
+        yield attention(config, SplitAttention.factory(pools, text.num_heads, new, POOL_BLOCKS)(new), [new], [28_000], device)
 
 
 def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:

@@ -18,7 +18,7 @@ from models.layers.attention import AttentionBackend
 from models.qwen3_vl import Qwen3VL
 
 DECODE_SIZES = (1, 2, 4, *range(8, 129, 8))
-MIXED_PREFILL_SIZES = (64, 128, 176, 224, 272, 352, 400, 512)  # with 32 decode rows beside them, GEMMs lose little to rounding
+MIXED_PREFILL_SIZES = (16, 64, 128, 176, 224, 272, 352, 400, 512)  # with 32 decode rows beside them, GEMMs lose little to rounding
 MIXED_DECODE_SIZES = (8, 16, 32, 48, 64, 96, 128)
 LARGE_STEP = 64  # beyond 128 decode rows, sizes in steps of this
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes

@@ -1,5 +1,5 @@
-"""`AttentionBackend` on a GPU: FlashInfer's FA3 for chunks of prompts, our decode for single tokens. Made by `make_attention` for steps
-of any mix, and by the worker for the fixed shapes of its CUDA graphs.
+"""`AttentionBackend` on a GPU: FlashInfer's FA3 for chunks of prompts, our kernel for single tokens and for short chunks in a graph. Made
+by `make_attention` for steps of any mix, and by the worker for the fixed shapes of its CUDA graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,10 +8,13 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 from models.batch import AttentionLayout
-from models.layers.decode_attention import DecodeAttention
+from models.layers.attention import AttentionBackend
+from models.layers.kernels_attention import group_tokens
 from models.layers.ops import KVPool
+from models.layers.split_attention import SplitAttention, max_token_groups
 
 WORKSPACE_BYTES = 1 << 20  # FA3 splits no row over blocks and leaves it untouched
+MAX_SPLIT_TOKENS = 64  # of prompts in a step; FA3 would give a few tokens far into a prompt to one block per head
 
 
 class PlanGuard:
@@ -63,25 +66,26 @@ class PrefillAttention:
 
 
 class MixedAttention:
-    """See `AttentionBackend`. The prefill rows, which come first, go to one part and the decode rows to the other."""
+    """See `AttentionBackend`. The prefill rows, which come first, go to FA3 and the decode rows to our kernel."""
 
     def __init__(
-        self, pools: Sequence[KVPool], prefill: PrefillAttention | None, make_decode: Callable[[AttentionLayout], DecodeAttention]
+        self, pools: Sequence[KVPool], prefill: PrefillAttention, make_decode: Callable[[AttentionLayout], SplitAttention]
     ) -> None:
         self._pools = pools
         self._prefill = prefill
         self._make_decode = make_decode
-        self._decode: DecodeAttention | None = None
+        self._decode: SplitAttention | None = None
         self._num_prefill_tokens = 0
 
     def plan(self, layout: AttentionLayout) -> None:
         self._num_prefill_tokens = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-        if self._prefill is not None and layout.num_prefill_rows:
+        if layout.num_prefill_rows:
             self._prefill.plan(layout)
         self._decode = None
-        if len(layout.kv_lens_cpu) > layout.num_prefill_rows:
-            self._decode = self._make_decode(layout)
-            self._decode.plan(layout)
+        decodes = layout.decode_rows()
+        if len(decodes.kv_lens_cpu):
+            self._decode = self._make_decode(decodes)
+            self._decode.plan(decodes)
 
     def pool(self, layer: int) -> KVPool:
         return self._pools[layer]
@@ -89,7 +93,7 @@ class MixedAttention:
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
         out_THK = torch.empty_like(q_THK)
         split = self._num_prefill_tokens
-        if self._prefill is not None and split:
+        if split:
             self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
         if self._decode is not None:
             self._decode.run_into(layer, q_THK[split:], out_THK[split:])
@@ -99,29 +103,33 @@ class MixedAttention:
 def make_mixed_attention(pools: Sequence[KVPool], num_heads: int) -> MixedAttention:
     """For steps of any mix, outside CUDA graphs."""
 
-    def make_decode(layout: AttentionLayout) -> DecodeAttention:
-        rows = layout.num_prefill_rows
-        num_decodes, num_pages = len(layout.kv_lens_cpu) - rows, int(layout.page_indptr_cpu[-1] - layout.page_indptr_cpu[rows])
-        return DecodeAttention.factory(pools, num_heads, num_decodes, num_pages)(num_decodes)
+    def make_decode(decodes: AttentionLayout) -> SplitAttention:
+        num_rows = len(decodes.kv_lens_cpu)
+        return SplitAttention.factory(pools, num_heads, num_rows, len(decodes.pages))(num_rows)
 
     return MixedAttention(pools, PrefillAttention(pools, num_heads), make_decode)
 
 
 def fixed_attention_factory(
     pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
-) -> Callable[[int, int, int], MixedAttention]:
+) -> Callable[[int, int, int], AttentionBackend]:
     """Makes backends for (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs that follow each other on one stream.
 
-    `max_blocks` bounds the pages of one row. Those with equally many prompt tokens share their part for prompts.
+    `max_blocks` bounds the pages of one row. Those with equally many prompt tokens share FA3's plan.
     """
-    make_decode = DecodeAttention.factory(pools, num_heads, max_decode_rows, max_decode_rows * max_blocks)
-    pages = torch.zeros(max_prefill_rows * max_blocks, dtype=torch.int32, device=pools[0][0].device)
+    kv_heads, device = pools[0][0].shape[2], pools[0][0].device
+    size = group_tokens(num_heads, kv_heads)
+    max_groups = max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, size)
+    make_split = SplitAttention.factory(pools, num_heads, max_groups, (max_prefill_rows + max_decode_rows) * max_blocks)
+    pages = torch.zeros(max_prefill_rows * max_blocks, dtype=torch.int32, device=device)
     prefills: dict[int, PrefillAttention] = {}
 
-    def make(num_tokens: int, num_decodes: int, num_rows: int) -> MixedAttention:
-        if num_tokens and num_tokens not in prefills:
+    def make(num_tokens: int, num_decodes: int, num_rows: int) -> AttentionBackend:
+        if num_tokens <= MAX_SPLIT_TOKENS:
+            return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))
+        if num_tokens not in prefills:
             prefills[num_tokens] = PrefillAttention(pools, num_heads, num_rows, pages)
-        decode = make_decode(num_decodes)
-        return MixedAttention(pools, prefills.get(num_tokens), lambda layout: decode)
+        decode = make_split(num_decodes)
+        return MixedAttention(pools, prefills[num_tokens], lambda decodes: decode)
 
     return make

@@ -1,7 +1,7 @@
-"""The Triton kernel of decode attention: one query token a row over paged keys and values. Called by `decode_attention`.
+"""The Triton kernel of attention of few query tokens over paged keys and values. Called by `split_attention`.
 
-Bound by memory: every cached key and value is read once. Products are of the pool's type, everything else is float32. Tests run it in
-Triton's interpreter.
+Bound by memory: every cached key and value is read once for as many query tokens as fill the rows of a matrix product. Products are of the
+pool's type, everything else is float32. Tests run it in Triton's interpreter.
 """
 
 import math
@@ -17,7 +17,7 @@ from models.layers.ops import KVPool
 TILE = 32  # tokens at once
 STAGES = 4  # tiles under way, and the one that is worked on
 WARPS = 2
-UNIT_FIELDS = 8  # seven are used: a unit is one aligned piece of memory
+UNIT_FIELDS = 8  # a unit is one aligned piece of memory
 MIN_DOT_ROWS = 16
 MERGE_VALUES = 8192  # of partial results at once
 
@@ -32,6 +32,7 @@ def _attend(
     head: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
+    ends: tl.tensor,
     scale: tl.tensor,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -39,9 +40,10 @@ def _attend(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Softmax over tokens `start : stop` so far: maximum (base 2), sum and weighted values. `ids` are the pages of the first tile's tokens.
+    """Softmax over tokens `start : stop`, in row i those before `ends[i]`, of which one is in the first tile: maximum (base 2), sum and
+    weighted values. `ids` are the pages of the first tile's tokens.
 
-    Tokens behind the end are the last one again, so that loads need no mask; their weight is zero. Page ids are a tile ahead of the keys.
+    Tokens behind `stop` are the last one again, so that loads need no mask; their weight is zero. Page ids are a tile ahead of the keys.
     """
     dim = tl.arange(0, WIDTH)
     token = start + tl.arange(0, TILE)
@@ -52,7 +54,7 @@ def _attend(
         slot = ids.to(tl.int64) * PAGE + tl.minimum(token, stop - 1) % PAGE
         place = (slot * KV_HEADS + head)[:, None] * WIDTH + dim[None, :]
         score = tl.dot(query, tl.load(k_pool + place).T) * scale
-        score = tl.where((token < stop)[None, :], score, float("-inf"))
+        score = tl.where(token[None, :] < ends[:, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - new_top[:, None])
         shrink = tl.exp2(top - new_top)[:, None]
@@ -99,7 +101,7 @@ def _merge(
 
 
 @triton.jit
-def _decode(
+def _run_unit(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
@@ -121,68 +123,79 @@ def _decode(
     FIELDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: one KV head with its GROUP query heads, one unit of work."""
+    """One program: one KV head with its GROUP query heads, one unit of work. Its query tokens have MEMBERS rows of the products each."""
     head = tl.program_id(0)
     unit = units + tl.program_id(1) * FIELDS
-    row = tl.load(unit)
-    pages += tl.load(unit + 1)
-    start = tl.load(unit + 2)
-    stop = tl.load(unit + 3)
-    part = tl.load(unit + 4)
-    first = tl.load(unit + 5)
-    count = tl.load(unit + 6)
+    first_token, num_tokens = tl.load(unit), tl.load(unit + 1)
+    pages += tl.load(unit + 2)
+    start, stop = tl.load(unit + 3), tl.load(unit + 4)
+    part, first, count = tl.load(unit + 5), tl.load(unit + 6), tl.load(unit + 7)
     if stop == 0:
         return
     ids = tl.load(pages + tl.minimum(start + tl.arange(0, TILE), stop - 1) // PAGE)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    member = tl.arange(0, ROWS)
-    inside = (member < GROUP)[:, None]
-    place = member[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    target = (row * KV_HEADS + head) * GROUP * WIDTH
-    query = tl.load(q + target + place, inside, 0.0)
-    top, total, values = _attend(query, k_pool, v_pool, ids, pages, head, start, stop, scale, KV_HEADS, ROWS, WIDTH, PAGE, TILE)
+    TOKEN: tl.constexpr = KV_HEADS * GROUP  # from a token to the next, in heads
+    token, member = tl.arange(0, ROWS) // MEMBERS, tl.arange(0, ROWS) % MEMBERS
+    inside = (token < num_tokens) & (member < GROUP)
+    vector = token * TOKEN + member
+    place = vector[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    target = (first_token * KV_HEADS + head) * GROUP * WIDTH
+    query = tl.load(q + target + place, inside[:, None], 0.0)
+    ends = stop + tl.where(part == first + count - 1, token + 1 - num_tokens, 0)
+    top, total, values = _attend(query, k_pool, v_pool, ids, pages, head, start, stop, ends, scale, KV_HEADS, ROWS, WIDTH, PAGE, TILE)
     values /= total[:, None]
     if count == 1:
-        tl.store(out + target + place, values.to(out.dtype.element_ty), inside)
+        tl.store(out + target + place, values.to(out.dtype.element_ty), inside[:, None])
     else:
-        mine = (part * KV_HEADS + head) * GROUP
-        tl.store(partials + mine * WIDTH + place, values, inside)
-        tl.store(sums + mine + member, top + tl.log2(total), member < GROUP)
+        STRIDE: tl.constexpr = ROWS // MEMBERS * TOKEN  # from a part to the next, in heads
+        mine = part * STRIDE + head * GROUP
+        tl.store(partials + mine * WIDTH + place, values, inside[:, None])
+        tl.store(sums + mine + vector, top + tl.log2(total), inside)
         tl.debug_barrier()  # the whole program has written before one thread says so
-        first = first * KV_HEADS + head
-        if tl.atomic_add(arrivals + first, 1) == count - 1:
-            tl.store(arrivals + first, 0)
-            first *= GROUP
-            _merge(partials + first * WIDTH, sums + first, out + target, count, KV_HEADS * GROUP, GROUP, MEMBERS, WIDTH, PARTS)
+        arrivals += first * KV_HEADS + head
+        if tl.atomic_add(arrivals, 1) == count - 1:
+            tl.store(arrivals, 0)
+            first = first * STRIDE + head * GROUP
+            for i in range(num_tokens):
+                mine = first + i * TOKEN
+                _merge(partials + mine * WIDTH, sums + mine, out + target + i * TOKEN * WIDTH, count, STRIDE, GROUP, MEMBERS, WIDTH, PARTS)
 
 
-def decode_attention_(
-    q_BHK: torch.Tensor,
+def group_tokens(num_heads: int, kv_heads: int) -> int:
+    """Query tokens that share a reading of the keys: so many that their heads fill the rows of a matrix product."""
+    return max(1, MIN_DOT_ROWS // triton.next_power_of_2(num_heads // kv_heads))
+
+
+def split_attention_(
+    q_THK: torch.Tensor,
     pool: KVPool,
     units_UF: torch.Tensor,
     pages: torch.Tensor,
-    partials_UHK: torch.Tensor,
-    sums_UH: torch.Tensor,
-    arrivals_UG: torch.Tensor,
-    out_BHK: torch.Tensor,
+    partials_UGHK: torch.Tensor,
+    sums_UGH: torch.Tensor,
+    arrivals_UN: torch.Tensor,
+    out_THK: torch.Tensor,
 ) -> None:
-    """Writes the attention of one query token a row to `out_BHK`, as planned in `units_UF`; the grid depends on shapes alone.
+    """Writes the attention of query tokens to `out_THK`, as planned in `units_UF`; the grid depends on shapes alone.
 
-    A unit is a part of a row: row, offset of the row's pages in `pages`, first token and end of the part, number of the part among all of
-    them, number of the row's first part, parts of the row; a unit that ends at 0 is none. Of a row in several parts, each leaves its
-    result in `partials_UHK` with its logarithmic sum (base 2) in `sums_UH`, and the one that arrives last in `arrivals_UG` (U, KV heads),
-    which is zero before and after, merges them.
+    Up to G = `group_tokens` neighbouring query tokens of a row are a group, whose keys are cut into parts. A unit is a part: first query
+    token, number of query tokens, offset of the row's pages in `pages`, first key and end of the part, number of the part among all of
+    them, number of the group's first part, parts of the group; a unit that ends at 0 is none. The last key of a group is its last token's
+    alone, the one before belongs to the last two, and so on: each token must have a key in the first TILE of every part. Of a group in
+    several parts, each leaves its results in `partials_UGHK` with their logarithmic sums (base 2) in `sums_UGH`, and the one that arrives
+    last in `arrivals_UN` (U, KV heads), which is zero before and after, merges them.
     """
     k_pool, v_pool = pool
     page_size, kv_heads, head_dim = k_pool.shape[1:]
-    group = q_BHK.shape[1] // kv_heads
-    members = triton.next_power_of_2(group)
-    assert q_BHK.is_contiguous() and out_BHK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
-    _decode[(kv_heads, len(units_UF))](
-        q_BHK, k_pool, v_pool, out_BHK, units_UF, pages, partials_UHK, sums_UH, arrivals_UG, head_dim**-0.5 * math.log2(math.e),
-        GROUP=group, MEMBERS=members, KV_HEADS=kv_heads, ROWS=max(MIN_DOT_ROWS, members), WIDTH=head_dim, PAGE=page_size, TILE=TILE,
-        PARTS=max(1, MERGE_VALUES // (members * head_dim)), FIELDS=UNIT_FIELDS, OVERLAP=q_BHK.is_cuda,
-        num_warps=WARPS, num_stages=STAGES, **launch_early(q_BHK),
+    num_heads = q_THK.shape[1]
+    members = triton.next_power_of_2(num_heads // kv_heads)
+    assert q_THK.is_contiguous() and out_THK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
+    assert partials_UGHK.shape[1] == group_tokens(num_heads, kv_heads)
+    _run_unit[(kv_heads, len(units_UF))](
+        q_THK, k_pool, v_pool, out_THK, units_UF, pages, partials_UGHK, sums_UGH, arrivals_UN, head_dim**-0.5 * math.log2(math.e),
+        GROUP=num_heads // kv_heads, MEMBERS=members, KV_HEADS=kv_heads, ROWS=max(MIN_DOT_ROWS, members), WIDTH=head_dim, PAGE=page_size,
+        TILE=TILE, PARTS=max(1, MERGE_VALUES // (members * head_dim)), FIELDS=UNIT_FIELDS, OVERLAP=q_THK.is_cuda,
+        num_warps=WARPS, num_stages=STAGES, **launch_early(q_THK),
     )  # fmt: skip

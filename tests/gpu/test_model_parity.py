@@ -110,9 +110,9 @@ def test_decode_equals_prefill(model: Qwen3VL, graphed: bool) -> None:
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:
-        from models.layers.decode_attention import DecodeAttention
+        from models.layers.split_attention import SplitAttention
 
-        runner.attention = DecodeAttention.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
+        runner.attention = SplitAttention.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
     rows = []
     for step in range(-steps, 0):
         for session, prompt in zip(sessions, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""A decode step with random data and its attention by torch in float64. Used by the tests of decode attention, on the CPU and on a GPU."""
+"""A step with random data and its attention by torch in float64. Used by the tests of split attention, on the CPU and on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +22,17 @@ class Step:
 
     @classmethod
     def build(
-        cls, lengths: Sequence[int], heads: tuple[int, int], head_dim: int = 16, page: int = 16, shared: int = 0, seed: int = 0
+        cls,
+        lengths: Sequence[int],
+        heads: tuple[int, int],
+        head_dim: int = 16,
+        page: int = 16,
+        shared: int = 0,
+        seed: int = 0,
+        tokens: Sequence[int] | None = None,
     ) -> "Step":
-        """The first `shared` pages of all rows are the same."""
+        """Prompt rows of these numbers of query tokens, or decode rows. The first `shared` pages of all rows are the same."""
+        num_tokens = [1] * len(lengths) if tokens is None else tokens
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // page) for length in lengths]
         num_heads, kv_heads = heads
@@ -38,8 +46,9 @@ class Step:
                 flat[:length] = torch.randn((length, kv_heads, head_dim), generator=generator)
                 tensor[part] = flat.view(-1, *tensor.shape[1:])
         pages = torch.cat(parts).int()
-        layout = AttentionLayout(indptr([1] * len(lengths)), torch.tensor(lengths).int(), indptr(counts), pages, NOTHING, 0)
-        return cls((pool[0], pool[1]), layout, torch.randn((len(lengths), num_heads, head_dim), generator=generator))
+        num_prefill_rows = 0 if tokens is None else len(tokens)
+        layout = AttentionLayout(indptr(num_tokens), torch.tensor(lengths).int(), indptr(counts), pages, NOTHING, num_prefill_rows)
+        return cls((pool[0], pool[1]), layout, torch.randn((sum(num_tokens), num_heads, head_dim), generator=generator))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Step":
         layout = replace(self.layout, pages=self.layout.pages.to(device))
