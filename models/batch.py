@@ -7,6 +7,7 @@ D hidden size, H heads, K head_dim, B batch, L DeepStack levels, N tokens of one
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +53,8 @@ class ForwardBatch:
     attention: AttentionLayout
     visual: tuple[VisualSlice, ...]
     logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """(R,) lengths -> (R + 1,) int32: where each row begins, and the end."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

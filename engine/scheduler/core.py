@@ -8,7 +8,7 @@ add ──▶ waiting ──▶ running ──▶ stopping ──▶ released   
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +117,7 @@ class SchedulerCore:
 
     def stats(self) -> EngineStats:
         """Gauges and totals, for the metrics."""
-        state, counters = self.state, self.state.counters
+        state = self.state
         return EngineStats(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
@@ -130,12 +130,7 @@ class SchedulerCore:
             prompt_tokens=self._num_prompt_tokens,
             generated_tokens=self._num_generated,
             images_evicted=state.images.num_evicted,
-            cached_prompt_tokens=counters.cached_prompt_tokens,
-            computed_tokens=counters.computed_tokens,
-            images_encoded=counters.images_encoded,
-            images_hit=counters.images_hit,
-            images_skipped=counters.images_skipped,
-            preemptions=counters.preemptions,
+            **asdict(state.counters),
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> str | None:

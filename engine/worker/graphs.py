@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from engine.worker.rows import Rows, StepInputs
-from models.batch import AttentionLayout, ForwardBatch, VisualSlice
+from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.layers.attention import AttentionBackend
 from models.qwen3_vl import Qwen3VL
 
@@ -145,9 +145,9 @@ class StepGraphs:
         page_counts = spliced(layout.page_indptr_cpu.diff(), extra_pages, 1)
         scratch = self._scratch_pages[: sum(extra_pages)], self._scratch_pages[:padding]
         return AttentionLayout(
-            qo_indptr_cpu=_indptr(spliced(layout.qo_indptr_cpu.diff(), extra, 1)),
+            qo_indptr_cpu=offsets_of(spliced(layout.qo_indptr_cpu.diff(), extra, 1)),
             kv_lens_cpu=kv_lens,
-            page_indptr_cpu=_indptr(page_counts),
+            page_indptr_cpu=offsets_of(page_counts),
             pages=torch.cat([layout.pages[:num_pages], scratch[0], layout.pages[num_pages:], scratch[1]]),
             slot_mapping_T=layout.slot_mapping_T,
             num_prefill_rows=rows + extra_rows,
@@ -206,7 +206,3 @@ def _sizes_up_to(sizes: tuple[int, ...], limit: int) -> list[int]:
 
 def _round_up(sizes: list[int] | tuple[int, ...], count: int) -> int:
     return next(size for size in sizes if size >= count)
-
-
-def _indptr(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

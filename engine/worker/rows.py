@@ -13,7 +13,7 @@ import torch
 from engine.messages import Admit, Chunk, SamplingParams
 from engine.worker.sampler import SamplingInputs
 from engine.worker.staging import Staging
-from models.batch import AttentionLayout, ForwardBatch, VisualSlice
+from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
 
@@ -130,9 +130,9 @@ class Rows:
         offsets = np.arange(lengths.sum()) - first_tokens[token_rows] + starts[token_rows]
         slots = tables[token_rows, offsets // self.block_size].astype(np.int64) * self.block_size + offsets % self.block_size
         return AttentionLayout(
-            qo_indptr_cpu=_indptr(lengths),
+            qo_indptr_cpu=offsets_of(torch.from_numpy(lengths)),
             kv_lens_cpu=torch.from_numpy(kv_lens.astype(np.int32)),
-            page_indptr_cpu=_indptr(num_pages),
+            page_indptr_cpu=offsets_of(torch.from_numpy(num_pages)),
             pages=staging.put(pages),
             slot_mapping_T=staging.put(slots),
             num_prefill_rows=num_prefill_rows,
@@ -142,12 +142,6 @@ class Rows:
 def is_decode(chunk: Chunk) -> bool:
     """A row whose one input token is the last one drawn. The plan puts these last."""
     return chunk.sample and chunk.length == 1 and not chunk.visual
-
-
-def _indptr(lengths: Int64s) -> torch.Tensor:
-    indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    indptr[1:] = torch.from_numpy(np.cumsum(lengths).astype(np.int32))
-    return indptr
 
 
 def _visual_slices(prefills: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> tuple[VisualSlice, ...]:
