@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import msgspec
+
+from bench.upload import Uploads
 
 READ_BUFFER = 1 << 20
 WORD = " the"
@@ -18,6 +19,7 @@ class Answer:
 
     started: float = 0.0
     sent: float = 0.0  # body serialised, about to be written
+    written: float = 0.0  # its last byte with the kernel
     token_times: list[float] = field(default_factory=list)  # clock readings of chunks with text
     finished: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class ChatClient:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=3600), headers=headers, read_bufsize=READ_BUFFER, connector=aiohttp.TCPConnector(limit=0)
         )
+        self._uploads = Uploads()
 
     async def __aenter__(self) -> "ChatClient":
         return self
@@ -105,10 +108,10 @@ class ChatClient:
     async def chat(self, body: dict[str, Any]) -> Answer:
         """Sends one request and reads its stream to the end. An error answer or a broken connection is `Answer.error`."""
         answer = Answer(started=time.perf_counter())
-        data = msgspec.json.encode(body)
+        upload = self._uploads.encode(body)
         answer.sent = time.perf_counter()
         try:
-            async with self._session.post(f"{self._base}/v1/chat/completions", data=data) as response:
+            async with self._session.post(f"{self._base}/v1/chat/completions", data=upload) as response:
                 if response.status != 200:
                     answer.error = f"{response.status}: {(await response.text())[:300]}"
                     return answer
@@ -116,6 +119,9 @@ class ChatClient:
                     self._take(answer, line)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             answer.error = f"{type(error).__name__}: {error}"
+        finally:
+            answer.written = upload.written
+            self._uploads.give_back(upload)
         answer.finished = answer.token_times[-1] if answer.token_times else time.perf_counter()
         if not answer.token_times and answer.error is None:
             answer.error = "no text came"

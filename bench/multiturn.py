@@ -17,6 +17,7 @@ from typing import Any
 
 import uvloop
 
+from bench.breakdown import part_cells, part_names, ttft_figures
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.load import drive
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
@@ -101,11 +102,9 @@ def point(name: str, answers: list[Answer]) -> dict[str, Any]:
     cached = [answer.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) for answer in answers]
     return {
         "name": name,
-        "ttft_ms": round(1e3 * statistics.median(answer.ttft for answer in answers), 2),
-        "ttft_sent_ms": round(1e3 * statistics.median(answer.ttft_sent for answer in answers), 2),
+        **ttft_figures(answers),
         "prompt_tokens": answers[0].usage.get("prompt_tokens"),
         "cached_tokens": statistics.median(cached),
-        "stages_ms": answers[0].timings,
     }
 
 
@@ -123,8 +122,9 @@ def main() -> None:
     """Entry point."""
     args = parse_args()
     rows = uvloop.run(run(args))
-    names = [name for name in rows[-1] if name != "stages_ms"]
-    print(table(names, [[row.get(name, "") for name in names] for row in rows]))
+    names = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")]
+    parts = part_names(rows)
+    print(table([*names, *parts], [[*(row.get(name, "") for name in names), *part_cells(row, parts)] for row in rows]))
     if args.json:
         settings = {name: str(value) for name, value in vars(args).items()}
         write_json(args.json, {"environment": environment(), "settings": settings, "rows": rows})

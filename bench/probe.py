@@ -4,7 +4,7 @@
 
 Rules: uniform-noise JPEGs (quality 85), fresh at every step, images first, then 256 text tokens, temperature 0, 32 tokens out, ignore_eos,
 streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty `delta.content`; it is given with the client's
-own serialisation inside ("ttft") and after it ("ttft sent").
+own serialisation inside ("ttft") and after it ("ttft sent"), and in the consecutive parts of bench/breakdown.py.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from bench.breakdown import part_cells, part_names, ttft_figures
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import environment, table, write_json
@@ -64,15 +65,11 @@ async def measure(client: ChatClient, model: str, args: argparse.Namespace, reso
     point: dict[str, Any] = {"resolution": resolution, "images": count}
     if errors:
         return point | {"error": errors[0]}
-    middle = sorted(answers, key=lambda answer: answer.ttft)[len(answers) // 2]
     return point | {
-        "ttft_ms": round(1e3 * statistics.median(answer.ttft for answer in answers), 2),
-        "ttft_sent_ms": round(1e3 * statistics.median(answer.ttft_sent for answer in answers), 2),
+        **ttft_figures(answers),
         "all_ttft_ms": [round(1e3 * answer.ttft, 2) for answer in answers],
         "tpot_ms": round(1e3 * statistics.median(answer.tpot for answer in answers), 3),
-        "prompt_tokens": middle.usage.get("prompt_tokens"),
-        "client_ms": round(1e3 * (middle.ttft - middle.ttft_sent), 2),
-        "stages_ms": middle.timings,
+        "prompt_tokens": answers[0].usage.get("prompt_tokens"),
     }
 
 
@@ -98,25 +95,14 @@ def shown(point: dict[str, Any], clock: str) -> str:
     return f"ttft {ttft:9.1f} ms   tpot {point['tpot_ms']:6.2f} ms   {point['prompt_tokens']} prompt tokens"
 
 
-def stage_names(points: list[dict[str, Any]]) -> list[str]:
-    return list(next((point["stages_ms"] for point in points if point.get("stages_ms")), {}))
-
-
 def summary(points: list[dict[str, Any]], clock: str) -> str:
-    """Tables: times by stage, and the largest number of images that each resolution answered."""
-    label = f"ttft ({clock} serialisation)"
-    names = stage_names(points)
-    rows = []
-    for point in points:
-        if "error" in point:
-            rows.append([point["resolution"], point["images"], "failed", "", *[""] * len(names)])
-            continue
-        ttft = point["ttft_ms"] if clock == "before" else point["ttft_sent_ms"]
-        stages = [f"{point['stages_ms'].get(name, 0):.1f}" for name in names]
-        rows.append([point["resolution"], point["images"], f"{ttft:.1f}", f"{point['client_ms']:.1f}", *stages])
+    """Tables: times by part, and the largest number of images that each resolution answered."""
+    names = part_names(points)
+    key = "ttft_ms" if clock == "before" else "ttft_sent_ms"
+    rows = [[p["resolution"], p["images"], "failed" if "error" in p else f"{p[key]:.1f}", *part_cells(p, names)] for p in points]
     largest = {point["resolution"]: point["images"] for point in points if "error" not in point}
     limits = ", ".join(f"{resolution}: {count}" for resolution, count in largest.items())
-    return table(["size", "N", label, "client", *names], rows) + f"\nlargest N answered: {limits}"
+    return table(["size", "N", f"ttft ({clock} serialisation)", *names], rows) + f"\nlargest N answered: {limits}"
 
 
 def plot(points: list[dict[str, Any]], path: Path, title: str) -> None:

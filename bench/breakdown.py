@@ -1,0 +1,45 @@
+"""Where the time to first token went: consecutive parts that add up to it, the client's own apart. Used by probe and multiturn.
+
+    started ──client──▶ sent ──transfer──▶ received ──prepare, queue, launch, prefill, sample, reply──▶ first text     rest: in none of them
+
+`received` is on the server's clock. A body is under way at least until the kernel has taken its last byte, which the client sees, and at
+least as long as the server reads it; the longer of the two is the transfer, so that parts of two clocks never count twice.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.client import Answer
+
+STAGES = ("prepare_ms", "queue_ms", "launch_ms", "prefill_ms", "sample_ms", "reply_ms")
+
+
+def breakdown(answer: Answer) -> dict[str, float]:
+    """The parts of one request's TTFT in milliseconds. Of a server that tells no stages all after the transfer is `rest_ms`."""
+    sending = 1e3 * (answer.written - answer.sent) if answer.written else 0.0
+    parts = {"client_ms": 1e3 * (answer.sent - answer.started), "transfer_ms": max(sending, answer.timings.get("receive_ms", 0.0))}
+    parts |= {name: answer.timings[name] for name in STAGES if name in answer.timings}
+    return {name: round(value, 2) for name, value in parts.items()} | {"rest_ms": round(1e3 * answer.ttft - sum(parts.values()), 2)}
+
+
+def ttft_figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Medians of answers without an error, and the parts of the one in the middle."""
+    middle = sorted(answers, key=lambda answer: answer.ttft)[len(answers) // 2]
+    return {
+        "ttft_ms": round(1e3 * statistics.median(answer.ttft for answer in answers), 2),
+        "ttft_sent_ms": round(1e3 * statistics.median(answer.ttft_sent for answer in answers), 2),
+        "parts_ms": breakdown(middle),
+        "stages_ms": middle.timings,
+    }
+
+
+def part_names(points: Sequence[dict[str, Any]]) -> list[str]:
+    """Columns for `part_cells`."""
+    return list(dict.fromkeys(name.removesuffix("_ms") for point in points for name in point.get("parts_ms", {})))
+
+
+def part_cells(point: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """The parts of a point for a table; empty where it has none."""
+    parts = point.get("parts_ms", {})
+    return [f"{parts[f'{name}_ms']:.1f}" if f"{name}_ms" in parts else "" for name in names]
