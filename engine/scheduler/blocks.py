@@ -7,6 +7,7 @@
               acquire (hit) / alloc (evicts: the hash is forgotten)
 """
 
+import bisect
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -120,22 +121,23 @@ class BlockPool:
 class BlockHasher:
     """The hash chain of one sequence: link i names the content of block i and of everything before it.
 
-    A link covers the parent link, the block's token ids and, for each image that overlaps it, the image's hash and where in the
-    image the block begins; so equal placeholder ids of different pictures never alias. The chain begins with the tenant's salt.
+    A link covers the parent link, the block's token ids and, for each image that begins in the block, the image's hash and where it begins;
+    so equal placeholder ids of different pictures never alias: the links of blocks in which an image goes on descend from the one in which
+    it began. The chain begins with the tenant's salt.
     """
 
     def __init__(self, block_size: int, images: Sequence[ImageSpan], salt: str):
         self._block_size = block_size
         self._images = images
-        self._next_image = 0  # first image that does not end before the next block
         self.links: list[bytes] = []
-        self._parent = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
+        self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
 
     def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:
-        """The first `num_links` links, each made when it is asked for: what is not in the cache is hashed while the device computes it."""
+        """The first `num_links` links, made when they are asked for, as many at once as there are already: what is not in the cache is
+        hashed while the device computes it."""
         for i in range(num_links):
             if i == len(self.links):
-                self.extend(token_ids[: (i + 1) * self._block_size])
+                self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self._block_size])
             yield self.links[i]
 
     def adopt(self, other: "BlockHasher", num_links: int) -> None:
@@ -143,27 +145,28 @@ class BlockHasher:
         links = other.links[:num_links]
         if len(links) > len(self.links):
             self.links = links
-            self._parent = links[-1]
 
     def extend(self, token_ids: np.ndarray) -> None:
         """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""
-        size = self._block_size
-        for i in range(len(self.links), len(token_ids) // size):
-            state = hashlib.blake2b(self._parent, digest_size=DIGEST_SIZE)
-            state.update(token_ids[i * size : (i + 1) * size].tobytes())
-            for part in self._image_parts(i * size, (i + 1) * size):
-                state.update(part)
-            self._parent = state.digest()
-            self.links.append(self._parent)
+        first, size = len(self.links), self._block_size
+        end = len(token_ids) // size
+        num_bytes = size * token_ids.itemsize
+        parts = self._image_parts(first * size, end * size)
+        ids = token_ids[first * size : end * size].tobytes()
+        link = self.links[-1] if self.links else self._root
+        for i in range(end - first):
+            content = link + ids[i * num_bytes : (i + 1) * num_bytes]
+            if first + i in parts:
+                content += parts[first + i]
+            link = hashlib.blake2b(content, digest_size=DIGEST_SIZE).digest()
+            self.links.append(link)
 
-    def _image_parts(self, start: int, end: int) -> Iterable[bytes]:
-        while self._next_image < len(self._images) and self._ends_before(self._images[self._next_image], start):
-            self._next_image += 1
-        for image in self._images[self._next_image :]:
-            if image.start >= end:
-                break
-            yield image.hash + (start - image.start).to_bytes(8, "little", signed=True)
-
-    @staticmethod
-    def _ends_before(image: ImageSpan, position: int) -> bool:
-        return image.start + image.length <= position
+    def _image_parts(self, start: int, end: int) -> dict[int, bytes]:
+        """What the images that begin at `start` or later and before `end` add to their blocks, by block."""
+        parts: dict[int, bytes] = {}
+        low = bisect.bisect_left(self._images, start, key=lambda image: image.start)
+        high = bisect.bisect_left(self._images, end, key=lambda image: image.start)
+        for image in self._images[low:high]:
+            block, offset = divmod(image.start, self._block_size)
+            parts[block] = parts.get(block, b"") + image.hash + offset.to_bytes(8, "little")
+        return parts

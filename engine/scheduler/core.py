@@ -20,6 +20,9 @@ from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
 
+NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
+MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
+
 
 @dataclass(slots=True)
 class InFlight:
@@ -39,6 +42,7 @@ class SchedulerCore:
         self._eos_token_ids = eos_token_ids
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
         self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
@@ -66,6 +70,7 @@ class SchedulerCore:
         token_ids[: len(prompt_ids)] = prompt_ids
         hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.cache_salt)
         request = Request(wire, token_ids, len(prompt_ids), max_tokens, self._eos_token_ids, hasher, self._num_arrived)
+        self._recall_links(request)
         self._num_arrived += 1
         self._num_prompt_tokens += len(prompt_ids)
         self._requests[wire.rid] = request
@@ -144,6 +149,15 @@ class SchedulerCore:
                 return f"An image takes {span.length} tokens; the largest that can be encoded takes {largest}."
         return None
 
+    def _recall_links(self, request: Request) -> None:
+        """Takes the hash chain over from an ended request with the same beginning: a conversation is compared, not hashed again."""
+        size = self.state.blocks.block_size
+        num_links = request.num_prompt // size
+        for other in reversed(self._ended):
+            if num_links < MIN_REMEMBERED_LINKS or len(request.hasher.links) == num_links:
+                break
+            request.hasher.adopt(other.hasher, min(num_links, request.num_shared_with(other) // size))
+
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
@@ -200,6 +214,8 @@ class SchedulerCore:
             policy.release(self.state, request)
             self.state.stopping.discard(request)
             del self._requests[request.rid]
+            if len(request.hasher.links) >= MIN_REMEMBERED_LINKS:
+                self._ended.append(request)
             self._released.append(request.rid)
 
 

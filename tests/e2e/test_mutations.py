@@ -234,7 +234,7 @@ def forget_content(patch: pytest.MonkeyPatch) -> None:
 
 def forget_images(patch: pytest.MonkeyPatch) -> None:
     """The prefix cache tells prompts apart by their token ids alone."""
-    patch.setattr(BlockHasher, "_image_parts", lambda self, start, end: ())
+    patch.setattr(BlockHasher, "_image_parts", lambda self, start, end: {})
 
 
 def reuse_embeddings(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler import budget
+from engine.scheduler import core as core_module
 from engine.scheduler.core import SchedulerCore
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
 
@@ -75,7 +76,9 @@ def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool
         num_ranks=2,
     )
     sim = Simulation(core, rng, num_ranks=2)
-    drive(rng, sim, 14, 8, fail)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
+        drive(rng, sim, 14, 8, fail)
     capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
     for rid, reason in sim.terminal.items():
         sequence, received = sim.sequences[rid], sim.received.get(rid, [])

@@ -1,0 +1,101 @@
+"""Names of KV blocks: what they tell apart, and that taking them over from an ended request changes nothing."""
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.scheduler import blocks
+from engine.scheduler import core as core_module
+from engine.scheduler.blocks import BlockHasher
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+
+BLOCK = 4
+PROMPT = [20, 21, *[PLACEHOLDER] * 9, 22, 23, *[PLACEHOLDER] * 6, 24, 25, 26]
+IMAGES = [(2, 9, b"a"), (13, 6, b"b")]
+
+
+def links(prompt: list[int] = PROMPT, images: list[tuple[int, int, bytes]] = IMAGES, salt: str = "") -> list[bytes]:
+    hasher = BlockHasher(BLOCK, make_request(0, prompt, images, 1).images, salt)
+    hasher.extend(np.asarray(prompt, dtype=np.int32))
+    return hasher.links
+
+
+@pytest.mark.parametrize("position", range(len(PROMPT)))
+def test_a_block_is_named_after_all_that_is_before_its_end(position: int) -> None:
+    """Red if a token is left out of its block's name or of a later one's."""
+    other = links([*PROMPT[:position], 30, *PROMPT[position + 1 :]])
+    assert [a == b for a, b in zip(links(), other, strict=True)] == [i < position // BLOCK for i in range(len(PROMPT) // BLOCK)]
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_blocks_inside_an_image_are_named_after_it(changed: int) -> None:
+    """Red if the same placeholder ids stand for another picture somewhere behind its first block."""
+    images = [(start, length, b"c" if i == changed else name) for i, (start, length, name) in enumerate(IMAGES)]
+    first = images[changed][0] // BLOCK
+    assert [a == b for a, b in zip(links(), links(images=images), strict=True)] == [i < first for i in range(len(PROMPT) // BLOCK)]
+
+
+def test_the_place_of_an_image_in_its_block_is_part_of_the_name() -> None:
+    """Red if blocks of equal ids are one although their pictures begin elsewhere."""
+    prompt = [PLACEHOLDER] * 12
+    assert not set(links(prompt, [(0, 6, b"a"), (6, 6, b"b")])[1:]) & set(links(prompt, [(0, 7, b"a"), (7, 5, b"b")])[1:])
+    assert not set(links(prompt, [(0, 12, b"a")])) & set(links(prompt, [(1, 11, b"a")]))
+
+
+def test_names_do_not_depend_on_how_they_are_made() -> None:
+    """Red if hashing in pieces leaves an image out, or one by one differs from all at once."""
+    ids = np.asarray(PROMPT, dtype=np.int32)
+    for cut in range(len(PROMPT)):
+        hasher = BlockHasher(BLOCK, make_request(0, PROMPT, IMAGES, 1).images, "")
+        hasher.extend(ids[:cut])
+        assert list(hasher.chain(ids, len(PROMPT) // BLOCK)) == links()
+
+
+@pytest.fixture
+def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts links that are made; chains of any length are remembered."""
+    counts = [0]
+    extend = BlockHasher.extend
+
+    def counted(self: BlockHasher, token_ids: np.ndarray) -> None:
+        before = len(self.links)
+        extend(self, token_ids)
+        counts[0] += len(self.links) - before
+
+    monkeypatch.setattr(blocks.BlockHasher, "extend", counted)
+    monkeypatch.setattr(core_module, "MIN_REMEMBERED_LINKS", 1)
+    yield counts
+
+
+def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
+    """Red if a turn hashes again what the turn before it has named: a millisecond of waiting for every thousand blocks."""
+    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64), random.Random(0))
+    prompt = list(PROMPT)
+    for turn in range(4):
+        sim.add(make_request(turn, prompt, IMAGES, 5, ignore_eos=True), prompt)
+        sim.run()
+        prompt += [*sim.received[turn], 27, 28]
+    assert num_hashed[0] <= len(prompt) // BLOCK
+
+
+def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
+    """Red if a request gets names of another tenant's blocks, of other pictures or of other text."""
+    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64), random.Random(0))
+    sim.add(make_request(0, PROMPT, IMAGES, 1), PROMPT)
+    sim.run()
+    other_text = [*PROMPT[:1], 30, *PROMPT[2:]]
+    cases = [
+        (make_request(1, PROMPT, [IMAGES[0], (13, 6, b"c")], 1), PROMPT, 3),
+        (make_request(2, other_text, IMAGES, 1), other_text, 0),
+        (msgspec.structs.replace(make_request(3, PROMPT, IMAGES, 1), cache_salt="tenant"), PROMPT, 0),
+    ]
+    for wire, prompt, num_shared in cases:
+        sim.add(wire, prompt)
+        request = sim.core.state.waiting[-1]
+        fresh = BlockHasher(BLOCK, wire.images, wire.cache_salt)
+        fresh.extend(np.asarray(prompt, dtype=np.int32))
+        assert request.hasher.links == fresh.links[:num_shared]
+        sim.run()
