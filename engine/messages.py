@@ -2,7 +2,7 @@
 
 | edge                  | message                       | carries                                                                    |
 |-----------------------|-------------------------------|----------------------------------------------------------------------------|
-| api -> processor      | Submit, Abort                 | the small JSON of a request; its media as regions of the api arena or URLs |
+| api -> processor      | Payload, Submit, Abort        | the small JSON of a request; its media as regions of the api arena or URLs |
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
 | processor -> scheduler| EngineRequest, Abort          | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, requests whose regions may be reused           |
@@ -81,6 +81,13 @@ class MediaRef(msgspec.Struct, frozen=True):
     url: str | None = None
 
 
+class Payload(msgspec.Struct, tag=True, frozen=True):
+    """An image in a body that still arrives, as in a MediaRef: it may be read already. A Submit follows, or an Abort with its body."""
+
+    rid: int
+    payload: Region
+
+
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """A validated chat request. `messages` is JSON; an image part in it is `{"type": "image", "media": index into media}`."""
 
@@ -99,6 +106,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     """The client went away, or a stop string was found: the sender wants no further output. The receiver still releases."""
 
     rid: int
+    body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -280,5 +288,5 @@ class Status(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-ToProcessor = Submit | Abort | EngineOutputs
+ToProcessor = Payload | Submit | Abort | EngineOutputs
 ToScheduler = EngineRequest | Abort | WorkerReady | StepResult

@@ -1,4 +1,8 @@
-"""Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/chat.py`."""
+"""Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/chat.py`.
+
+socket ─▶ region ─▶ scanner ─▶ small JSON
+                       └─────▶ every image of a large body, as soon as it is complete ─▶ processor
+"""
 
 import asyncio
 import contextlib
@@ -10,6 +14,9 @@ from starlette.types import Receive
 
 from engine.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig
+from engine.messages import API_ARENA
+from engine.messages import Region as WireRegion
+from server.client import Client
 from server.direct import DirectReader
 from server.errors import RequestError, overloaded
 from server.region import Region
@@ -24,20 +31,39 @@ MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any co
 
 
 class Body:
-    """A body that has arrived: as it was sent in `region`, the small JSON in `scanner`. The owner frees the region or hands it on."""
+    """A body that arrives: as it was sent in `region`, the small JSON in `scanner`. The owner hands the region on or gives the body up."""
 
-    def __init__(self, region: Region, scanner: Scanner, started: float):
+    def __init__(self, region: Region, scanner: Scanner, client: Client, started: float):
         self.region = region
         self.scanner = scanner
         self.started = started  # first byte asked for
-        self.received = time.monotonic()  # last byte here
+        self.received = 0.0  # last byte here
+        self.rid = client.new_rid()
+        self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
+        self._client = client
 
     @property
     def payloads(self) -> memoryview:
         return self.region.view
 
+    def announce(self, limit: int) -> None:
+        """Images that are complete are decoded while the rest arrives, at most `limit` in all. The region may not move any more."""
+        complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
+        for reference in complete:
+            self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
+        self.num_announced += len(complete)
 
-async def read_body(receive: Receive, content_length: int | None, direct: DirectReader | None, arena: Arena, config: EngineConfig) -> Body:
+    def give_up(self) -> None:
+        """The body is refused or was cut."""
+        if self.num_announced:
+            self._client.abandon(self.rid, self.region.offset)
+        else:
+            self.region.free()
+
+
+async def read_body(
+    receive: Receive, content_length: int | None, direct: DirectReader | None, arena: Arena, config: EngineConfig, client: Client
+) -> Body:
     """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (stalled); ClientDisconnect if it is cut."""
     if content_length is not None and content_length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
@@ -45,12 +71,13 @@ async def read_body(receive: Receive, content_length: int | None, direct: Direct
     with contextlib.ExitStack() as undo:
         try:
             region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
-            undo.callback(region.free)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
+            body = Body(region, scanner, client, started)
+            undo.callback(body.give_up)
             while await _receive_piece(receive, region, scanner, config.max_body_bytes):
                 rest = (content_length or 0) - region.used
                 if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
-                    await _read_directly(direct, rest, region, scanner)
+                    await _read_directly(direct, rest, body, config.max_images_per_request)
                     break
         except TimeoutError:
             raise RequestError(408, f"The request body stalled for {IDLE_TIMEOUT_S:.0f} seconds.") from None
@@ -60,7 +87,8 @@ async def read_body(receive: Receive, content_length: int | None, direct: Direct
             raise overloaded("The server holds too many request bodies right now.") from None
         region.trim()
         undo.pop_all()
-    return Body(region, scanner, started)
+    body.received = time.monotonic()
+    return body
 
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
@@ -79,8 +107,9 @@ async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max
     return more
 
 
-async def _read_directly(direct: DirectReader, rest: int, region: Region, scanner: Scanner) -> None:
+async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int) -> None:
     """The last `rest` bytes, from the socket into the region, which has room for them."""
+    region, scanner = body.region, body.scanner
     end = region.used + rest
     with direct.take_over(rest):
         while region.used < end:
@@ -89,6 +118,7 @@ async def _read_directly(direct: DirectReader, rest: int, region: Region, scanne
             region.used += len(piece)
             scanner.feed(bytes(piece))
             check_text_bytes(scanner.num_text_bytes)
+            body.announce(max_images)
 
 
 def check_text_bytes(num_bytes: int) -> None:

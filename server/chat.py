@@ -61,14 +61,14 @@ class ChatEndpoint:
         length = int(header) if header else None
         self.num_reading += 1
         try:
-            body = await read_body(request.receive, length, direct_reader(request.scope), self._arena, self._config)
+            body = await read_body(request.receive, length, direct_reader(request.scope), self._arena, self._config, self._client)
             return await self._submit(body)
         finally:
             self.num_reading -= 1
 
     async def _submit(self, body: Body) -> Reply:
         with contextlib.ExitStack() as undo:
-            undo.callback(body.region.free)
+            undo.callback(body.give_up)
             request, conversation = await self._parse(body)
             message = self._message(request, conversation, body)
             stream = self._client.submit(message)
@@ -78,13 +78,13 @@ class ChatEndpoint:
 
     def _message(self, request: ChatRequest, conversation: Conversation, body: Body) -> Submit:
         return Submit(
-            rid=self._client.new_rid(),
+            rid=body.rid,
             messages=msgspec.json.encode(conversation.messages),
             media=conversation.media,
             params=sampling_params(request, self._defaults),
             stop=request.stop,
             stages=Stages(received=body.received),
-            body=body.region.offset if conversation.used_references else None,
+            body=body.region.offset if conversation.used_references or body.num_announced else None,
             template_kwargs={**(request.chat_template_kwargs or {})},
             cache_salt=request.cache_salt or "",
         )

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.arena import Arena
 from engine.ipc import Outbox
-from engine.messages import Abort, EngineStats, ErrorInfo, Event, Events, Submit, ToProcessor
+from engine.messages import Abort, EngineStats, ErrorInfo, Event, Events, Payload, Region, Submit, ToProcessor
 from server.errors import RequestError
 
 HEARTBEAT_STALE_S = 15.0
@@ -60,7 +60,7 @@ class Stream:
 class Client:
     """Requests on their way through the engine. Every stream given out by `submit` must be given back to `close`.
 
-    A body named in a Submit belongs to the processor until `released_bodies` names it, also when the client has gone.
+    A body named in a Submit, or in `abandon`, belongs to the processor until `released_bodies` names it, also when the client has gone.
     """
 
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena):
@@ -89,6 +89,15 @@ class Client:
 
     def new_rid(self) -> int:
         return next(self._rids)
+
+    def announce(self, rid: int, payload: Region) -> None:
+        """An image of a request that is not submitted yet. From now on `submit` or `abandon` must hand the body over."""
+        self._outbox.send(Payload(rid, payload))
+
+    def abandon(self, rid: int, body: int) -> None:
+        """The request that was announced does not come. The body, at this offset, is freed when the processor has let go of it."""
+        self._outbox.send(Abort(rid, body))
+        self.num_bodies += 1
 
     def submit(self, message: Submit) -> Stream:
         """Sends a request with a new id. Raises RequestError while the server shuts down; the body is then still the caller's."""

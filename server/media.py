@@ -7,8 +7,9 @@ The event loop allocates; pool threads fill. A region is never given back while 
 """
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +17,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from engine.arena import ArenaView
+from engine.arena import ArenaFull, ArenaView
 from engine.config import EngineConfig
 from engine.messages import PROCESSOR_ARENA, ImageSource, MediaRef
 from engine.messages import Region as WireRegion
@@ -54,6 +55,9 @@ class _Facts:
     height: int
     width: int
     orientation: int
+
+
+Beginning = asyncio.Task[tuple[Region, _Facts]]
 
 
 class Inspector:
@@ -124,11 +128,18 @@ class MediaLoader:
         self._processing_pool.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def load(self, index: int, ref: MediaRef, holdings: Holdings) -> LoadedImage:
-        """Image `index` of a request; its region is among the holdings, also when this fails. RequestError, ArenaFull or ArenaTooSmall."""
+    def begin(self, payload: WireRegion, holdings: Holdings) -> Beginning:
+        """Decodes an image of a body that still arrives. Before anything is given back, the task must have ended."""
+        task = asyncio.create_task(self._take_payload(payload, holdings))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if `load` asks for it
+        return task
+
+    async def load(self, index: int, ref: MediaRef, holdings: Holdings, begun: Mapping[int, Beginning]) -> LoadedImage:
+        """Image `index` of a request, `begun` by offset of its payload; its region is among the holdings, also when this fails.
+        RequestError, ArenaFull or ArenaTooSmall."""
         try:
             if ref.payload is not None:
-                encoded, facts = await self._take_payload(ref.payload, holdings)
+                encoded, facts = await self._go_on(ref.payload, holdings, begun.get(ref.payload.offset))
             else:
                 encoded = await self._fetch(ref.url or "", holdings)
                 facts = await _run(self._media_pool, lambda: self._inspector.inspect(encoded.view))
@@ -136,6 +147,12 @@ class MediaLoader:
         except RequestError as error:
             info = error.info
             raise RequestError(info.status, f"Image {index + 1}: {info.message}.", "messages", info.code, info.retry_after) from error
+
+    async def _go_on(self, payload: WireRegion, holdings: Holdings, begun: Beginning | None) -> tuple[Region, _Facts]:
+        if begun is not None:
+            with contextlib.suppress(ArenaFull):  # there may be room by now
+                return await begun
+        return await self._take_payload(payload, holdings)
 
     async def _take_payload(self, payload: WireRegion, holdings: Holdings) -> tuple[Region, _Facts]:
         """Base64 from a request body, decoded into our arena and looked at in one go."""

@@ -1,5 +1,6 @@
 """The processor process: media, prompts and detokenisation. `python -m server.processor RUNTIME.json`, started by the launcher.
 
+    Payload ──▶ base64, hash ┐
     Submit ──▶ prepare: media + prompt ──▶ EngineRequest ──▶ scheduler
                                                                  │
     Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┘
@@ -13,7 +14,8 @@ import logging
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -32,6 +34,7 @@ from engine.messages import (
     Events,
     FinishReason,
     ImageSpan,
+    Payload,
     Region,
     RequestOutput,
     Submit,
@@ -41,7 +44,7 @@ from engine.messages import (
 from server.checkpoint import read_checkpoint
 from server.detokenize import Detokenizer, StopMatcher, TokenTable
 from server.errors import RequestError, error_type, overloaded
-from server.media import MediaLoader
+from server.media import Beginning, LoadedImage, MediaLoader
 from server.prompt import PromptBuilder
 from server.region import Holdings
 from server.warm import warm_up
@@ -55,11 +58,20 @@ BUG = ErrorInfo(500, "The server failed to handle this request.", error_type(500
 
 
 @dataclass(slots=True)
+class Arrival:
+    """What is known of a request before its Submit: images that are worked on, by the offset of their payload."""
+
+    holdings: Holdings
+    begun: dict[int, Beginning] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Request:
     """A request of this process, from Submit until nothing of it is left here."""
 
     submit: Submit
     holdings: Holdings
+    begun: dict[int, Beginning]
     text: Detokenizer
     stops: StopMatcher
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
@@ -85,6 +97,7 @@ class Processor:
         self._loader = MediaLoader(child.config, self._checkpoint, bodies)
         self._prompts = PromptBuilder(self._checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
+        self._arrivals: dict[int, Arrival] = {}
         self._requests: dict[int, Request] = {}
 
     async def run(self) -> None:
@@ -93,10 +106,12 @@ class Processor:
             while True:
                 message = await self._inbox.recv()
                 match message:
+                    case Payload():
+                        self._begin(message)
                     case Submit():
                         self._accept(message)
                     case Abort():
-                        self._abort(message.rid)
+                        self._abort(message)
                     case EngineOutputs():
                         self._forward(message)
         finally:
@@ -104,22 +119,43 @@ class Processor:
 
     # ---- in: a request is prepared ---------------------------------------------------------------------------------------------------
 
+    def _begin(self, message: Payload) -> None:
+        """An image is decoded while the rest of its body arrives."""
+        arrival = self._arrival(message.rid)
+        arrival.begun[message.payload.offset] = self._loader.begin(message.payload, arrival.holdings)
+
+    def _arrival(self, rid: int) -> Arrival:
+        if rid not in self._arrivals:
+            self._arrivals[rid] = Arrival(Holdings(self._arena))
+        return self._arrivals[rid]
+
     def _accept(self, submit: Submit) -> None:
+        arrival = self._arrival(submit.rid)
         if len(self._requests) >= self._config.max_queued_requests:
             error = overloaded("The server has as many requests as it can queue.").info
-            self._send([Event(submit.rid, error=error)], submit.body)
+            self._refuse(submit.rid, [Event(submit.rid, error=error)], submit.body)
             return
-        request = Request(submit, Holdings(self._arena), Detokenizer(self._tokens), StopMatcher(submit.stop))
+        del self._arrivals[submit.rid]
+        request = Request(submit, arrival.holdings, arrival.begun, Detokenizer(self._tokens), StopMatcher(submit.stop))
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
-        request.task.add_done_callback(lambda task: self._hand_over(request, task))
+        request.task.add_done_callback(lambda task: _when_ended(request.begun.values(), lambda: self._hand_over(request, task)))
+
+    def _refuse(self, rid: int, events: list[Event], body: int | None) -> None:
+        """Ends an arrival that does not become a request."""
+
+        def drop() -> None:
+            self._arrivals.pop(rid).holdings.drop_all()
+            self._send(events, body)
+
+        _when_ended(self._arrivals[rid].begun.values(), drop)
 
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""
         submit = request.submit
         try:
             async with asyncio.TaskGroup() as group:
-                loads = [group.create_task(self._loader.load(i, ref, request.holdings)) for i, ref in enumerate(submit.media)]
+                loads = [group.create_task(self._load(request, i)) for i in range(len(submit.media))]
                 encode = group.create_task(self._encode(submit))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -140,6 +176,9 @@ class Processor:
         submit.stages.submitted = time.monotonic()
         wire = Region(PROCESSOR_ARENA, region.offset, region.used)
         return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)
+
+    async def _load(self, request: Request, index: int) -> LoadedImage:
+        return await self._loader.load(index, request.submit.media[index], request.holdings, request.begun)
 
     async def _encode(self, submit: Submit) -> list[int]:
         def job() -> list[int]:
@@ -175,8 +214,12 @@ class Processor:
         if events or bodies:
             self._api.send(Events(events, bodies))
 
-    def _abort(self, rid: int) -> None:
+    def _abort(self, message: Abort) -> None:
         """The client left: whatever stage the request is in, it ends without a further event."""
+        if message.body is not None:
+            self._refuse(message.rid, [], message.body)
+            return
+        rid = message.rid
         request = self._requests.get(rid)
         if request is None or request.is_ended:
             return
@@ -199,7 +242,7 @@ class Processor:
             self._release(rid, events)
         if events or message.heartbeat:
             self._api.send(Events(events, [], message.stats, message.heartbeat))
-        if message.stats is not None and not self._requests:
+        if message.stats is not None and not self._requests and not self._arrivals:
             self._arena.check()
             assert self._arena.is_empty(), "a request's region was lost in the arena"
 
@@ -238,6 +281,17 @@ class Processor:
         request.holdings.drop_all()
         if not request.is_ended:
             events.append(Event(rid, error=ABORTED))
+
+
+def _when_ended(tasks: Iterable[Beginning], then: Callable[[], None]) -> None:
+    """Calls `then` when no pool thread reads or writes for these images any more: at once, unless nobody has waited for them."""
+    running = [task for task in tasks if not task.done()]
+    if not running:
+        then()
+        return
+    for task in running:
+        task.cancel()
+    asyncio.gather(*running, return_exceptions=True).add_done_callback(lambda _: then())
 
 
 def _full_event(request: Request, output: RequestOutput, text: str, reason: FinishReason | None = None) -> Event:

@@ -53,6 +53,11 @@ class Scanner:
         while position < len(data):
             position = self._skip_payload(data, position) if self._in_payload else self._scan_text(data, position)
 
+    @property
+    def num_complete(self) -> int:
+        """References whose payload has arrived: the first ones."""
+        return len(self.references) - self._in_payload
+
     def index_of(self, text: str) -> int | None:
         """The index of the reference that `text` is, or None."""
         if not text.startswith(self._prefix):

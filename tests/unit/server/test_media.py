@@ -54,7 +54,7 @@ class Bench:
         return MediaRef(Region(API_ARENA, 0, len(text)))
 
     async def load(self, ref: MediaRef) -> LoadedImage:
-        return await self.loader.load(0, ref, self.holdings)
+        return await self.loader.load(0, ref, self.holdings, {})
 
     async def load_bytes(self, data: bytes) -> LoadedImage:
         return await self.load(self.body(base64.b64encode(data)))
