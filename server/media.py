@@ -209,4 +209,5 @@ async def _run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         if not future.cancel():
             await asyncio.wait([waiter])
+            waiter.exception()  # taken note of: nobody wants to know any more
         raise
