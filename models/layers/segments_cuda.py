@@ -1,21 +1,15 @@
-"""`SegmentAttention` on a kernel of our own for Hopper, `segment_attention.cu`. Made by `make_segment_attention`.
-
-FlashInfer's machinery compiles it at its first use, once per head size, and keeps the result where it keeps its own kernels.
-"""
+"""`SegmentAttention` on a kernel of our own for Hopper, `segment_attention.cu`. Made by `make_segment_attention`."""
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags
 
+from models.layers.compile_cuda import load_kernel
 from models.layers.kernels_vision import rotate_
 from models.layers.segments import TILE_FIELDS, plan_tiles
 
-SOURCE = Path(__file__).with_name("segment_attention.cu")
 MAX_TILES = 1 << 15  # of one encode: four million patches
 
 
@@ -36,7 +30,7 @@ class HopperSegments:
 
     def __init__(self, num_heads: int, head_dim: int, device: torch.device) -> None:
         self._scale = head_dim**-0.5
-        self._kernel = load_kernel(head_dim)
+        self._kernel: Kernel = load_kernel("segment_attention", head_dim)
         self._tile_rows = self._kernel.tile_rows()
         self._tiles = torch.zeros((MAX_TILES, TILE_FIELDS), dtype=torch.int32, device=device)  # at a fixed address, for CUDA graphs
         self._num_tiles = 0
@@ -52,11 +46,3 @@ class HopperSegments:
         out_PD = kvq_P3HK.new_empty((len(kvq_P3HK), q_PHK.shape[1] * q_PHK.shape[2]))
         self._kernel.run(q_PHK, k_PHK, v_PHK, out_PD, self._tiles, self._num_tiles, self._scale)
         return out_PD
-
-
-@cache
-def load_kernel(head_dim: int) -> Kernel:
-    """Compiled for heads of `head_dim` values, if it is not already. RuntimeError if the compiler fails."""
-    flags = [*sm90a_nvcc_flags, f"-DHEAD_DIM={head_dim}"]
-    kernel: Kernel = gen_jit_spec(f"segment_attention_{head_dim}", [SOURCE], extra_cuda_cflags=flags).build_and_load()
-    return kernel
