@@ -26,6 +26,14 @@ class AttentionLayout:
     slot_mapping_T: torch.Tensor  # (T,) int64 on the device: block * page_size + offset where token t's K/V is written
     num_prefill_rows: int
 
+    def prefill_rows(self) -> "AttentionLayout":
+        """The layout of the prefill rows alone."""
+        end = self.num_prefill_rows + 1
+        indptrs = self.qo_indptr_cpu[:end], self.page_indptr_cpu[:end]
+        token, page = int(indptrs[0][-1]), int(indptrs[1][-1])
+        kv_lens, pages, slots_T = self.kv_lens_cpu[: end - 1], self.pages[:page], self.slot_mapping_T[:token]
+        return AttentionLayout(indptrs[0], kv_lens, indptrs[1], pages, slots_T, self.num_prefill_rows)
+
     def decode_rows(self) -> "AttentionLayout":
         """The layout of the decode rows alone."""
         row = self.num_prefill_rows

@@ -106,7 +106,7 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> StepGraphs:
     """Graphs of small steps; the pool's last block is scratch."""
-    from models.layers.attention_flashinfer import fixed_attention_factory  # needs FlashInfer, which a CPU machine lacks
+    from models.layers.attention_cuda import fixed_attention_factory  # needs FlashInfer, which a CPU machine lacks
 
     num_heads = model.config.text.num_heads // model.tp.size
     max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP

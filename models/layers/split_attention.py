@@ -1,6 +1,6 @@
 """`AttentionBackend` for rows of few query tokens, on our Triton kernel: the same in CUDA graphs and outside.
 
-Made by `attention_flashinfer`, for the decode rows of any step and for the short chunks of prompts in a graph.
+Made by `attention_cuda`, for the decode rows of any step and for the short chunks of prompts in a graph.
 """
 
 from bisect import bisect_left

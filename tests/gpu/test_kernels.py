@@ -13,6 +13,9 @@ from models.preprocess import Preprocessor
 from tests.gpu.generated import config_of
 from tests.unit.models.attention_step import Step
 
+if torch.cuda.is_available():
+    from models.layers.prefill_cuda import PrefillAttention  # needs FlashInfer, which a CPU machine lacks
+
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
@@ -82,9 +85,50 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
         assert first.equal(out) and not scratch.arrivals_UN.any()
         expected = step.expected()  # the further into a text, the smaller are values: each token by itself
         assert all(close(*pair) for pair in zip(first, expected, strict=True))
-        eager = make_attention([pool], num_heads)
+        eager = make_attention([step.finite().pool], num_heads)
         eager.plan(step.layout)
         assert all(close(*pair) for pair in zip(eager.run(0, q), expected, strict=True))
+
+
+CHUNKS = {(1,): [1], (300, 1, 0, 129, 32): [300, 700, 0, 1000, 4321], (0, 17, 128, 31): [50, 17, 128, 2063], (2090,): [5000]}
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (64, 8), (16, 1)])
+@pytest.mark.parametrize(("page", "head_dim"), [(8, 128), (16, 128), (16, 64), (256, 128)])
+def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
+    """Rows of any lengths, some empty, in a slice of a larger tensor, pages in any order. Neighbours in the tensor stay as they are."""
+    for tokens, lengths in CHUNKS.items():
+        step = Step.build(lengths, heads, head_dim, page, tokens=tokens).finite().to(DEVICE, torch.bfloat16)
+        backend, count = PrefillAttention([step.pool], heads[0]), len(step.q)
+        q, out = (normal(count + 100, heads[0], head_dim) for _ in range(2))
+        q[50:-50], before = step.q, out.clone()
+        backend.plan(step.layout)
+        backend.run_into(0, q[50:-50], out[50:-50])
+        assert all(close(*pair) for pair in zip(out[50:-50], step.expected(), strict=True)), tokens
+        assert out[:50].equal(before[:50]) and out[-50:].equal(before[-50:])
+
+
+def test_large_chunks_in_a_graph() -> None:
+    """One graph for all mixes of 300 tokens in up to five rows."""
+    batches = {(300, 0, 0, 0, 0): [300, 0, 0, 0, 0], (1, 200, 33, 60, 6): [20_000, 4000, 33, 61, 7], (0, 0, 0, 0, 300): [9, 0, 1, 0, 9000]}
+    steps = [
+        Step.build(lengths, (32, 8), head_dim=128, tokens=tokens).finite().to(DEVICE, torch.bfloat16) for tokens, lengths in batches.items()
+    ]
+    pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
+    pages = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    backend, graph = PrefillAttention([(pool[0], pool[1])], 32, num_tokens=300, num_rows=5, pages=pages), torch.cuda.CUDAGraph()
+    q, out = steps[0].q.clone(), torch.empty_like(steps[0].q)
+    backend.plan(steps[0].layout)
+    backend.run_into(0, q, out)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        backend.run_into(0, q, out)
+    for step in [*steps, steps[0]]:
+        for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
+            ours[: len(theirs)] = theirs
+        backend.plan(step.layout)
+        graph.replay()
+        assert all(close(*pair) for pair in zip(out, step.expected(), strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 72])

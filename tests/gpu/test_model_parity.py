@@ -136,7 +136,7 @@ def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL) -> None:
 
 def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
-    from models.layers.attention_flashinfer import fixed_attention_factory
+    from models.layers.attention_cuda import fixed_attention_factory
 
     monkeypatch.setattr(graphs, "MIXED_PREFILL_SIZES", (64, 256))
     monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2,))

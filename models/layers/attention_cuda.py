@@ -1,0 +1,86 @@
+"""`AttentionBackend` on a GPU: one kernel for chunks of prompts, another for single tokens and for short chunks in a graph. Made by
+`make_attention` for steps of any mix, and by the worker for the fixed shapes of its CUDA graphs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from models.batch import AttentionLayout
+from models.layers.attention import AttentionBackend
+from models.layers.kernels_attention import group_tokens
+from models.layers.ops import KVPool
+from models.layers.prefill_cuda import PrefillAttention
+from models.layers.split_attention import SplitAttention, max_token_groups
+
+MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
+
+
+class MixedAttention:
+    """See `AttentionBackend`. The prefill rows, which come first, go to one kernel and the decode rows to the other."""
+
+    def __init__(
+        self, pools: Sequence[KVPool], prefill: PrefillAttention, make_decode: Callable[[AttentionLayout], SplitAttention]
+    ) -> None:
+        self._pools = pools
+        self._prefill = prefill
+        self._make_decode = make_decode
+        self._decode: SplitAttention | None = None
+        self._num_prefill_tokens = 0
+
+    def plan(self, layout: AttentionLayout) -> None:
+        self._num_prefill_tokens = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
+        if layout.num_prefill_rows:
+            self._prefill.plan(layout)
+        self._decode = None
+        decodes = layout.decode_rows()
+        if len(decodes.kv_lens_cpu):
+            self._decode = self._make_decode(decodes)
+            self._decode.plan(decodes)
+
+    def pool(self, layer: int) -> KVPool:
+        return self._pools[layer]
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        out_THK = torch.empty_like(q_THK)
+        split = self._num_prefill_tokens
+        if split:
+            self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
+        if self._decode is not None:
+            self._decode.run_into(layer, q_THK[split:], out_THK[split:])
+        return out_THK
+
+
+def make_mixed_attention(pools: Sequence[KVPool], num_heads: int) -> MixedAttention:
+    """For steps of any mix, outside CUDA graphs."""
+
+    def make_decode(decodes: AttentionLayout) -> SplitAttention:
+        num_rows = len(decodes.kv_lens_cpu)
+        return SplitAttention.factory(pools, num_heads, num_rows, len(decodes.pages))(num_rows)
+
+    return MixedAttention(pools, PrefillAttention(pools, num_heads), make_decode)
+
+
+def fixed_attention_factory(
+    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+) -> Callable[[int, int, int], AttentionBackend]:
+    """Makes backends for (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs that follow each other on one stream.
+
+    `max_blocks` bounds the pages of one row. Those with equally many prompt tokens share the plan of the prefill rows.
+    """
+    kv_heads, device = pools[0][0].shape[2], pools[0][0].device
+    size = group_tokens(num_heads, kv_heads)
+    max_groups = max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, size)
+    make_split = SplitAttention.factory(pools, num_heads, max_groups, (max_prefill_rows + max_decode_rows) * max_blocks)
+    pages = torch.zeros(max_prefill_rows * max_blocks, dtype=torch.int32, device=device)
+    prefills: dict[int, PrefillAttention] = {}
+
+    def make(num_tokens: int, num_decodes: int, num_rows: int) -> AttentionBackend:
+        if num_tokens <= MAX_SPLIT_TOKENS:
+            return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))
+        if num_tokens not in prefills:
+            prefills[num_tokens] = PrefillAttention(pools, num_heads, num_tokens, num_rows, pages)
+        decode = make_split(num_decodes)
+        return MixedAttention(pools, prefills[num_tokens], lambda decodes: decode)
+
+    return make
