@@ -16,6 +16,7 @@
 //    Params, with scale_log2              what all blocks read
 //    Work(params, number)                 a tile of queries
 //    num_tiles(params)                    their number
+//    num_groups                           groups of 64 rows that have a query: the others pass their turns on
 //    num_kv_tiles, num_unmasked_tiles     tiles of keys, and the first ones, of which every query sees every key
 //    visible(params, row)                 how many keys a query sees
 //    place(params, row)                   where its result is written: null for a row of the tile that is no query
@@ -257,9 +258,34 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
     for (int i = 0; i < size(pairs); ++i) pairs(i) = __floats2bfloat162_rn(scores(2 * i), scores(2 * i + 1));
   };
 
+  auto skip = [&](Work const& work) {  // takes part in the turns and gives back what is copied for all groups
+    auto skip_keys = [&] {
+      take_turn();
+      pass_turn();
+      pipelines.k.consumer_wait(state_k);
+      release(pipelines.k, state_k);
+    };
+    auto skip_values = [&] {
+      pipelines.v.consumer_wait(state_v);
+      release(pipelines.v, state_v);
+    };
+    pipelines.q.consumer_wait(state_q);
+    skip_keys();
+    for (int tile = work.num_kv_tiles - 1; tile > 0; --tile) {
+      skip_keys();
+      skip_values();
+    }
+    release(pipelines.q, state_q);
+    skip_values();
+  };
+
   if (group == kGroups - 1) pass_turn();  // group 0 begins
   for (int number = blockIdx.x, end = Work::num_tiles(params); number < end; number += gridDim.x) {
     Work const work(params, number);
+    if (group >= work.num_groups) {
+      skip(work);
+      continue;
+    }
     Softmax softmax(params.scale_log2);
     clear(out);
     pipelines.q.consumer_wait(state_q);

@@ -65,6 +65,8 @@ def _norm_rope_store(
     if first >= HEADS:
         target = k_pool + (slot * KV_HEADS + heads - HEADS) * (2 * HALF) + pairs
     if first >= HEADS + KV_HEADS:
+        lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
+        upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
         target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * (2 * HALF) + pairs
     tl.store(target, lower.to(q_out.dtype.element_ty))
     tl.store(target + HALF, upper.to(q_out.dtype.element_ty))

@@ -62,7 +62,8 @@ class Ops(Protocol):
         """RMSNorm and rotation of every query and key head, then keys and values into the pool. Returns the queries (T, H, K).
 
         `qkv_TX` is (T, (H + 2 * KV heads) * K) and may be overwritten; `cos_sin_TK` is float32, K / 2 cosines then K / 2 sines; token t
-        is written to `pool` at block * page_size + offset = `slots_T[t]`.
+        is written to `pool` at block * page_size + offset = `slots_T[t]`. A value (not a key) that is not finite is stored as 0: kernels
+        multiply what an earlier request left behind a row's end by 0, and the product must be 0.
         """
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:

@@ -49,7 +49,7 @@ class TorchOps:
         num_heads = heads_THK.shape[1] - 2 * num_kv_heads
         q_THK, k_THK, v_THK = heads_THK.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k_pool.view(-1, num_kv_heads, head_dim)[slots_T] = rotate(self.rms_norm(k_THK, k_weight_K, eps), cos_sin_TK)
-        v_pool.view(-1, num_kv_heads, head_dim)[slots_T] = v_THK
+        v_pool.view(-1, num_kv_heads, head_dim)[slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
         return rotate(self.rms_norm(q_THK, q_weight_K, eps), cos_sin_TK)
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:

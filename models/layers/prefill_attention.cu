@@ -23,7 +23,7 @@ struct Work {
     float scale_log2;
   };
 
-  int first_token, num_tokens, first_page, end, head, num_kv_tiles, num_unmasked_tiles;
+  int first_token, num_tokens, first_page, end, head, num_groups, num_kv_tiles, num_unmasked_tiles;
 
   CUTLASS_DEVICE Work(Params const& params, int number) {
     int4 const item = params.items[2 * number + 2];
@@ -32,6 +32,7 @@ struct Work {
     first_page = item.z;  // of the row, in `pages`
     end = item.w;         // of the keys that the last token sees
     head = params.items[2 * number + 3].x;
+    num_groups = ((num_tokens << params.log2_group) + 63) / 64;
     num_kv_tiles = (end + kTileKV - 1) / kTileKV;
     num_unmasked_tiles = visible(params, 0) / kTileKV;
   }

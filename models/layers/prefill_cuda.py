@@ -40,7 +40,7 @@ class Kernel(Protocol):
 
 
 class PrefillAttention:
-    """The prefill rows of a layout. Pages that they own must not hold NaN, not even behind a row's last key: such values count times 0.
+    """The prefill rows of a layout. Values in their pages must be finite, also behind a row's last key: those count times 0.
 
     With `num_tokens`, for at most so many tokens in at most `num_rows` rows (some may be empty), whose pages are copied to `pages`: then
     everything is at fixed addresses and `run_into` can be captured in a CUDA graph. `plan` stays outside.

@@ -26,6 +26,7 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int) -> None:
         return torch.randn(shape, generator=generator)
 
     qkv, angles = normal(count, (num_heads + 2 * kv_heads) * head_dim), normal(count, head_dim // 2)
+    qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])  # of the last value head: stored as 0
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     slots = torch.randperm(blocks * page, generator=generator)[:count]
     args = (normal(head_dim), normal(head_dim), 1e-3, tables)
@@ -34,6 +35,7 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int) -> None:
     from models.layers import kernels_text
 
     ours = kernels_text.norm_rope_store(qkv, *args, pools[1], slots)
+    assert pools[1][1].isfinite().all()
     for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
