@@ -60,7 +60,7 @@ class Bench:
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
         pools = allocate_pools(model_config.text, tp, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         rows = Rows(self._config.max_num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device)
-        images = ImageCache(model, ImageReader(self._arena, pick_decoder(self._config, device), device), tp)
+        images = ImageCache(model, ImageReader(self._arena, pick_decoder(self._config, device), device), tp, torch.cuda.Stream(device))
         attention = make_attention(pools, model_config.text.num_heads)
         graphs = make_graphs(model, pools, rows, self._config.max_num_seqs, NUM_BLOCKS)
         graphs.capture()

@@ -42,7 +42,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     dtype = pick_dtype(config, device)
     tp = join_ranks(child, rank, device)
     model = load_model(child, model_config, tp, dtype, device)
-    peak = profile_peak(model, config, model_config, dtype, device, tp)
+    tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    peak = profile_peak(model, config, model_config, dtype, device, tp, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     memory = plan_memory(config, model_config, tp, dtype, device, peak)
@@ -57,7 +58,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     decoder = pick_decoder(config, device)
     warm_up(decoder)
-    images = ImageCache(model, ImageReader(arena, decoder, device), tp)
+    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream)
     runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)

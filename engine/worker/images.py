@@ -1,6 +1,9 @@
 """The worker's side of the image cache: tensors by id. What is encoded and what is evicted comes with the plan.
 
 Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them. Used by the runner.
+
+    step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
+    step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
 """
 
 import time
@@ -11,6 +14,7 @@ import torch
 
 from engine.messages import Encode
 from engine.worker.jpeg import ImageReader
+from engine.worker.stopwatch import Marks, Stopwatch
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 
@@ -21,36 +25,68 @@ GROWTH = 2  # of one group to the next: the next is read while the tower works o
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading."""
+    """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading,
+    and marks around the tower's work."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
     read_ms: float
+    marks: Marks
 
 
 class ImageCache:
-    """Embeddings (1 + L, N, D) by image id, on the device."""
+    """Embeddings (1 + L, N, D) by image id, on the device.
 
-    def __init__(self, model: Qwen3VL, reader: ImageReader, tp: TensorParallel):
+    The tower has a stream of its own (None: the current one): it multiplies while the step before, if that decodes, waits for memory.
+    All of its tensors are allocated and used on that stream; the current stream reads embeddings only.
+    """
+
+    def __init__(self, model: Qwen3VL, reader: ImageReader, tp: TensorParallel, stream: torch.cuda.Stream | None = None):
         self.tensors: dict[int, torch.Tensor] = {}
         self._model = model
         self._reader = reader
         self._tp = tp
+        self._stream = stream
 
     def evict(self, image_ids: Sequence[int]) -> None:
         for image_id in image_ids:
             del self.tensors[image_id]
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
-        """Adds a step's images to the cache. One that cannot be decoded has zeros for an embedding, and its rank reports it.
+        """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
+        reports it.
 
         Images are read and encoded in groups: while the device encodes one group, the host and the decoder read the next.
         """
+        share = self._share(encodes, self._tp.rank)
+        with torch.cuda.stream(self._stream):
+            own, encoded = self._encode(share)
+        if self._stream is not None and own:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            for tensor in own:
+                tensor.record_stream(current)
+        if self._tp.size == 1:
+            self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
+        elif encodes:
+            self._gather(encodes, own)
+        return encoded
+
+    def prepare(self, is_busy: bool) -> bool:
+        """As `Qwen3VL.prepare`."""
+        with torch.cuda.stream(self._stream):
+            return self._model.prepare(is_busy)
+
+    def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
+        """The embeddings of these images in their order."""
+        if not share:
+            return [], Encoded([], [], 0.0, Marks((), ()))
         failed: list[int] = []
         kept: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
         read_ms = 0.0
-        share = self._share(encodes, self._tp.rank)
+        watch = Stopwatch(self._model.device.type == "cuda")
+        watch.mark()
         for group in self._groups(share):
             started = time.monotonic()
             pixels = self._reader.read([encode.source for encode in group])
@@ -62,11 +98,8 @@ class ImageCache:
                 if image is None:
                     failed.append(encode.image_id)
             kept += good
-        if self._tp.size == 1:
-            self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
-        elif encodes:
-            self._gather(encodes, own)
-        return Encoded(failed, kept, read_ms)
+        watch.mark()
+        return own, Encoded(failed, kept, read_ms, watch.marks())
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
         """The share in its order: a small group first, so that the device starts early."""

@@ -52,15 +52,26 @@ def plan_memory(
 
 @torch.inference_mode()
 def profile_peak(
-    model: Qwen3VL, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+    model: Qwen3VL,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+    tower_stream: torch.cuda.Stream | None,
 ) -> int:
-    """Bytes that the device holds at the peak of the largest step: an encoder budget of images, then a full batch of tokens."""
+    """Bytes that the device holds at the peak: weights, an encoder budget of images, and a full batch of tokens beside it, since
+    `tower_stream` may encode while another step runs."""
     if device.type != "cuda":
         return 0
+    weight_bytes = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     unit = model_config.vision.patch_size * model_config.vision.merge_size
     side = int(config.max_num_encoder_tokens**0.5)
-    model.encode([torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)])
+    with torch.cuda.stream(tower_stream):
+        model.encode([torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)])
+    encode_bytes = torch.cuda.max_memory_allocated(device) - weight_bytes
+    torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
     num_blocks = -(-num_tokens // config.block_size)
     pools = allocate_pools(model_config.text, tp, num_blocks, config.block_size, dtype, device)
@@ -70,7 +81,7 @@ def profile_peak(
     model(batch, attention)
     torch.cuda.synchronize(device)
     pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
-    return torch.cuda.max_memory_allocated(device) - pool_bytes
+    return torch.cuda.max_memory_allocated(device) + encode_bytes - pool_bytes
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, device: torch.device) -> ForwardBatch:

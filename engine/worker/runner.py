@@ -16,50 +16,10 @@ from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import Rows, StepInputs
 from engine.worker.sampler import sample
 from engine.worker.staging import Staging
+from engine.worker.stopwatch import Marks, Stopwatch
 from models.layers.attention import AttentionBackend
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Points of a step in stream order: CUDA events, or clock readings on a CPU where everything is done when it returns."""
-
-    events: tuple[torch.cuda.Event, ...]
-    times: tuple[float, ...]
-
-    def is_done(self) -> bool:
-        return not self.events or self.events[-1].query()
-
-    def wait(self) -> None:
-        if self.events:
-            self.events[-1].synchronize()
-
-    def spans_ms(self) -> list[float]:
-        """Milliseconds between consecutive marks; the step must be done."""
-        if self.events:
-            return [first.elapsed_time(second) for first, second in zip(self.events, self.events[1:], strict=False)]
-        return [(second - first) * 1e3 for first, second in zip(self.times, self.times[1:], strict=False)]
-
-
-class Stopwatch:
-    """Collects the marks of one step on the current stream."""
-
-    def __init__(self, on_gpu: bool):
-        self._on_gpu = on_gpu
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            self._times.append(time.monotonic())
-
-    def marks(self) -> Marks:
-        return Marks(tuple(self._events), tuple(self._times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +36,8 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Waits for the device, then says what came out."""
         self.marks.wait()
-        encode_ms, forward_ms = self.marks.spans_ms()
+        (forward_ms,) = self.marks.spans_ms()
+        encode_ms = sum(self.encoded.marks.spans_ms())
         return StepResult(
             rank=self.rank,
             step=self.step,
@@ -118,8 +79,6 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueues a whole step and returns at once (on a GPU)."""
         launched = time.monotonic()
-        watch = Stopwatch(self._on_gpu)
-        watch.mark()
         self._images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
@@ -127,6 +86,7 @@ class Runner:
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
         encoded = self._images.encode(plan.encodes)
+        watch = Stopwatch(self._on_gpu)
         watch.mark()
         inputs = self._rows.build(plan.admits, plan.chunks, self._images.tensors, self._staging)
         tokens_S = self._to_host(self._draw(inputs))
@@ -136,7 +96,7 @@ class Runner:
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
-        return self._model.prepare(is_busy)
+        return self._images.prepare(is_busy)
 
     def _draw(self, inputs: StepInputs) -> torch.Tensor:
         """Forward and sample; the tokens also go to the rows, for the next step."""

@@ -12,12 +12,13 @@ ROWS = 192
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=6), st.integers(1, 16), st.integers(1, 132))
 def test_tiles_cover_every_patch_once(sizes: list[int], num_heads: int, num_blocks: int) -> None:
-    """Red if the plan leaves a patch out, names one twice, a tile reaches into the next segment, or a large one comes late or is not full."""
+    """Red if a patch is left out or named twice, a tile reaches into the next segment, or a large one comes late or is not full."""
     lengths = np.asarray(sizes)
     tiles, num_large = plan_tiles(lengths, num_heads, num_blocks, ROWS)
     covered = [start + query + row for query, count, start, _ in tiles.tolist() for row in range(count)]
     assert sorted(covered) == list(range(lengths.sum()))
-    assert {(start, length) for _, _, start, length in tiles.tolist()} == set(zip((lengths.cumsum() - lengths).tolist(), sizes, strict=True))
+    starts = (lengths.cumsum() - lengths).tolist()
+    assert {(start, length) for _, _, start, length in tiles.tolist()} == set(zip(starts, sizes, strict=True))
     assert all(query + count <= length for query, count, _, length in tiles.tolist())
     groups = -(-tiles[:, 1] // GROUP_ROWS)
     assert (groups[:num_large] == ROWS // GROUP_ROWS).all() and (groups > 0).all()
