@@ -4,8 +4,8 @@
 |-----------------------|-------------------------------|----------------------------------------------------------------------------|
 | api -> processor      | Payload, Submit, Abort        | the small JSON of a request; its media as regions of the api arena or URLs |
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
-| processor -> scheduler| EngineRequest, Abort          | prompt ids as a region, image spans with their bytes as regions            |
-| scheduler -> processor| EngineOutputs                 | token ids, terminal events, requests whose regions may be reused           |
+| processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
+| scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
 | worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
@@ -133,9 +133,12 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8)."""
+    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8).
 
-    encoding: Literal["rgb", "jpeg"]
+    "file" is any other format, known to be good: workers cannot read it, the processor makes "rgb" of it if the scheduler wants pixels.
+    """
+
+    encoding: Literal["rgb", "jpeg", "file"]
     region: Region
     height: int
     width: int
@@ -163,6 +166,22 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str = ""
 
 
+class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
+    """Image `index` of the request is a file and must be encoded. Answered by a Pixels, unless the request has ended meanwhile."""
+
+    rid: int
+    index: int
+
+
+class Pixels(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a WantedPixels: where the image's RGB is now, among the request's regions; or the error with which the request ends."""
+
+    rid: int
+    index: int
+    source: ImageSource | None = None
+    error: ErrorInfo | None = None
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
 
@@ -175,7 +194,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and running totals of the scheduler, for `/metrics` and `/health`."""
+    """Gauges and running totals of the engine, for `/metrics` and `/health`. The scheduler's, but for what says otherwise."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -193,6 +212,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     images_hit: int = 0
     images_skipped: int = 0  # every token came from the prefix cache
     images_evicted: int = 0
+    images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
     preemptions: int = 0
 
 
@@ -203,6 +223,7 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
     released: list[int]
     stats: EngineStats | None = None
     heartbeat: float = 0.0
+    wanted: list[WantedPixels] = []
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
@@ -289,4 +310,4 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Abort | WorkerReady | StepResult
+ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, RequestOutput, StepResult
+from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, RequestOutput, StepResult
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
@@ -83,6 +83,18 @@ class SchedulerCore:
             self._stop(request)
             self._release_if_landed(request)
 
+    def take_pixels(self, pixels: Pixels) -> None:
+        """The answer to what the policy wanted: the request may go on, or ends with the error. Ignored if it has ended meanwhile."""
+        request = self._requests.get(pixels.rid)
+        if request is None or request.status is Status.STOPPING:
+            return
+        digest = request.images[pixels.index].hash
+        request.awaited.remove(digest)
+        if pixels.source is not None:
+            request.sources[digest] = pixels.source
+        else:
+            self._fail(request, pixels.error)
+
     def next_step(self) -> PlannedStep | None:
         """Plans a step that the caller must send to every rank; None if nothing can run now."""
         step = policy.plan(self.state)
@@ -105,13 +117,13 @@ class SchedulerCore:
 
     def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
         """What has gathered since the last call."""
-        outputs = EngineOutputs(self._outputs, self._released, stats, heartbeat)
-        self._outputs, self._released = [], []
+        outputs = EngineOutputs(self._outputs, self._released, stats, heartbeat, self.state.wanted)
+        self._outputs, self._released, self.state.wanted = [], [], []
         return outputs
 
     @property
     def has_outputs(self) -> bool:
-        return bool(self._outputs or self._released)
+        return bool(self._outputs or self._released or self.state.wanted)
 
     def check(self) -> None:
         """Asserts the invariants of the state; with no request left, that everything came back."""
@@ -195,10 +207,15 @@ class SchedulerCore:
         for request in list(self._requests.values()):
             policy.unpin_image(self.state, request, digest)
             if request.status is not Status.STOPPING and any(span.hash == digest for span in request.images):
-                self._outputs.append(RequestOutput(request.rid, [], error=error))
-                self._stop(request)
-                self._release_if_landed(request)
+                self._fail(request, error)
         self.state.images.forget(digest)
+
+    def _fail(self, request: Request, error: ErrorInfo | None) -> None:
+        """Ends a request with the client's error."""
+        assert error is not None
+        self._outputs.append(RequestOutput(request.rid, [], error=error))
+        self._stop(request)
+        self._release_if_landed(request)
 
     def _stop(self, request: Request) -> None:
         """No further chunks; resources go when its plans in flight have landed."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox
-from engine.messages import PROCESSOR_ARENA, Abort, EngineOutputs, EngineRequest, StepPlan, StepResult, ToScheduler, WorkerReady
+from engine.messages import PROCESSOR_ARENA, Abort, EngineOutputs, EngineRequest, Pixels, StepPlan, StepResult, ToScheduler, WorkerReady
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -85,6 +85,8 @@ class Scheduler:
                 case EngineRequest():
                     region = message.prompt
                     core.add(message, np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32))
+                case Pixels():
+                    core.take_pixels(message)
                 case Abort():
                     core.abort(message.rid)
                 case StepResult():

@@ -5,13 +5,17 @@ first. What a chunk lacks (a KV block, room for an embedding) is taken from the 
 
 A prefix is computed once, also when requests that share it come together: one whose beginning an older one is computing waits until that
 is in the cache. Younger ones may pass it meanwhile; it keeps its place in the order, a row and its blocks.
+
+An image that came as a file has no pixels until the policy wants them, which it does when the image has to be encoded. A waiting request
+waits for them as for a prefix; a running one (its image was evicted behind its back) computes what lies before the image, and then stalls.
+Either ends, whoever else waits for what: the processor always answers, and a lack of room for pixels is an error, not a wait.
 """
 
 import math
 from bisect import insort
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
+from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef, WantedPixels
 from engine.scheduler.budget import prefill_budget
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
@@ -95,7 +99,7 @@ class _StepBuilder:
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
         self.is_open = True  # until a waiting request cannot start
-        self.num_passed = 0  # waiting requests that await a prefix; each keeps a row
+        self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row
         self.num_reserved_blocks = 0  # and these blocks
         num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
         self.budget = prefill_budget(state, num_decodes)
@@ -141,7 +145,7 @@ class _StepBuilder:
         """First chunks of waiting requests that arrived before `before`, and their number. One that cannot start holds up all behind it."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
-            if request.awaits_prefix or self._find_leader(request):
+            if request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
                 self.num_passed += 1
                 self.num_reserved_blocks += self.state.blocks.num_needed(request.num_tokens) - request.num_shared_blocks
             else:
@@ -169,6 +173,21 @@ class _StepBuilder:
                 return True
         return False
 
+    def _lacks_pixels(self, request: Request) -> bool:
+        """Whether a request that could start has to encode a file behind what is cached of its beginning. It is asked for then."""
+        if all(span.hash in request.sources for span in request.images):
+            return False
+        self._want_pixels(request, len(self._prefix_hits(request)) * self.state.blocks.block_size)
+        return bool(request.awaited)
+
+    def _want_pixels(self, request: Request, num_computed: int) -> None:
+        """Asks for all files at once that are to be encoded for tokens from `num_computed` on, each once in the life of the request."""
+        for index, span in enumerate(request.images):
+            is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.get(span.hash) is not None
+            if _end(span) > num_computed and not is_known:
+                request.awaited.add(span.hash)
+                self.state.wanted.append(WantedPixels(request.rid, index))
+
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
         hits = self._prefix_hits(request)
@@ -192,7 +211,7 @@ class _StepBuilder:
         self.state.waiting.remove(request)
         insort(self.state.running, request, key=lambda other: other.arrival)
         request.status = Status.RUNNING
-        request.leader = None
+        request.leader, request.num_shared_blocks = None, 0
         request.row = self.state.free_rows.pop()
         if request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
@@ -220,7 +239,7 @@ class _StepBuilder:
         while length > 0:
             fitting, starved = self._fit_images(request, length)
             if fitting == 0 and not starved:
-                return  # the step's encoder budget is used up
+                return  # the step's encoder budget is used up, or there are no pixels
             new_blocks = self._blocks_for(request, fitting) if fitting else None
             if new_blocks is not None:
                 self._add_chunk(request, fitting, new_blocks)
@@ -235,7 +254,7 @@ class _StepBuilder:
         return self.state.blocks.alloc(needed) if needed > 0 else []
 
     def _fit_images(self, request: Request, length: int) -> tuple[int, bool]:
-        """Cuts a chunk before the first image that cannot be had now. Also returns whether cache room, not the encoder budget, cut it."""
+        """Cuts a chunk before the first image that cannot be had now. Also returns whether what it lacks is cache room."""
         start, end = request.num_computed, request.num_computed + length
         encoder_tokens, used = self.num_encoder_tokens, self.state.images.pinned_bytes
         seen: set[bytes] = set()
@@ -246,6 +265,9 @@ class _StepBuilder:
                 continue
             seen.add(span.hash)
             entry = self.state.images.get(span.hash)
+            if entry is None and span.hash not in request.sources:
+                self._want_pixels(request, start)
+                return max(0, span.start - start), False
             size = span.length * self.limits.bytes_per_image_token
             used += size if entry is None or entry.pins == 0 else 0
             if used > self.state.images.budget_bytes:
@@ -303,7 +325,7 @@ class _StepBuilder:
         if self.state.images.get(span.hash) is None:
             entry = self.state.images.reserve(span.hash, span.length * self.limits.bytes_per_image_token)
             assert entry is not None, "room was counted before"
-            self.encodes.append(Encode(entry.image_id, span.source, span.grid))
+            self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
             self.encoded[entry.image_id] = span.hash
             self.num_encoder_tokens += span.length
             request.wire.stages.images_encoded += 1

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from engine.messages import EngineRequest, FinishReason, ImageSpan, SamplingParams
+from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, SamplingParams
 from engine.scheduler.blocks import BlockHasher
 
 
@@ -48,6 +48,11 @@ class Request:
     first_needed: int = 0  # images before this index are computed or came from the prefix cache
     leader: "Request | None" = None  # while waiting: an older request that was found to compute this one's beginning
     num_shared_blocks: int = 0  # how many blocks that beginning has
+    sources: dict[bytes, ImageSource] = field(init=False)  # what workers can encode, by hash; an image that is a file is not among them
+    awaited: set[bytes] = field(default_factory=set)  # hashes of files whose pixels the processor was asked for
+
+    def __post_init__(self) -> None:
+        self.sources = {span.hash: span.source for span in self.images if span.source.encoding != "file"}
 
     @property
     def rid(self) -> int:

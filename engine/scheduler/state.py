@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from engine.messages import WantedPixels
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.request import Request, Status
@@ -45,6 +46,7 @@ class State:
     running: list[Request] = field(default_factory=list)
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
+    wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     counters: Counters = field(default_factory=Counters)
     num_steps: int = 0
 
@@ -59,6 +61,8 @@ class State:
         for request in self.waiting:
             assert not request.blocks and not request.pins and request.row < 0
             assert request.leader is None or request.leader.arrival < request.arrival, "waits for a younger one"
+        for request in [*self.waiting, *holders]:
+            assert not request.awaited & request.sources.keys() and request.awaited <= {span.hash for span in request.images}
         for request in self.running:
             assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
             assert len(request.blocks) >= self.blocks.num_needed(request.num_computed)

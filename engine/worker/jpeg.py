@@ -1,6 +1,7 @@
 """Image bytes in shared memory -> uint8 RGB tensors on the device. Used by the worker's image cache; decides nothing.
 
-Baseline JPEGs come encoded, everything else as RGB. A JPEG that cannot be decoded is None: its request fails, not the engine.
+Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG that cannot be decoded is None: its request fails, not the
+engine.
 """
 
 import io
@@ -60,6 +61,7 @@ class ImageReader:
         return pixels
 
     def _read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
+        assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
         encoded = [source for source in sources if source.encoding == "jpeg"]
         decoded = iter(self._decoder.decode([self._bytes(source) for source in encoded]))
         return [self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source) for source in sources]

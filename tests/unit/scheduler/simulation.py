@@ -3,10 +3,24 @@
 import hashlib
 import random
 from collections import deque
+from collections.abc import Collection
+from typing import Literal
 
 import numpy as np
 
-from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, StepPlan, StepResult
+from engine.messages import (
+    EngineRequest,
+    ErrorInfo,
+    ImageSource,
+    ImageSpan,
+    Pixels,
+    Region,
+    SamplingParams,
+    Stages,
+    StepPlan,
+    StepResult,
+    WantedPixels,
+)
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -34,12 +48,19 @@ def make_core(
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]))
 
 
-def make_request(rid: int, prompt: list[int], images: list[tuple[int, int, bytes]], max_tokens: int, **params: object) -> EngineRequest:
-    """`images` are (start, length, name)."""
-    spans = [
-        ImageSpan(hashlib.sha256(name).digest(), start, length, (1, 2, 2 * length), ImageSource("rgb", Region(1, 0, 0), 1, 1))
-        for start, length, name in images
-    ]
+def make_source(digest: bytes, encoding: Literal["rgb", "file"]) -> ImageSource:
+    """Where the bytes are tells whose they are."""
+    return ImageSource(encoding, Region(1, int.from_bytes(digest[:4], "little"), 0), 1, 1)
+
+
+def make_request(
+    rid: int, prompt: list[int], images: list[tuple[int, int, bytes]], max_tokens: int, files: Collection[int] = (), **params: object
+) -> EngineRequest:
+    """`images` are (start, length, name); those whose indexes are `files` come without pixels."""
+    spans = []
+    for i, (start, length, name) in enumerate(images):
+        digest = hashlib.sha256(name).digest()
+        spans.append(ImageSpan(digest, start, length, (1, 2, 2 * length), make_source(digest, "file" if i in files else "rgb")))
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     return EngineRequest(rid, Region(1, 0, 4 * len(prompt)), spans, sampling, Stages())
 
@@ -65,6 +86,7 @@ class SimulatedWorker:
             assert encode.image_id not in self.images
             digest = step.encoded[encode.image_id]
             assert digest not in self.images.values(), "encoded although cached"
+            assert encode.source == make_source(digest, "rgb"), "encoded without its pixels"
             self.images[encode.image_id] = digest
             self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
         self._check_only_overlapping(plan)
@@ -132,6 +154,10 @@ class Simulation:
         self.received: dict[int, list[int]] = {}
         self.released: set[int] = set()
         self.bad_images: set[bytes] = set()
+        self.bad_files: set[bytes] = set()
+        self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
+        self.open: list[WantedPixels] = []  # those without an answer
+        self.answers = True
 
     def add(self, wire: EngineRequest, prompt: list[int]) -> None:
         self.sequences[wire.rid] = Sequence(wire, prompt)
@@ -150,6 +176,11 @@ class Simulation:
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             self.core.state.check()
             self._check_nobody_repeats(step)
+        self._take()
+        while self.open and self.answers and (not self.in_flight or self.rng.random() < 0.5):
+            self.answer(self.open[self.rng.randrange(len(self.open))])
+            if not self.in_flight:
+                return True
         if not self.in_flight:
             return False
         step, tokens, failed = self.in_flight.popleft()
@@ -159,6 +190,16 @@ class Simulation:
         self.core.state.check()
         self._take()
         return True
+
+    def answer(self, wanted: WantedPixels) -> None:
+        """The processor has decoded an image, or could not, also of a request that has ended meanwhile."""
+        self.open.remove(wanted)
+        digest = self.sequences[wanted.rid].wire.images[wanted.index].hash
+        is_bad = digest in self.bad_files
+        source, error = (None, ErrorInfo(503, "")) if is_bad else (make_source(digest, "rgb"), None)
+        self.core.take_pixels(Pixels(wanted.rid, wanted.index, source, error))
+        self.core.state.check()
+        self._take()
 
     def run(self, max_steps: int = 5_000) -> None:
         """Until every request has ended. AssertionError if that takes too long: no progress."""
@@ -191,6 +232,12 @@ class Simulation:
                 self.terminal[output.rid] = "error"
             elif output.finish_reason is not None:
                 self.terminal[output.rid] = output.finish_reason
+        for wanted in outputs.wanted:
+            span = self.sequences[wanted.rid].wire.images[wanted.index]
+            assert span.source.encoding == "file", "asked for pixels that it has"
+            assert (wanted.rid, span.hash) not in self.asked, "asked twice for the same pixels"
+            self.asked[wanted.rid, span.hash] = wanted
+            self.open.append(wanted)
         for rid in outputs.released:
             assert rid not in self.released, "released twice"
             assert rid in self.terminal, "released without a terminal event"

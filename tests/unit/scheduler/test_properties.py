@@ -42,13 +42,16 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
     capacity = sim.core.state.blocks.num_blocks * sim.core.state.blocks.block_size
     if fail:
         sim.bad_images = {hashlib.sha256(bytes([3])).digest()}
+        sim.bad_files = {hashlib.sha256(bytes([4])).digest()}
+    file_rate = rng.choice([0.0, 0.5, 1.0])
     documents = [random_prompt(rng, 4, max_image) for _ in range(2)]
     for rid in range(num_requests):
         prompt, images = questions_about(rng, rng.choice(documents)) if rng.random() < 0.6 else random_prompt(rng, 4, max_image)
         if len(prompt) >= capacity:
             continue
         salt = rng.choice(["", "", "tenant"])
-        wire = make_request(rid, prompt, images, rng.randint(1, 12), ignore_eos=rng.random() < 0.5)
+        files = {i for i in range(len(images)) if rng.random() < file_rate}
+        wire = make_request(rid, prompt, images, rng.randint(1, 12), files, ignore_eos=rng.random() < 0.5)
         sim.add(msgspec.structs.replace(wire, cache_salt=salt), prompt)
         for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
             sim.step()
@@ -61,9 +64,9 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
 def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
-    """Red if a plan reads KV or embeddings of something else, leaks a block, a pin or a row, loses a terminal event or stops.
+    """Red if a plan reads KV or embeddings of something else, encodes a file, leaks a block, pin or row, loses a terminal event or stops.
 
-    The simulation also asserts that nobody starts to compute a prefix that an older request is computing.
+    The simulation also asserts that nobody starts to compute a prefix that an older request is computing, or asks for pixels it has.
     """
     rng = random.Random(seed)
     core = make_core(
@@ -90,7 +93,7 @@ def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool
         if reason == "stop":
             assert received[-1] == EOS
         if reason == "error":
-            assert fail and any(span.hash in sim.bad_images for span in sequence.wire.images)
+            assert fail and any(span.hash in sim.bad_images | sim.bad_files for span in sequence.wire.images)
 
 
 def test_a_full_house_is_preempted_and_finishes() -> None:
