@@ -1,18 +1,21 @@
 """Images of a request: from base64, data, http(s) and file URLs to bytes that the workers can use. Called by `server/processor.py`.
 
     source ──▶ encoded bytes in the arena ──▶ header, limits, sha256 ──▶ plain JPEG: stays as it is
-       (media pool: fetch, base64, hash)                            └──▶ else: RGB in the arena (processing pool)
+       (media pool: fetch, base64, hash)                            ├──▶ decoded before: stays a file, RGB if the scheduler wants it
+                                                                    └──▶ else: RGB in the arena (processing pool)
 
+Only the scheduler can tell whether the pixels of a known file are needed. A new one is decoded at once, so that damage is refused early.
 The event loop allocates; pool threads fill. A region is never given back while a thread may still write to it (`_run`).
 """
 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,28 +30,30 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.fetch import Fetcher
 from server.jpeg import has_end, is_jpeg, parse_plain_jpeg
-from server.pixels import decode_rgb, read_orientation, read_size
+from server.pixels import DecodedSize, decode_rgb, read_orientation, read_size
 from server.region import Holdings, Region
 
 T = TypeVar("T")
 
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
 FIRST_DOWNLOAD_BYTES = 1 << 20
+NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is decoded once more
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """An image that is ready for the workers. `hash` covers its encoded bytes and every processing parameter."""
+    """An image that is ready for the scheduler. `hash` covers its encoded bytes and every processing parameter."""
 
     hash: bytes
     source: ImageSource
     grid: Grid
     num_tokens: int
+    file: Region | None = None  # where the encoded bytes are while the source is a file
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the header says. Sizes of a JPEG that stays encoded are after orientation."""
+    """What the header says. Sizes of a plain JPEG are after orientation, those of other files before."""
 
     hash: bytes
     stays_encoded: bool
@@ -122,6 +127,8 @@ class MediaLoader:
         self._fetcher = Fetcher(config)
         self._media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self._processing_pool = ThreadPoolExecutor(config.processing_pool_size, "pixels")
+        self._upright_sizes: OrderedDict[bytes, DecodedSize] = OrderedDict()  # of decoded files by hash, least recently used first
+        self.num_decoded = 0  # images that became RGB here
 
     async def close(self) -> None:
         self._media_pool.shutdown(wait=False, cancel_futures=True)
@@ -137,16 +144,19 @@ class MediaLoader:
     async def load(self, index: int, ref: MediaRef, holdings: Holdings, begun: Mapping[int, Beginning]) -> LoadedImage:
         """Image `index` of a request, `begun` by offset of its payload; its region is among the holdings, also when this fails.
         RequestError, ArenaFull or ArenaTooSmall."""
-        try:
+        with _named(index):
             if ref.payload is not None:
                 encoded, facts = await self._go_on(ref.payload, holdings, begun.get(ref.payload.offset))
             else:
                 encoded = await self._fetch(ref.url or "", holdings)
                 facts = await _run(self._media_pool, lambda: self._inspector.inspect(encoded.view))
             return await self._finish(encoded, facts, holdings)
-        except RequestError as error:
-            info = error.info
-            raise RequestError(info.status, f"Image {index + 1}: {info.message}.", "messages", info.code, info.retry_after) from error
+
+    async def decode(self, index: int, image: LoadedImage, holdings: Holdings) -> ImageSource:
+        """The RGB of image `index`, which `load` left a file; once for an image. Regions and errors as with `load`."""
+        assert image.file is not None
+        with _named(index):
+            return await self._decode(image.file, image.hash, image.source.height * image.source.width, holdings)
 
     async def _go_on(self, payload: WireRegion, holdings: Holdings, begun: Beginning | None) -> tuple[Region, _Facts]:
         if begun is not None:
@@ -184,20 +194,45 @@ class MediaLoader:
         return encoded
 
     async def _finish(self, encoded: Region, facts: _Facts, holdings: Holdings) -> LoadedImage:
-        """Leaves a plain JPEG as it is; anything else becomes RGB and its encoded bytes are given back."""
+        """Leaves a plain JPEG and a known file as they are; anything else becomes RGB and its encoded bytes are given back."""
+        file = None
         if facts.stays_encoded:
-            height, width, region = facts.height, facts.width, encoded
+            source = _source("jpeg", encoded, facts.height, facts.width, facts.orientation)
+        elif facts.hash in self._upright_sizes:
+            self._upright_sizes.move_to_end(facts.hash)
+            size = self._upright_sizes[facts.hash]
+            file, source = encoded, _source("file", encoded, size.height, size.width)
         else:
-            pixels = holdings.take(facts.height * facts.width * 3)
-            room = pixels.room
-            size = await _run(self._processing_pool, lambda: decode_rgb(encoded.view, room))
-            pixels.used = size.height * size.width * 3
-            holdings.drop(encoded)
-            height, width, region = size.height, size.width, pixels
-        wire = WireRegion(PROCESSOR_ARENA, region.offset, region.used)
-        source = ImageSource("jpeg" if facts.stays_encoded else "rgb", wire, height, width, facts.orientation)
-        grid = self._inspector.grid(height, width)
-        return LoadedImage(facts.hash, source, grid, self._inspector.geometry.num_tokens(grid))
+            source = await self._decode(encoded, facts.hash, facts.height * facts.width, holdings)
+        grid = self._inspector.grid(source.height, source.width)
+        return LoadedImage(facts.hash, source, grid, self._inspector.geometry.num_tokens(grid), file)
+
+    async def _decode(self, encoded: Region, digest: bytes, num_pixels: int, holdings: Holdings) -> ImageSource:
+        pixels = holdings.take(3 * num_pixels)
+        room = pixels.room
+        size = await _run(self._processing_pool, lambda: decode_rgb(encoded.view, room))
+        pixels.used = 3 * size.height * size.width
+        holdings.drop(encoded)
+        self.num_decoded += 1
+        self._upright_sizes[digest] = size
+        self._upright_sizes.move_to_end(digest)
+        if len(self._upright_sizes) > NUM_REMEMBERED:
+            self._upright_sizes.popitem(last=False)
+        return _source("rgb", pixels, size.height, size.width)
+
+
+def _source(encoding: Literal["rgb", "jpeg", "file"], region: Region, height: int, width: int, orientation: int = 1) -> ImageSource:
+    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width, orientation)
+
+
+@contextlib.contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Tells the client which image of its request an error is about."""
+    try:
+        yield
+    except RequestError as error:
+        info = error.info
+        raise RequestError(info.status, f"Image {index + 1}: {info.message}.", "messages", info.code, info.retry_after) from error
 
 
 async def _run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:

@@ -28,7 +28,7 @@ class StatsCollector(Collector):
         stats = self._client.stats
         for name, value in msgspec.structs.asdict(stats).items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            yield family(PREFIX + name, f"{name.replace('_', ' ')} (scheduler)", value=value)
+            yield family(PREFIX + name, f"{name.replace('_', ' ')} (engine)", value=value)
         yield GaugeMetricFamily(PREFIX + "prefix_cache_hit_rate", "cached share of prompt tokens", value=_prefix_hit_rate(stats))
         yield GaugeMetricFamily(PREFIX + "image_cache_hit_rate", "share of images not encoded again", value=_image_hit_rate(stats))
         yield GaugeMetricFamily(PREFIX + "open_streams", "requests that a client waits for", value=self._client.num_streams)

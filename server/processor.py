@@ -3,9 +3,10 @@
     Payload ──▶ base64, hash ┐
     Submit ──▶ prepare: media + prompt ──▶ EngineRequest ──▶ scheduler
                                                                  │
-    Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┘
+    Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┤
+               decode ──▶ Pixels ──▶ scheduler    ◀── wanted ◀───┘
 
-A request's regions of our arena live until the scheduler releases them, or until it has failed if it never got there.
+A request's regions of our arena live until the scheduler has released it and nothing is decoded, or until it fails before it gets there.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -33,13 +35,16 @@ from engine.messages import (
     Event,
     Events,
     FinishReason,
+    ImageSource,
     ImageSpan,
     Payload,
+    Pixels,
     Region,
     RequestOutput,
     Submit,
     ToProcessor,
     ToScheduler,
+    WantedPixels,
 )
 from server.checkpoint import read_checkpoint
 from server.detokenize import Detokenizer, StopMatcher, TokenTable
@@ -75,6 +80,8 @@ class Request:
     text: Detokenizer
     stops: StopMatcher
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
+    images: list[LoadedImage] = field(default_factory=list)
+    decodings: dict[int, asyncio.Task[ImageSource]] = field(default_factory=dict)  # by index: files whose pixels the scheduler wants
     is_in_scheduler: bool = False
     is_ended: bool = False  # its terminal event is out, or nobody wants it
     num_prompt_tokens: int = 0
@@ -159,7 +166,7 @@ class Processor:
                 encode = group.create_task(self._encode(submit))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        images = [load.result() for load in loads]
+        request.images = images = [load.result() for load in loads]
         prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
         self._check_length(num_prompt)
@@ -240,9 +247,14 @@ class Processor:
                 self._append_events(events, request, output)
         for rid in message.released:
             self._release(rid, events)
+        for wanted in message.wanted:
+            self._decode(wanted)
+        stats = message.stats
+        if stats is not None:
+            stats = msgspec.structs.replace(stats, images_decoded=self._loader.num_decoded)
         if events or message.heartbeat:
-            self._api.send(Events(events, [], message.stats, message.heartbeat))
-        if message.stats is not None and not self._requests and not self._arrivals:
+            self._api.send(Events(events, [], stats, message.heartbeat))
+        if stats is not None and not self._requests and not self._arrivals:
             self._arena.check()
             assert self._arena.is_empty(), "a request's region was lost in the arena"
 
@@ -277,13 +289,37 @@ class Processor:
 
     def _release(self, rid: int, events: list[Event]) -> None:
         """The engine is done with the request's regions. A request that it gave up without a word still gets its terminal event."""
-        request = self._requests.pop(rid)
-        request.holdings.drop_all()
+        request = self._requests[rid]
         if not request.is_ended:
+            request.is_ended = True
             events.append(Event(rid, error=ABORTED))
 
+        def drop() -> None:
+            request.holdings.drop_all()
+            del self._requests[rid]
 
-def _when_ended(tasks: Iterable[Beginning], then: Callable[[], None]) -> None:
+        _when_ended(request.decodings.values(), drop)
+
+    def _decode(self, wanted: WantedPixels) -> None:
+        """The scheduler has to encode an image that stayed a file. If the request has ended, it knows or will know without an answer."""
+        rid, index = wanted.rid, wanted.index
+        request = self._requests.get(rid)
+        if request is None or request.is_ended:
+            return
+        task = asyncio.create_task(self._loader.decode(index, request.images[index], request.holdings))
+        request.decodings[index] = task
+        task.add_done_callback(lambda task: self._answer(wanted, task))
+
+    def _answer(self, wanted: WantedPixels, task: asyncio.Task[ImageSource]) -> None:
+        """Nobody waits for pixels whose making was cancelled: the request is released."""
+        if task.cancelled():
+            return
+        failure = task.exception()
+        source, error = (task.result(), None) if failure is None else (None, _error_of(failure))
+        self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
+
+
+def _when_ended(tasks: Iterable[asyncio.Task[Any]], then: Callable[[], None]) -> None:
     """Calls `then` when no pool thread reads or writes for these images any more: at once, unless nobody has waited for them."""
     running = [task for task in tasks if not task.done()]
     if not running:

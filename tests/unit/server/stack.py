@@ -22,10 +22,13 @@ from engine.messages import (
     EngineOutputs,
     EngineRequest,
     EngineStats,
+    Pixels,
+    Region,
     RequestOutput,
     Stages,
     Status,
     ToScheduler,
+    WantedPixels,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +53,7 @@ class FakeScheduler:
         self.aborted: list[int] = []
         self.arrivals: list[float] = []
         self.held: set[int] = set()
+        self.pixels: list[Pixels] = []
 
     def start(self) -> None:
         self._thread.start()
@@ -64,11 +68,17 @@ class FakeScheduler:
         return ids
 
     def image(self, request: EngineRequest, index: int) -> bytes:
-        region = request.images[index].source.region
-        return bytes(self._arena.view(region.offset, region.length))
+        return self.bytes_at(request.images[index].source.region)
 
     def send(self, outputs: list[RequestOutput], released: list[int]) -> None:
         self._processor.send(EngineOutputs(outputs, released))
+
+    def want(self, rid: int, *indexes: int) -> None:
+        """Asks for pixels of these images; the answers come into `pixels`."""
+        self._processor.send(EngineOutputs([], [], wanted=[WantedPixels(rid, index) for index in indexes]))
+
+    def bytes_at(self, region: Region) -> bytes:
+        return bytes(self._arena.view(region.offset, region.length))
 
     def beat(self, age: float = 0.0) -> None:
         self._processor.send(EngineOutputs([], [], EngineStats(steps=1), time.monotonic() - age))
@@ -84,6 +94,8 @@ class FakeScheduler:
                 self.arrivals.append(time.monotonic())
                 self.requests.append(message)
                 self.script(self, message)
+            elif isinstance(message, Pixels):
+                self.pixels.append(message)
             elif isinstance(message, Abort):
                 self.aborted.append(message.rid)
                 if message.rid in self.held:

@@ -92,6 +92,59 @@ async def test_unusual_images_are_shown_as_pillow_shows_them(bench: Bench, name:
     assert bench.bytes_of(image) == expected.tobytes()
 
 
+@pytest.mark.parametrize("name", DECODED)
+async def test_a_known_file_is_decoded_only_if_somebody_wants_its_pixels(bench: Bench, name: str) -> None:
+    """Red if a file is decoded again unasked, if its tokens are counted otherwise than at first, or if its pixels are other ones then."""
+    first = await bench.load_bytes(DECODED[name])
+    bench.holdings.drop_all()
+    known = await bench.load_bytes(DECODED[name])
+    assert (known.source.encoding, bench.bytes_of(known), bench.loader.num_decoded) == ("file", DECODED[name], 1)
+    assert (known.hash, known.grid, known.num_tokens) == (first.hash, first.grid, first.num_tokens)
+    source = await bench.loader.decode(0, known, bench.holdings)
+    assert (source.encoding, source.height, source.width) == ("rgb", first.source.height, first.source.width)
+    assert (known.source.height, known.source.width) == (source.height, source.width)
+    assert bytes(bench.arena.view(source.region.offset, source.region.length)) == shown(DECODED[name]).tobytes()
+    assert bench.loader.num_decoded == 2
+
+
+async def test_pixels_take_the_place_of_the_file(bench: Bench) -> None:
+    """Red if a request holds both, or if it loses its file although there was no room for the pixels."""
+    data = DECODED["png"]
+    await bench.load_bytes(data)
+    bench.holdings.drop_all()
+    known = await bench.load_bytes(data)
+    assert known.file is not None
+    room = []
+    while True:
+        try:
+            room.append(bench.arena.alloc(4096))
+        except ArenaFull:
+            break
+    with pytest.raises(ArenaFull):
+        await bench.loader.decode(0, known, bench.holdings)
+    for offset in room:
+        bench.arena.free(offset)
+    source = await bench.loader.decode(0, known, bench.holdings)
+    with pytest.raises(KeyError):
+        bench.arena.free(known.file.offset)
+    assert source.region.length == 48 * 80 * 3
+
+
+async def test_how_many_files_are_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the memory of files grows without bound, forgets the wrong ones, or remembers what could not be decoded."""
+    monkeypatch.setattr(media, "NUM_REMEMBERED", 2)
+
+    async def encodings(names: str) -> list[str]:
+        return [(await bench.load_bytes(files[name])).source.encoding for name in names]
+
+    files = {name: save(pixels(seed=i), "PNG") for i, name in enumerate("abc")}
+    assert await encodings("abab") == ["rgb", "rgb", "file", "file"]
+    assert await encodings("aca") == ["file", "rgb", "file"]
+    assert await encodings("bac") == ["rgb", "file", "rgb"]
+    for _ in range(2):
+        assert (await bench.refusal(bench.body(base64.b64encode(DECODED["png"][:200])))).info.status == 422
+
+
 @pytest.mark.parametrize("name", PLAIN)
 async def test_plain_jpegs_stay_encoded(bench: Bench, name: str) -> None:
     """Red if a common JPEG is decoded on the CPU, or if its bytes or size change on the way."""
@@ -227,8 +280,9 @@ async def test_data_urls_that_the_scanner_leaves_alone(bench: Bench) -> None:
     data = DECODED["1x1"]
     percent = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     odd = "DATA:image/png;BASE64," + base64.b64encode(data).decode()
-    for url in (percent, odd):
-        assert bench.bytes_of(await bench.load(MediaRef(url=url))) == shown(data).tobytes()
+    first, again = [await bench.load(MediaRef(url=url)) for url in (percent, odd)]
+    assert bench.bytes_of(first) == shown(data).tobytes()
+    assert (again.hash, bench.bytes_of(again)) == (first.hash, data)
 
 
 async def test_identity_covers_bytes_and_parameters(bench: Bench, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,142 @@
+"""Files that were decoded before stay files until the scheduler wants their pixels; however that ends, every region comes back once."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from engine.messages import EngineRequest, RequestOutput
+from tests.unit.server.pictures import DECODED, PLAIN, save
+from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text, hold_silently
+from tests.unit.server.test_media import shown
+from tests.unit.server.test_stack import image, uri
+from tests.unit.server.test_stack_edges import RawClient
+
+NAMES = ["png", "progressive rotated", "webp"]
+LARGE = [save(Image.new("RGB", (900, 900), (i, 2 * i, 3 * i)), "PNG") for i in range(4)]  # 2.4 MB of pixels each
+
+
+@pytest.fixture(autouse=True)
+def clean(stack: Stack) -> Iterator[None]:
+    """Afterwards a good request is answered and both arenas are empty."""
+    stack.scheduler.script = answer_text
+    stack.scheduler.pixels.clear()
+    yield
+    stack.scheduler.script = answer_text
+    assert stack.chat("still there?").status_code == 200
+    stack.settle()
+    assert not [pixels for pixels in stack.scheduler.pixels if pixels.error is not None]
+
+
+def content(files: list[bytes]) -> list[dict[str, object]]:
+    return [image(uri(data, "image/png")) for data in files]
+
+
+class Asking:
+    """A client whose request the scheduler keeps until the test says how it ends."""
+
+    def __init__(self, stack: Stack, files: list[bytes]):
+        self._stack = stack
+        stack.scheduler.script = hold_silently
+        count = len(stack.scheduler.requests)
+        self._thread = threading.Thread(target=lambda: self._responses.append(stack.chat(content(files))))
+        self._responses: list[httpx.Response] = []
+        self._thread.start()
+        stack.wait_until(lambda: len(stack.scheduler.requests) > count)
+        self.request: EngineRequest = stack.scheduler.requests[-1]
+
+    def end(self, output: RequestOutput | None = None) -> httpx.Response:
+        """The scheduler's last word, and what the client makes of it."""
+        if output is None:
+            answer_ids([65])(self._stack.scheduler, self.request)
+        else:
+            self._stack.scheduler.send([output], [self.request.rid])
+        self._thread.join(10)
+        return self._responses[0]
+
+
+def num_decoded(stack: Stack) -> float:
+    time.sleep(0.1)  # statistics come with the heartbeat
+    lines = [line for line in stack.http.get("/metrics").text.split("\n") if line.startswith("engine_images_decoded_total")]
+    return float(lines[0].rsplit(" ", 1)[1])
+
+
+def test_pixels_are_made_when_they_are_wanted(stack: Stack) -> None:
+    """Red if a known file is decoded unasked, or if an answer names another image's pixels."""
+    files = [DECODED[name] for name in NAMES]
+    assert stack.chat(content(files)).status_code == 200
+    assert [span.source.encoding for span in stack.scheduler.requests[-1].images] == ["rgb"] * 3
+    before = num_decoded(stack)
+    asking = Asking(stack, files)
+    assert [span.source.encoding for span in asking.request.images] == ["file"] * 3
+    assert num_decoded(stack) == before
+    stack.scheduler.want(asking.request.rid, 2, 1)
+    stack.wait_until(lambda: len(stack.scheduler.pixels) == 2)
+    for pixels in stack.scheduler.pixels:
+        source = pixels.source
+        assert source is not None and (pixels.rid, pixels.error, source.encoding) == (asking.request.rid, None, "rgb")
+        expected = shown(files[pixels.index])
+        assert (source.height, source.width) == expected.shape[:2] and stack.scheduler.bytes_at(source.region) == expected.tobytes()
+    assert {pixels.index for pixels in stack.scheduler.pixels} == {1, 2}
+    assert asking.end().status_code == 200
+    assert num_decoded(stack) == before + 2
+
+
+def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
+    """Red if regions are given back while a thread writes to them, twice, or never (fixture), or if its decoding goes on unasked."""
+    assert stack.chat(content(LARGE)).status_code == 200
+    stack.scheduler.script = hold_silently
+    for pause in (0.0, 0.0, 0.003, 0.01, 0.03):
+        count = len(stack.scheduler.requests)
+        client = RawClient(stack)
+        client.send(json.dumps({"messages": [{"role": "user", "content": content(LARGE)}]}).encode())
+        stack.wait_until(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
+        rid = stack.scheduler.requests[-1].rid
+        assert stack.scheduler.requests[-1].images[0].source.encoding == "file"
+        stack.scheduler.want(rid, 0, 1, 2, 3)
+        time.sleep(pause)
+        client.leave()
+        stack.wait_until(lambda rid=rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
+
+
+def test_the_scheduler_wants_pixels_of_a_request_that_has_gone(stack: Stack) -> None:
+    """Red if a question that crosses the end of its request harms anybody."""
+    stack.chat(content(LARGE[:1]))
+    asking = Asking(stack, LARGE[:1])
+    assert asking.end().status_code == 200
+    stack.scheduler.want(asking.request.rid, 0)
+    stack.settle()
+    assert not stack.scheduler.pixels
+
+
+def test_a_release_while_files_are_decoded(stack: Stack) -> None:
+    """Red if the end of a request that failed for one image is held up, or loses regions, because others are still decoded."""
+    stack.chat(content(LARGE))
+    asking = Asking(stack, LARGE)
+    stack.scheduler.want(asking.request.rid, 0, 1, 2, 3)
+    response = asking.end(RequestOutput(asking.request.rid, [], "abort"))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_no_room_for_pixels_is_a_503(model_folder: Path) -> None:
+    """Red if lack of room for wanted pixels ends in anything but the error of a full media arena, or keeps what was taken."""
+    stack = Stack(model_folder, processor_arena_bytes=3 * MIB)
+    try:
+        for data in LARGE[:2]:
+            assert stack.chat(content([data])).status_code == 200
+        asking = Asking(stack, LARGE[:2])
+        stack.scheduler.want(asking.request.rid, 0, 1)
+        stack.wait_until(lambda: len(stack.scheduler.pixels) == 2)
+        errors = [pixels.error for pixels in stack.scheduler.pixels if pixels.error is not None]
+        assert [(error.status, error.retry_after) for error in errors] == [(503, 1)]
+        assert asking.end(RequestOutput(asking.request.rid, [], error=errors[0])).status_code == 503
+        stack.scheduler.script = answer_text
+        assert stack.chat([image(uri(PLAIN["4:2:0"]))]).status_code == 200
+        stack.settle()
+    finally:
+        stack.close()
