@@ -29,7 +29,7 @@ class Counted:
         self._engine = engine
 
     def _read(self) -> dict[str, float]:
-        names = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_skipped")
+        names = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_skipped", "images_decoded")
         return {name: self._engine.metric(f"engine_{name}_total") for name in names}
 
     def __enter__(self) -> "Counted":
@@ -49,6 +49,11 @@ def document(first_seed: int, count: int = NUM_IMAGES) -> list[dict[str, Any]]:
     return [image_part(picture(first_seed + i, 200, 200), "JPEG", quality=90) for i in range(count)]
 
 
+def screenshots(first_seed: int, count: int = NUM_IMAGES) -> list[dict[str, Any]]:
+    """Images that only the processor can decode."""
+    return [image_part(picture(first_seed + i, 200, 200)) for i in range(count)]
+
+
 def usage(engine: Engine, content: object, **fields: Any) -> dict[str, Any]:
     response = engine.chat(content, max_tokens=4, ignore_eos=True, **fields)
     assert response.status_code == 200, response.text
@@ -56,16 +61,17 @@ def usage(engine: Engine, content: object, **fields: Any) -> dict[str, Any]:
     return used
 
 
-def test_a_conversation_computes_each_turn_once(engine: Engine) -> None:
-    """Red if a turn encodes an old image again, or computes more than its own tokens and a block."""
+@pytest.mark.parametrize("are_files", [False, True])
+def test_a_conversation_computes_each_turn_once(engine: Engine, are_files: bool) -> None:
+    """Red if a turn decodes or encodes an old image again, or computes more than its own tokens and a block."""
     messages: list[dict[str, Any]] = []
-    for turn, part in enumerate(document(0)):
+    for turn, part in enumerate((screenshots if are_files else document)(0)):
         messages.append({"role": "user", "content": [part, text_part(f"What is in picture {turn + 1}?")]})
         with Counted(engine) as counted:
             response = engine.chat(None, messages=messages, max_tokens=16)
         used = response.json()["usage"]
         cached = used["prompt_tokens_details"]["cached_tokens"]
-        assert counted.grown["images_encoded"] == 1
+        assert counted.grown["images_encoded"] == 1 and counted.grown["images_decoded"] == are_files
         assert counted.grown["images_skipped"] >= max(0, turn - 1)
         new_tokens = used["prompt_tokens"] - cached
         assert counted.grown["computed_tokens"] <= new_tokens + used["completion_tokens"] + 2
@@ -112,6 +118,45 @@ def test_one_image_twice_in_a_request_is_encoded_once(engine: Engine) -> None:
     with Counted(engine) as counted:
         usage(engine, [part, text_part("and"), part, text_part("How many pictures are there?")])
     assert counted.grown["images_encoded"] == 1
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_file_twice_is_decoded_no_more_often_than_it_comes(is_known: bool) -> None:
+    """Red if an image that comes twice, in one request or in two at once, is decoded more often than that, or encoded twice."""
+    part = screenshots(70, 1)[0]
+    others = [*screenshots(71, 2), text_part("What is it?")]
+    with serve("demo", "--image-cache-bytes", "300K", "--no-prefix-cache") as engine:  # room for two pictures
+        for content in ([[part], [part, part]], [[part, part, text_part("How many pictures are there?")]]):
+            if is_known:
+                usage(engine, [part])
+                usage(engine, others)
+            with Counted(engine) as counted, ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda content: usage(engine, content), content))
+            assert counted.grown["images_encoded"] == 1
+            assert counted.grown["images_decoded"] <= sum(len([p for p in parts if p["type"] == "image_url"]) for parts in content)
+            usage(engine, others)
+
+
+def test_a_file_whose_embedding_was_evicted_is_answered_as_if_it_were_new() -> None:
+    """Red if a known file is encoded from anything but its pixels, is not decoded although it must be, or is although it need not."""
+    pages = screenshots(100, 6)
+    content = [pages[0], text_part("and"), pages[1], text_part("What is in the first picture, and what is in the second one?")]
+    with serve("demo", "--image-cache-bytes", "300K") as engine:  # room for two pictures
+
+        def ask(salt: str) -> tuple[str, float]:
+            with Counted(engine) as counted:
+                answer = engine.text(content, max_tokens=16, ignore_eos=True, cache_salt=salt)
+            assert counted.grown["images_encoded"] == counted.grown["images_decoded"]
+            return answer, counted.grown["images_decoded"]
+
+        fresh = ask("a")
+        assert fresh[1] == 2
+        assert ask("b") == (fresh[0], 0)
+        usage(engine, [pages[2], text_part("and"), pages[3]])
+        assert ask("a") == (fresh[0], 0), "its tokens are cached"
+        assert ask("c") == fresh
+        usage(engine, [pages[4], text_part("?")])
+        assert ask("d") == (fresh[0], 1)
 
 
 def test_tenants_do_not_share_a_prefix(engine: Engine) -> None:
