@@ -111,7 +111,8 @@ def point(name: str, answers: list[Answer]) -> dict[str, Any]:
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     async with ChatClient(args.url, args.api_key) as client:
         model = args.model or await client.model()
-        warm_up = images(args, 9_999, args.document or 1)  # of the size that is measured: first-time costs would all fall on the cold run
+        count = args.document or args.repeat or args.turns  # the largest that is measured, or first-time costs would fall on it
+        warm_up = images(args, 9_999, count)
         await client.chat(chat_body(model, [user_message(warm_up, "warm up")], TURN_TOKENS))
         if args.document:
             return await document(client, model, args)

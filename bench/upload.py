@@ -43,6 +43,7 @@ class Uploads:
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
+        self._greatest = 0
         self._encoder = msgspec.json.Encoder()
 
     def encode(self, body: dict[str, Any]) -> Upload:
@@ -52,6 +53,11 @@ class Uploads:
         return Upload(buffer)
 
     def give_back(self, upload: Upload) -> None:
-        """Its buffer may be used again, unless the server answered before it had read everything: then the transport may still hold it."""
+        """Its buffer may be used again, unless the server answered before it had read everything: then the transport may still hold it.
+
+        The encoder cuts a buffer to the body's length. It gets the greatest length back, lest it be moved when it grows again.
+        """
         if upload.written:
+            self._greatest = max(self._greatest, len(upload.buffer))
+            upload.buffer.extend(bytes(self._greatest - len(upload.buffer)))
             self._free.append(upload.buffer)
