@@ -1,4 +1,5 @@
-// What our attention kernels for Hopper share: heads of any multiple of 8 values up to 128. Included by a source that is compiled with HEAD_DIM.
+// What our attention kernels for Hopper share: heads of any multiple of 8 values up to 128. Included by a source that is compiled with
+// HEAD_DIM and has defined TILE_KV, the keys of a tile.
 //
 // A block keeps a tile of a head's queries in shared memory and walks over keys and values, tile by tile: one warp group copies them (TMA),
 // others of 128 threads compute 64 queries each and issue their products in turn, so that some multiply while others take exponentials.
@@ -44,7 +45,8 @@ constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 constexpr int kHeadDim = HEAD_DIM;
 static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of 16 bytes");
 // The best of those measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: scores, weights and output of a wide head need more.
-constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = 128, kStages = 2;
+constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = TILE_KV, kStages = 2;
+constexpr int kStagesQ = 2;  // the next tile's queries are there when a tile is done
 constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // instructions along a head
@@ -62,11 +64,11 @@ using MmaValues = decltype(make_tiled_mma(
 using MmaPV = MmaValues<kHeadDim>;
 
 using Atom = GMMA::Layout_K_SW128_Atom<BFloat16>;
-using LayoutQ = decltype(tile_to_shape(Atom{}, Shape<Int<kTileQ>, Int<kWidth>>{}));
+using LayoutQ = decltype(tile_to_shape(Atom{}, Shape<Int<kTileQ>, Int<kWidth>, Int<kStagesQ>>{}));
 using LayoutKV = decltype(tile_to_shape(Atom{}, Shape<Int<kTileKV>, Int<kWidth>, Int<kStages>>{}));
 using LayoutVt = decltype(composition(LayoutKV{}, make_ordered_layout(Shape<Int<kWidth>, Int<kTileKV>, Int<kStages>>{}, Step<_2, _1, _3>{})));
 
-using PipelineQ = cutlass::PipelineTmaAsync<1>;
+using PipelineQ = cutlass::PipelineTmaAsync<kStagesQ>;
 using PipelineKV = cutlass::PipelineTmaAsync<kStages>;
 
 struct Shared {
@@ -227,7 +229,7 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
   auto weights = make_tensor<BFloat16>(partition_shape_A(mma_pv, Scores{}));  // the same places as scores
   auto out = partition_fragment_C(mma_pv, Output{});
   auto places = mma_qk.get_slice(thread).partition_C(make_identity_tensor(Scores{}));
-  cutlass::PipelineState<1> state_q;
+  cutlass::PipelineState<kStagesQ> state_q;
   cutlass::PipelineState<kStages> state_k, state_v;
 
   auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };
@@ -235,7 +237,8 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
   auto pass_turn = [&] { cutlass::arch::NamedBarrier::arrive(2 * kGroupThreads, (group + 1) % kGroups); };
   auto start_scores = [&] {
     pipelines.k.consumer_wait(state_k);
-    start_product</*Clear=*/true, kSteps>(mma_qk, q, k(_, _, _, uniform(state_k.index())), scores);
+    auto queries = q(_, _, _, uniform(state_q.index()));
+    start_product</*Clear=*/true, kSteps>(mma_qk, queries, k(_, _, _, uniform(state_k.index())), scores);
   };
   auto finish_scores = [&](auto running) {  // products that may go on running
     warpgroup_wait<running>();

@@ -4,6 +4,7 @@
 // The query heads that share a KV head are rows of one tile, so that keys are read once for all of them: with 4 of them, row r is head r % 4 of
 // token r / 4, and a tile is 32 tokens. Pages lie anywhere in the pool: each is a copy of its own, so the lanes of a warp start one each.
 
+#define TILE_KV 128  // whole pages
 #include "hopper_attention.cuh"
 
 namespace prefill {

@@ -1,6 +1,7 @@
 // Attention inside segments for Hopper, made for the heads of the vision towers (64 and 72 values; any multiple of 8 up to 128 works).
 // Compiled by `segments_cuda.py`, which defines HEAD_DIM. How it computes: `hopper_attention.cuh`.
 
+#define TILE_KV (HEAD_DIM <= 72 ? 112 : 128)  // the best of those measured on an H200
 #include "hopper_attention.cuh"
 
 namespace segments {
