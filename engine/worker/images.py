@@ -7,7 +7,7 @@ Every rank encodes its share of a step's images (the tower is data-parallel) and
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
-GROUP_TOKENS = 4096  # enough for the tower to run at full speed; bounds its activations
+GROUP_TOKENS = 4096  # enough for the tower to run at full speed
+MAX_GROUP_TOKENS = 4608  # bounds the tower's activations, unless one image has more
 GROWTH = 2  # of one group to the next: the next is read while the tower works on the one before
 
 
@@ -47,10 +48,18 @@ class ImageCache:
         self._reader = reader
         self._tp = tp
         self._stream = stream
+        self._last_use: dict[int, torch.cuda.Event] = {}
 
     def evict(self, image_ids: Sequence[int]) -> None:
         for image_id in image_ids:
             del self.tensors[image_id]
+            last_use = self._last_use.pop(image_id, None)
+            if last_use is not None and self._stream is not None:
+                self._stream.wait_event(last_use)  # what follows there may reuse the memory
+
+    def note_use(self, image_ids: Iterable[int], end: torch.cuda.Event) -> None:
+        """The step that ends with this event reads these images."""
+        self._last_use.update(dict.fromkeys(image_ids, end))
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
@@ -62,10 +71,7 @@ class ImageCache:
         with torch.cuda.stream(self._stream):
             own, encoded = self._encode(share)
         if self._stream is not None and own:
-            current = torch.cuda.current_stream(self._stream.device)
-            current.wait_stream(self._stream)
-            for tensor in own:
-                tensor.record_stream(current)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         if self._tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
         elif encodes:
@@ -106,11 +112,11 @@ class ImageCache:
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
         for encode in share:
-            group.append(encode)
-            num_tokens += self._num_tokens(encode)
-            if num_tokens >= limit:
+            if group and (num_tokens >= limit or num_tokens + self._num_tokens(encode) > MAX_GROUP_TOKENS):
                 yield group
                 group, num_tokens, limit = [], 0, min(GROWTH * limit, GROUP_TOKENS)
+            group.append(encode)
+            num_tokens += self._num_tokens(encode)
         if group:
             yield group
 
@@ -125,6 +131,8 @@ class ImageCache:
             end = start + self._num_tokens(encode)
             self.tensors[encode.image_id] = rows[start:end].transpose(0, 1).contiguous()  # a view would keep all rows alive
             start = end
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has read this rank's own ones
 
     def _share(self, encodes: Sequence[Encode], rank: int) -> list[Encode]:
         """The images that `rank` encodes: largest first, each to the least loaded rank. Every rank computes the same shares."""

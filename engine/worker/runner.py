@@ -91,7 +91,10 @@ class Runner:
         inputs = self._rows.build(plan.admits, plan.chunks, self._images.tensors, self._staging)
         tokens_S = self._to_host(self._draw(inputs))
         watch.mark()
-        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, watch.marks())
+        marks = watch.marks()
+        if self._on_gpu:
+            self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
+        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, marks)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
