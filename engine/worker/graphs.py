@@ -73,6 +73,8 @@ class StepGraphs:
         self._scratch_pages = torch.full((num_scratch,), scratch_block, dtype=torch.int32, device=self._device)
         shape = (model.config.num_visual_levels, MIXED_PREFILL_SIZES[-1], model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
+        num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], self._mixed_decode_sizes[-1])
+        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # of all graphs: the largest they make
         self._graphs: dict[Shape, Graph] = {}
 
     @torch.inference_mode()
@@ -169,8 +171,8 @@ class StepGraphs:
 
         def forward() -> torch.Tensor:
             ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_D]])
-            logits_SV: torch.Tensor = self._model(ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S), attention)
-            return logits_SV
+            logits_SV = self._model(ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S), attention)
+            return self._logits[: len(logits_SV)].copy_(logits_SV)
 
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, ids_P, rows_D, positions_3T, slots_T, logits_indices_S, logits_SV)
