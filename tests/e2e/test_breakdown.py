@@ -35,9 +35,10 @@ async def ask_again(url: str) -> list[dict[str, float]]:
 
 
 def test_the_parts_of_a_repeated_request_add_up() -> None:
-    """Red if time passes between two boundaries that nobody counts. The best of several: a loaded machine adds pauses of its own."""
+    """Red if time passes between two boundaries that nobody counts, or is counted twice. The best of several: on a loaded machine each of
+    the processes may pause anywhere.
+    """
     with serve("demo") as engine:
         parts = asyncio.run(ask_again(engine.url))
-    unexplained = [part["rest_ms"] - max(ALWAYS_ALLOWED_MS, SHARE * sum(part.values())) for part in parts]
-    assert min(unexplained) <= 0, parts
-    assert min(part["rest_ms"] for part in parts) > -0.5, "time was counted twice"
+    excess = [abs(part["rest_ms"]) - max(ALWAYS_ALLOWED_MS, SHARE * sum(part.values())) for part in parts]
+    assert min(excess) <= 0, parts
