@@ -48,7 +48,7 @@ class Graph:
     positions_3T: torch.Tensor
     slots_T: torch.Tensor
     logits_indices_S: torch.Tensor  # prompts' last tokens, MAX_PREFILL_ROWS of them, then every decode row
-    logits_SV: torch.Tensor
+    logits_SV: torch.Tensor  # a view of what all graphs share
 
 
 class StepGraphs:
@@ -74,7 +74,7 @@ class StepGraphs:
         shape = (model.config.num_visual_levels, MIXED_PREFILL_SIZES[-1], model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], self._mixed_decode_sizes[-1])
-        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # of all graphs: the largest they make
+        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
         self._graphs: dict[Shape, Graph] = {}
 
     @torch.inference_mode()

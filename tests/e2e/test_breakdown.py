@@ -13,6 +13,7 @@ from tests.e2e.serving import serve
 
 NUM_IMAGES = 24
 TIMES = 12
+NUM_GOOD = 3  # of the repetitions
 SHARE = 0.05
 ALWAYS_ALLOWED_MS = 2.0  # where all is tiny: both processes' way to the socket and back
 
@@ -35,10 +36,10 @@ async def ask_again(url: str) -> list[dict[str, float]]:
 
 
 def test_the_parts_of_a_repeated_request_add_up() -> None:
-    """Red if time passes between two boundaries that nobody counts, or is counted twice. The best of several: on a loaded machine each of
-    the processes may pause anywhere.
+    """Red if time passes between two boundaries that nobody counts, or is counted twice. The best ones: on a loaded machine each of the
+    processes may pause anywhere.
     """
     with serve("demo") as engine:
         parts = asyncio.run(ask_again(engine.url))
-    excess = [abs(part["rest_ms"]) - max(ALWAYS_ALLOWED_MS, SHARE * sum(part.values())) for part in parts]
-    assert min(excess) <= 0, parts
+    excess = sorted(abs(part["rest_ms"]) - max(ALWAYS_ALLOWED_MS, SHARE * sum(part.values())) for part in parts)
+    assert excess[NUM_GOOD - 1] <= 0, parts

@@ -85,7 +85,7 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
         assert first.equal(out) and not scratch.arrivals_UN.any()
         expected = step.expected()  # the further into a text, the smaller are values: each token by itself
         assert all(close(*pair) for pair in zip(first, expected, strict=True))
-        eager = make_attention([step.finite().pool], num_heads)
+        eager = make_attention([step.with_finite_values().pool], num_heads)
         eager.plan(step.layout)
         assert all(close(*pair) for pair in zip(eager.run(0, q), expected, strict=True))
 
@@ -98,7 +98,7 @@ CHUNKS = {(1,): [1], (300, 1, 0, 129, 32): [300, 700, 0, 1000, 4321], (0, 17, 12
 def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
     """Rows of any lengths, some empty, in a slice of a larger tensor, pages in any order. Neighbours in the tensor stay as they are."""
     for tokens, lengths in CHUNKS.items():
-        step = Step.build(lengths, heads, head_dim, page, tokens=tokens).finite().to(DEVICE, torch.bfloat16)
+        step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
         backend, count = PrefillAttention([step.pool], heads[0]), len(step.q)
         q, out = (normal(count + 100, heads[0], head_dim) for _ in range(2))
         q[50:-50], before = step.q, out.clone()
@@ -111,9 +111,8 @@ def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
 def test_large_chunks_in_a_graph() -> None:
     """One graph for all mixes of 300 tokens in up to five rows."""
     batches = {(300, 0, 0, 0, 0): [300, 0, 0, 0, 0], (1, 200, 33, 60, 6): [20_000, 4000, 33, 61, 7], (0, 0, 0, 0, 300): [9, 0, 1, 0, 9000]}
-    steps = [
-        Step.build(lengths, (32, 8), head_dim=128, tokens=tokens).finite().to(DEVICE, torch.bfloat16) for tokens, lengths in batches.items()
-    ]
+    built = [Step.build(lengths, (32, 8), head_dim=128, tokens=tokens) for tokens, lengths in batches.items()]
+    steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
     pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
     pages = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     backend, graph = PrefillAttention([(pool[0], pool[1])], 32, num_tokens=300, num_rows=5, pages=pages), torch.cuda.CUDAGraph()

@@ -54,9 +54,9 @@ class Step:
         layout = replace(self.layout, pages=self.layout.pages.to(device))
         return Step((self.pool[0].to(device, dtype), self.pool[1].to(device, dtype)), layout, self.q.to(device, dtype))
 
-    def finite(self) -> "Step":
-        """With 1000 for NaN, for backends that multiply what they read too much by 0."""
-        return replace(self, pool=(self.pool[0].nan_to_num(nan=1e3), self.pool[1].nan_to_num(nan=1e3)))
+    def with_finite_values(self) -> "Step":
+        """With 1000 for NaN, but for keys: some backends multiply values that they read too much by 0, as `Ops.norm_rope_store_` allows."""
+        return replace(self, pool=(self.pool[0], self.pool[1].nan_to_num(nan=1e3)))
 
     def expected(self) -> torch.Tensor:
         reference = TorchAttention([(self.pool[0].double(), self.pool[1].double())])

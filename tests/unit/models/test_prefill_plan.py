@@ -103,7 +103,7 @@ def attend(step: Step, tile_rows: int, tile_keys: int, num_blocks: int) -> torch
 def test_the_kernels_arithmetic(heads: tuple[int, int], page: int) -> None:
     """Tiles of 32 rows and 32 keys, so that rows begin and end anywhere in them; decode rows behind are left alone."""
     tokens, lengths = [1, 37, 0, 100, 33, 0, 64], [1, 37, 0, 300, 200, 50, 65]
-    step = Step.build(lengths, heads, page=page, tokens=tokens).finite()
+    step = Step.build(lengths, heads, page=page, tokens=tokens).with_finite_values()
     ours, expected = attend(step, tile_rows=32, tile_keys=32, num_blocks=7), step.expected()
     assert not ours.isnan().any()
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)

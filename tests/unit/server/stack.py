@@ -201,6 +201,12 @@ class Stack:
         os.close(self._lifeline_end)
         self._lifeline_end = -1
 
+    def recover(self) -> None:
+        """What must hold whatever a test did: a good request is answered, and both arenas are empty."""
+        self.scheduler.script = answer_text
+        assert self.chat("still there?").status_code == 200
+        self.settle()
+
     def settle(self) -> None:
         """Two heartbeats with nothing in flight: both processes assert that their arenas are empty, and must survive it."""
         time.sleep(5 * HEARTBEAT_S)

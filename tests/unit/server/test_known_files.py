@@ -27,9 +27,7 @@ def clean(stack: Stack) -> Iterator[None]:
     stack.scheduler.script = answer_text
     stack.scheduler.pixels.clear()
     yield
-    stack.scheduler.script = answer_text
-    assert stack.chat("still there?").status_code == 200
-    stack.settle()
+    stack.recover()
     assert not [pixels for pixels in stack.scheduler.pixels if pixels.error is not None]
 
 

@@ -25,9 +25,7 @@ def clean(stack: Stack) -> Iterator[None]:
     stack.scheduler.script = answer_text
     stack.scheduler.aborted.clear()
     yield
-    stack.scheduler.script = answer_text
-    assert stack.chat("still there?").status_code == 200
-    stack.settle()
+    stack.recover()
 
 
 def error_of(response: httpx.Response) -> tuple[int, str | None]:
