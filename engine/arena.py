@@ -2,6 +2,7 @@
 
 The api process owns one (request payloads), the processor the other (token ids, image bytes); `engine/serve.py` creates both and every
 child inherits the descriptors, so nothing has a name in the file system and the kernel frees all of it with the last process.
+`Regions`, the allocator in it, knows offsets only: the scheduler also uses it for embeddings in the workers' host memory.
 
      0        64       192                      size
      | region | free   | region  | free ...      |      offsets are multiples of 64, neighbouring free ranges are always merged
@@ -69,32 +70,38 @@ class ArenaView:
         return self._view[offset : offset + length]
 
 
-class Arena(ArenaView):
-    """The writer's side: first-fit allocation with merged free ranges. Not thread-safe: one thread allocates and frees.
+class Regions:
+    """First-fit allocation of ranges of `[0, size)` with merged free ranges: offsets only, whoever has the bytes. Not thread-safe.
 
     Invariant (`check`): allocated and free ranges tile `[0, size)` exactly, and no two free ranges touch.
     """
 
-    def __init__(self, fd: int, size: int):
-        super().__init__(fd, size, writable=True)
-        self._free_starts = [0]
-        self._free_ends = [size]
+    def __init__(self, size: int):
+        self.size = size
+        self._free_starts = [0] if size else []
+        self._free_ends = [size] if size else []
         self._allocated: dict[int, int] = {}  # offset -> end
 
     def is_empty(self) -> bool:
         return not self._allocated
 
-    def alloc(self, length: int) -> int:
-        """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
-        need = max(ALIGNMENT, -(-length // ALIGNMENT) * ALIGNMENT)
-        if need > self.size:
-            raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
+    def offsets(self) -> set[int]:
+        """Where the allocated regions begin."""
+        return set(self._allocated)
+
+    def can_hold(self, length: int) -> bool:
+        """Whether a region of `length` bytes fits when nothing else is allocated."""
+        return _aligned(length) <= self.size
+
+    def alloc(self, length: int) -> int | None:
+        """Offset of a new region of at least `length` bytes; None if no free range is large enough."""
+        need = _aligned(length)
         for i, start in enumerate(self._free_starts):
             if self._free_ends[i] - start >= need:
                 self._take(i, need)
                 self._allocated[start] = start + need
                 return start
-        raise ArenaFull(f"no room for {length} bytes")
+        return None
 
     def free(self, offset: int) -> None:
         """Releases the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
@@ -111,26 +118,23 @@ class Arena(ArenaView):
             self._free_starts.insert(i, offset)
             self._free_ends.insert(i, end)
 
-    def grow(self, offset: int, used: int, length: int) -> int:
-        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset, old or new."""
+    def extend(self, offset: int, length: int) -> bool:
+        """Makes the region at `offset` hold `length` bytes where it is; False if what lies behind it is not free."""
         end = self._allocated[offset]
-        need = -(-length // ALIGNMENT) * ALIGNMENT
+        need = _aligned(length)
         if offset + need <= end:
-            return offset
+            return True
         i = bisect.bisect_left(self._free_starts, offset)
         if i < len(self._free_starts) and self._free_starts[i] == end and self._free_ends[i] >= offset + need:
             self._take(i, offset + need - end)
             self._allocated[offset] = offset + need
-            return offset
-        moved = self.alloc(length)
-        self._view[moved : moved + used] = self._view[offset : offset + used]
-        self.free(offset)
-        return moved
+            return True
+        return False
 
     def shrink(self, offset: int, length: int) -> None:
         """Gives back what lies behind the first `length` bytes of the region at `offset`."""
         end = self._allocated[offset]
-        keep = offset + max(ALIGNMENT, -(-length // ALIGNMENT) * ALIGNMENT)
+        keep = offset + _aligned(length)
         if keep < end:
             self._allocated[offset] = keep
             self._allocated[keep] = end
@@ -151,3 +155,48 @@ class Arena(ArenaView):
         self._free_starts[i] += need
         if self._free_starts[i] == self._free_ends[i]:
             del self._free_starts[i], self._free_ends[i]
+
+
+class Arena(ArenaView):
+    """The writer's side: bytes whose regions it alone allocates and frees. Not thread-safe: one thread does."""
+
+    def __init__(self, fd: int, size: int):
+        super().__init__(fd, size, writable=True)
+        self._regions = Regions(size)
+
+    def is_empty(self) -> bool:
+        return self._regions.is_empty()
+
+    def alloc(self, length: int) -> int:
+        """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
+        if not self._regions.can_hold(length):
+            raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
+        offset = self._regions.alloc(length)
+        if offset is None:
+            raise ArenaFull(f"no room for {length} bytes")
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Releases the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
+        self._regions.free(offset)
+
+    def grow(self, offset: int, used: int, length: int) -> int:
+        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset, old or new."""
+        if self._regions.extend(offset, length):
+            return offset
+        moved = self.alloc(length)
+        self._view[moved : moved + used] = self._view[offset : offset + used]
+        self.free(offset)
+        return moved
+
+    def shrink(self, offset: int, length: int) -> None:
+        """Gives back what lies behind the first `length` bytes of the region at `offset`."""
+        self._regions.shrink(offset, length)
+
+    def check(self) -> None:
+        """Asserts that regions and free ranges tile the arena; called at idle and by tests."""
+        self._regions.check()
+
+
+def _aligned(length: int) -> int:
+    return max(ALIGNMENT, -(-length // ALIGNMENT) * ALIGNMENT)
