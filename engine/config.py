@@ -9,7 +9,7 @@ import msgspec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
-MAY_BE_ZERO = frozenset({"port", "max_images_per_request"})  # any other number is at least 1
+MAY_BE_ZERO = frozenset({"port", "max_images_per_request", "image_host_cache_bytes"})  # any other number is at least 1
 
 
 def num_cpus() -> int:
@@ -46,6 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
+    image_host_cache_bytes: Annotated[
+        int, "host memory, pinned on GPUs, for embeddings that leave the image cache; each of the --tp workers takes as much; 0: none"
+    ] = 0
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: what is left of the GPU's share, 512M on CPUs"] = None
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None

@@ -203,6 +203,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_pinned_images: int = 0
     image_cache_bytes: int = 0
     image_cache_budget: int = 0
+    image_host_cache_bytes: int = 0  # of each worker
+    image_host_cache_budget: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -212,6 +214,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     images_hit: int = 0
     images_skipped: int = 0  # every token came from the prefix cache
     images_evicted: int = 0
+    images_restored: int = 0  # from host memory; not hits
     images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
     preemptions: int = 0
 
@@ -266,13 +269,30 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]
 
 
+class Save(msgspec.Struct, frozen=True, array_like=True):
+    """Copy an embedding, which is evicted in the same plan, to this offset of the worker's host memory."""
+
+    image_id: int
+    host_offset: int
+
+
+class Restore(msgspec.Struct, frozen=True, array_like=True):
+    """An embedding of `num_tokens` image tokens comes back under a new id, from where an earlier save or one of the same plan put it."""
+
+    image_id: int
+    host_offset: int
+    num_tokens: int
+
+
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """One step, executed in this order: evict, admit, encode, forward, sample. Prefill chunks come before
+    """One step, executed in this order: save, evict, admit, restore, encode, forward, sample. Prefill chunks come before
     decode chunks, which are those of one sampled token without an image."""
 
     step: int
+    saves: list[Save]
     evict: list[int]
     admits: list[Admit]
+    restores: list[Restore]
     encodes: list[Encode]
     chunks: list[Chunk]
 

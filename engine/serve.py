@@ -64,6 +64,9 @@ def make_runtime(config: EngineConfig, family: Family) -> Runtime:
     total, available = config.api_arena_bytes + config.processor_arena_bytes, memory_limit()
     if total > available // 2:
         raise ValueError(f"the arenas take {total / GIB:.1f} GiB: more than half of the {available / GIB:.1f} GiB of memory")
+    total += config.tp * config.image_host_cache_bytes
+    if total > available:
+        raise ValueError(f"arenas and --image-host-cache-bytes take {total / GIB:.1f} GiB: there are {available / GIB:.1f} GiB of memory")
     fds = (create_memfd("api", config.api_arena_bytes), create_memfd("processor", config.processor_arena_bytes))
     return Runtime(
         config=config,

@@ -15,6 +15,7 @@ TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.0
 PREFIX = "engine_"
 GAUGES = frozenset({
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes", "image_cache_budget",
+    "image_host_cache_bytes", "image_host_cache_budget",
 })  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def _prefix_hit_rate(stats: EngineStats) -> float:
 
 
 def _image_hit_rate(stats: EngineStats) -> float:
-    spared = stats.images_hit + stats.images_skipped
+    spared = stats.images_hit + stats.images_skipped + stats.images_restored
     return spared / max(1, spared + stats.images_encoded)
 
 

@@ -1,10 +1,17 @@
-"""The directory of cached image embeddings: one authority that names ids and evictions; the tensors are in the workers.
+"""The directory of cached image embeddings: one authority that names ids, evictions and copies; the bytes are in the workers.
 
-Used by the scheduler's policy. Budget in bytes, least recently used first out, pinned entries never.
+Used by the scheduler's policy. Budgets in bytes, least recently used first out, pinned entries never.
+
+    encode ──▶ device ── evicted: saved, unless the host has it ──▶ host ──▶ dropped
+                  ▲  restored: the host's copy stays where it is      │
+                  └───────────────────────────────────────────────────┘
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
+
+from engine.arena import Regions
+from engine.messages import Save
 
 
 @dataclass(slots=True)
@@ -13,19 +20,94 @@ class ImageEntry:
 
     image_id: int
     num_bytes: int
+    host_offset: int | None = None  # where it is restored from; None if it is encoded
     pins: int = 0
 
 
-class ImageDirectory:
-    """Which images are cached, by hash. Invariant (`check`): bytes in use are the sum of the entries and never exceed the budget."""
+@dataclass(slots=True)
+class HostCopy:
+    """One embedding in every worker's host memory, or planned to be there."""
+
+    offset: int
+    num_bytes: int
+
+
+class HostTier:
+    """Which images have a copy in host memory, by hash, and where: what left the device first is dropped first.
+
+    A restored image keeps its copy and its place in that order: while the device has it, the copy is worth little.
+    Invariant (`check`): the copies' regions are exactly those allocated, and lie within the budget.
+    """
 
     def __init__(self, budget_bytes: int):
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
+        self._regions = Regions(budget_bytes)
+        self._copies: OrderedDict[bytes, HostCopy] = OrderedDict()  # in the order in which they left the device
+        self._held: set[bytes] = set()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._copies
+
+    def hold(self, digest: bytes) -> int | None:
+        """Keeps a copy in place until `end_plan`, since the plan is going to restore it; its offset, or None if there is none."""
+        if digest not in self._copies:
+            return None
+        self._held.add(digest)
+        return self._copies[digest].offset
+
+    def keep(self, digest: bytes, num_bytes: int) -> int | None:
+        """For an image that leaves the device: where it has to be copied to, dropping what must go. None if there is nothing to copy:
+        it has a copy, or no hole becomes large enough, in which case it is not kept."""
+        if digest in self._copies:
+            self._copies.move_to_end(digest)
+            return None
+        if not self._regions.can_hold(num_bytes):
+            return None
+        while (offset := self._regions.alloc(num_bytes)) is None:
+            oldest = next((other for other in self._copies if other not in self._held), None)
+            if oldest is None:
+                return None
+            self.drop(oldest)
+        self._copies[digest] = HostCopy(offset, num_bytes)
+        self.used_bytes += num_bytes
+        return offset
+
+    def drop(self, digest: bytes) -> None:
+        """Forgets a copy, if there is one."""
+        copy = self._copies.pop(digest, None)
+        if copy is not None:
+            self._regions.free(copy.offset)
+            self.used_bytes -= copy.num_bytes
+            self._held.discard(digest)
+
+    def end_plan(self) -> None:
+        """What a later plan saves may take the place of what this one restores: workers copy in plan order."""
+        self._held.clear()
+
+    def check(self) -> None:
+        """Asserts the invariant."""
+        self._regions.check()
+        assert self._regions.offsets() == {copy.offset for copy in self._copies.values()}
+        assert self.used_bytes == sum(copy.num_bytes for copy in self._copies.values()) <= self.budget_bytes
+        assert self._held <= self._copies.keys()
+
+
+class ImageDirectory:
+    """Which images are cached, by hash. Invariant (`check`): bytes in use are the sum of the entries and never exceed the budget.
+
+    Entries and pins are about the device; `host` is the second tier, which a budget of 0 turns off.
+    """
+
+    def __init__(self, budget_bytes: int, host_budget_bytes: int = 0):
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
         self.num_evicted = 0
+        self.host = HostTier(host_budget_bytes)
         self._entries: OrderedDict[bytes, ImageEntry] = OrderedDict()  # least recently used first
         self._next_id = 0
         self._evicted_ids: list[int] = []
+        self._saves: list[Save] = []
 
     @property
     def num_pinned(self) -> int:
@@ -36,8 +118,12 @@ class ImageDirectory:
         return sum(entry.num_bytes for entry in self._entries.values() if entry.pins > 0)
 
     def get(self, digest: bytes) -> ImageEntry | None:
-        """The entry of an image, or None."""
+        """The entry of an image on the device, or None."""
         return self._entries.get(digest)
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether an image needs no encoding: it is on the device, or can be restored."""
+        return digest in self._entries or digest in self.host
 
     def pin(self, digest: bytes) -> ImageEntry:
         """Keeps an entry from eviction until `unpin`. Raises KeyError if it is not cached."""
@@ -52,36 +138,41 @@ class ImageDirectory:
         entry.pins -= 1
 
     def reserve(self, digest: bytes, num_bytes: int) -> ImageEntry | None:
-        """A new entry, evicting what must go; None if pinned entries leave too little room (then nothing is evicted)."""
+        """A new entry, to be restored if the host has a copy and else encoded, evicting what must go; None if pinned entries leave too
+        little room (then nothing is evicted)."""
         assert digest not in self._entries
         victims = self._victims(self.used_bytes + num_bytes - self.budget_bytes)
         if victims is None:
             return None
+        host_offset = self.host.hold(digest)  # before the victims, which look for a place there
         for victim in victims:
-            self._remove(victim)
-            self.num_evicted += 1
-        entry = ImageEntry(self._next_id, num_bytes)
+            self._evict(victim)
+        entry = ImageEntry(self._next_id, num_bytes, host_offset)
         self._next_id += 1
         self._entries[digest] = entry
         self.used_bytes += num_bytes
         return entry
 
     def forget(self, digest: bytes) -> None:
-        """Drops an entry whose embedding turned out to be wrong; nobody may pin it any more."""
+        """Drops an embedding that turned out to be wrong from both tiers; nobody may pin it any more."""
+        self.host.drop(digest)
         if digest in self._entries:
             assert self._entries[digest].pins == 0
             self._remove(digest)
 
-    def take_evicted(self) -> list[int]:
-        """The ids that left since the last call: the next plan names them."""
-        evicted, self._evicted_ids = self._evicted_ids, []
-        return evicted
+    def take_evicted(self) -> tuple[list[int], list[Save]]:
+        """The ids that left since the last call, and which of them are copied to the host first: the next plan names them."""
+        evicted, saves = self._evicted_ids, self._saves
+        self._evicted_ids, self._saves = [], []
+        self.host.end_plan()
+        return evicted, saves
 
     def check(self) -> None:
         """Asserts the invariant."""
         assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.budget_bytes
         assert all(entry.pins >= 0 for entry in self._entries.values())
         assert len({entry.image_id for entry in self._entries.values()}) == len(self._entries)
+        self.host.check()
 
     def _victims(self, excess: int) -> list[bytes] | None:
         victims = []
@@ -92,6 +183,14 @@ class ImageDirectory:
                 victims.append(digest)
                 excess -= entry.num_bytes
         return victims if excess <= 0 else None
+
+    def _evict(self, digest: bytes) -> None:
+        entry = self._entries[digest]
+        offset = self.host.keep(digest, entry.num_bytes)
+        if offset is not None:
+            self._saves.append(Save(entry.image_id, offset))
+        self._remove(digest)
+        self.num_evicted += 1
 
     def _remove(self, digest: bytes) -> None:
         entry = self._entries.pop(digest)

@@ -9,14 +9,17 @@ is in the cache. Younger ones may pass it meanwhile; it keeps its place in the o
 An image that came as a file has no pixels until the policy wants them, which it does when the image has to be encoded. A waiting request
 waits for them as for a prefix; a running one (its image was evicted behind its back) computes what lies before the image, and then stalls.
 Either ends, whoever else waits for what: the processor always answers, and a lack of room for pixels is an error, not a wait.
+
+An image whose embedding has left the device for the host is restored: it takes room there, but neither pixels nor encoder budget.
 """
 
 import math
 from bisect import insort
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef, WantedPixels
+from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef, WantedPixels
 from engine.scheduler.budget import prefill_budget
+from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
 
@@ -92,6 +95,7 @@ class _StepBuilder:
         self.state = state
         self.limits = state.limits
         self.admits: list[Admit] = []
+        self.restores: list[Restore] = []
         self.encodes: list[Encode] = []
         self.encoded: dict[int, bytes] = {}
         self.prefills: list[tuple[Request, Chunk]] = []
@@ -129,15 +133,19 @@ class _StepBuilder:
             return None
         for request, _ in members:
             request.num_in_flight += 1
+        evict, saves = self.state.images.take_evicted()
         step = StepPlan(
             step=self.state.num_steps,
-            evict=self.state.images.take_evicted(),
+            saves=saves,
+            evict=evict,
             admits=self.admits,
+            restores=self.restores,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
         )
         self.state.num_steps += 1
         self.state.counters.images_encoded += len(self.encodes)
+        self.state.counters.images_restored += len(self.restores)
         self.state.counters.computed_tokens += sum(chunk.length for chunk in step.chunks)
         return PlannedStep(step, [request for request, _ in members], self.encoded)
 
@@ -183,7 +191,7 @@ class _StepBuilder:
     def _want_pixels(self, request: Request, num_computed: int) -> None:
         """Asks for all files at once that are to be encoded for tokens from `num_computed` on, each once in the life of the request."""
         for index, span in enumerate(request.images):
-            is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.get(span.hash) is not None
+            is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.knows(span.hash)
             if _end(span) > num_computed and not is_known:
                 request.awaited.add(span.hash)
                 self.state.wanted.append(WantedPixels(request.rid, index))
@@ -264,15 +272,15 @@ class _StepBuilder:
             if _end(span) <= start or span.hash in seen:
                 continue
             seen.add(span.hash)
-            entry = self.state.images.get(span.hash)
-            if entry is None and span.hash not in request.sources:
+            entry, is_known = self.state.images.get(span.hash), self.state.images.knows(span.hash)
+            if not is_known and span.hash not in request.sources:
                 self._want_pixels(request, start)
                 return max(0, span.start - start), False
             size = span.length * self.limits.bytes_per_image_token
             used += size if entry is None or entry.pins == 0 else 0
             if used > self.state.images.budget_bytes:
                 return max(0, span.start - start), True
-            if entry is not None:
+            if is_known:
                 continue
             if encoder_tokens > 0 and encoder_tokens + span.length > self.limits.max_num_encoder_tokens:
                 return max(0, span.start - start), False
@@ -295,14 +303,15 @@ class _StepBuilder:
         request.num_drawn += sample
 
     def _take_images(self, request: Request, start: int, end: int) -> list[VisualRef]:
-        """Pins and, where needed, plans to encode the images that overlap the chunk; lets go of those that end in it after this step."""
+        """Pins and, where needed, plans to restore or encode the images that overlap the chunk; lets go of those that end in it after
+        this step."""
         refs = []
         overlapping = [i for i in range(request.first_needed, len(request.images)) if request.images[i].start < end]
-        self._pin_cached(request, overlapping)  # before any eviction that `reserve` may do
+        self._pin_known(request, overlapping)  # before any eviction that `reserve` may do
         for index in overlapping:
             span = request.images[index]
             if index not in request.pins:
-                self._pin_encoded(request, index)
+                self._pin_new(request, index)
             entry = self.state.images.get(span.hash)
             assert entry is not None
             first, last = max(start, span.start), min(end, _end(span))
@@ -312,27 +321,37 @@ class _StepBuilder:
                 request.first_needed = index + 1
         return refs
 
-    def _pin_cached(self, request: Request, indexes: list[int]) -> None:
+    def _pin_known(self, request: Request, indexes: list[int]) -> None:
+        """What is on the device stays there, and what is on the host stays there until it is restored."""
         for index in indexes:
             digest = request.images[index].hash
-            if index not in request.pins and self.state.images.get(digest) is not None:
+            if self.state.images.get(digest) is None:
+                self.state.images.host.hold(digest)
+            elif index not in request.pins:
                 self.state.images.pin(digest)
                 request.pins.add(index)
                 self.state.counters.images_hit += 1
 
-    def _pin_encoded(self, request: Request, index: int) -> None:
+    def _pin_new(self, request: Request, index: int) -> None:
         span = request.images[index]
         if self.state.images.get(span.hash) is None:
             entry = self.state.images.reserve(span.hash, span.length * self.limits.bytes_per_image_token)
             assert entry is not None, "room was counted before"
-            self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
-            self.encoded[entry.image_id] = span.hash
-            self.num_encoder_tokens += span.length
-            request.wire.stages.images_encoded += 1
+            self._plan_new(request, span, entry)
         else:
             self.state.counters.images_hit += 1
         self.state.images.pin(span.hash)
         request.pins.add(index)
+
+    def _plan_new(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
+        """An embedding that the device lacks comes from the host's copy or from the tower."""
+        if entry.host_offset is not None:
+            self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
+            return
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
+        self.encoded[entry.image_id] = span.hash
+        self.num_encoder_tokens += span.length
+        request.wire.stages.images_encoded += 1
 
 
 def _end(span: ImageSpan) -> int:

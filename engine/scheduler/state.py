@@ -32,6 +32,7 @@ class Counters:
     images_encoded: int = 0
     images_hit: int = 0
     images_skipped: int = 0
+    images_restored: int = 0
     preemptions: int = 0
 
 

@@ -18,7 +18,7 @@ from engine.messages import PROCESSOR_ARENA, WorkerReady
 from engine.worker.graphs import LARGE_STEP, MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
-from engine.worker.memory import plan_memory, profile_peak
+from engine.worker.memory import allocate_host, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
@@ -58,7 +58,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     decoder = pick_decoder(config, device)
     warm_up(decoder)
-    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream)
+    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)
@@ -90,6 +90,17 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtyp
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     child.progress(f"weights are on {device} after {time.monotonic() - started:.1f} s")
     return model
+
+
+def make_host_tier(child: Child, device: torch.device) -> torch.Tensor | None:
+    """The host memory for embeddings that leave the device, if there is to be any."""
+    num_bytes = child.config.image_host_cache_bytes
+    if not num_bytes:
+        return None
+    started = time.monotonic()
+    host = allocate_host(num_bytes, device)
+    child.progress(f"took {num_bytes / GIB:.1f} GiB of host memory for image embeddings after {time.monotonic() - started:.1f} s")
+    return host
 
 
 def make_progress(child: Child) -> Callable[[int, int], None]:

@@ -1,18 +1,20 @@
-"""The worker's side of the image cache: tensors by id. What is encoded and what is evicted comes with the plan.
+"""The worker's side of the image cache: tensors by id. What is encoded, evicted, saved and restored comes with the plan.
 
 Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them. Used by the runner.
 
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
+      or      save ──▶ restore ──────────────────▶ │                  stream of the tower
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.messages import Encode
+from engine.messages import Encode, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.layers.parallel import TensorParallel
@@ -40,15 +42,35 @@ class ImageCache:
 
     The tower has a stream of its own (None: the current one): it multiplies while the step before, if that decodes, waits for memory.
     All of its tensors are allocated and used on that stream; the current stream reads embeddings only.
+
+    `host` is the memory of the second tier, uint8 and pinned on a GPU; plans name offsets in it. All copies to and from it are made on the
+    tower's stream in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
     """
 
-    def __init__(self, model: Qwen3VL, reader: ImageReader, tp: TensorParallel, stream: torch.cuda.Stream | None = None):
+    def __init__(
+        self,
+        model: Qwen3VL,
+        reader: ImageReader,
+        tp: TensorParallel,
+        stream: torch.cuda.Stream | None = None,
+        host: torch.Tensor | None = None,
+    ):
         self.tensors: dict[int, torch.Tensor] = {}
         self._model = model
         self._reader = reader
         self._tp = tp
         self._stream = stream
+        self._host = host
         self._last_use: dict[int, torch.cuda.Event] = {}
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Copies embeddings to host memory, before they are evicted. Reads only: a step that still runs may read them, too."""
+        with torch.cuda.stream(self._stream):
+            for save in saves:
+                tensor = self.tensors[save.image_id]
+                self._region(save.host_offset, tensor.shape[1]).copy_(tensor, non_blocking=True)
+        if saves and self._tp.size > 1:
+            self._let_current_stream_wait()  # what was gathered belongs to it: it may reuse the memory
 
     def evict(self, image_ids: Sequence[int]) -> None:
         for image_id in image_ids:
@@ -61,6 +83,15 @@ class ImageCache:
         """The step that ends with this event reads these images."""
         self._last_use.update(dict.fromkeys(image_ids, end))
 
+    def restore(self, restores: Sequence[Restore]) -> None:
+        """Adds embeddings that were saved to the cache, for the current stream."""
+        with torch.cuda.stream(self._stream):
+            for restore in restores:
+                tensor = torch.empty(self._shape(restore.num_tokens), dtype=self._model.dtype, device=self._model.device)
+                self.tensors[restore.image_id] = tensor.copy_(self._region(restore.host_offset, restore.num_tokens), non_blocking=True)
+        if restores:
+            self._let_current_stream_wait()
+
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
         reports it.
@@ -70,8 +101,8 @@ class ImageCache:
         share = self._share(encodes, self._tp.rank)
         with torch.cuda.stream(self._stream):
             own, encoded = self._encode(share)
-        if self._stream is not None and own:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if own:
+            self._let_current_stream_wait()
         if self._tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
         elif encodes:
@@ -145,10 +176,23 @@ class ImageCache:
                 share.append(encode)
         return share
 
+    def _let_current_stream_wait(self) -> None:
+        """What the current stream does from now on comes after what the tower's was given until now."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _region(self, offset: int, num_tokens: int) -> torch.Tensor:
+        """Host memory from `offset` on, as an embedding."""
+        assert self._host is not None, "a plan names host memory that there is not"
+        shape = self._shape(num_tokens)
+        num_bytes = math.prod(shape) * self._model.dtype.itemsize
+        return self._host[offset : offset + num_bytes].view(self._model.dtype).view(shape)
+
     def _zeros(self, num_tokens: int) -> torch.Tensor:
-        config = self._model.config
-        shape = (config.num_visual_levels, num_tokens, config.text.hidden_size)
-        return torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
+        return torch.zeros(self._shape(num_tokens), dtype=self._model.dtype, device=self._model.device)
+
+    def _shape(self, num_tokens: int) -> tuple[int, int, int]:
+        return self._model.config.num_visual_levels, num_tokens, self._model.config.text.hidden_size
 
     def _num_tokens(self, encode: Encode) -> int:
         return self._model.config.geometry.num_tokens(encode.grid)

@@ -1,9 +1,10 @@
 """How much of a device the KV pool may take: what is left of its share after weights, the image cache and the peak of a forward pass.
 
-Called once at start by the worker. On a CPU the sizes are the configured ones.
+Called once at start by the worker. On a CPU the sizes are the configured ones. Host memory for embeddings is had here, too.
 """
 
 import logging
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,17 @@ def plan_memory(
     if num_blocks < 1:
         raise ValueError("no memory is left for the KV pool: raise --gpu-memory-utilization or lower --image-cache-bytes")
     return MemoryPlan(num_blocks, image_bytes)
+
+
+def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 host memory of exactly this size; pinned for a GPU, so that copies wait for nobody. OSError or ValueError if it cannot be had.
+
+    Mapped and registered by hand: torch's allocator of pinned memory rounds up to a power of two, 20 GiB to 32.
+    """
+    host = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    if device.type == "cuda" and int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)) != 0:
+        raise ValueError("host memory for image embeddings could not be pinned: lower --image-host-cache-bytes")
+    return host
 
 
 @torch.inference_mode()

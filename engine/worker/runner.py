@@ -1,4 +1,4 @@
-"""One step on the device: evict, admit, encode, forward, sample. Called by the worker's loop with each plan, in plan order.
+"""One step on the device: save, evict, admit, restore, encode, forward, sample. Called by the worker's loop with each plan, in plan order.
 
 Nothing here waits for the device: a launched step is a handle that is asked later whether it is done.
 """
@@ -79,12 +79,14 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueues a whole step and returns at once (on a GPU)."""
         launched = time.monotonic()
+        self._images.save(plan.saves)
         self._images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
             self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
+        self._images.restore(plan.restores)
         encoded = self._images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()

@@ -29,22 +29,22 @@ from engine.scheduler.state import Limits, State
 
 EOS = 7
 PLACEHOLDER = 99
+TOKEN_BYTES = 10  # of an embedding
 
 
 def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, **limits: int | bool
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, host_bytes: int = 0, num_ranks: int = 1, **limits: int | bool
 ) -> SchedulerCore:
     defaults: dict[str, int | bool] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_num_mixed_tokens": 8,
         "max_num_encoder_tokens": 16,
-        "bytes_per_image_token": 10,
+        "bytes_per_image_token": TOKEN_BYTES,
     }
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
-    state = State(
-        merged, BlockPool(num_blocks, block_size), ImageDirectory(image_tokens * 10), free_rows=list(range(merged.max_num_seqs))
-    )
+    images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)
+    state = State(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]))
 
 
@@ -68,18 +68,19 @@ def make_request(
 class SimulatedWorker:
     """Executes plans on meanings. Raises AssertionError when a plan reads what is not there, or encodes what is."""
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int, host_bytes: int):
         self.block_size = block_size
         self.slots: dict[tuple[int, int], bytes] = {}
         self.images: dict[int, bytes] = {}
+        self.host: list[tuple[bytes, int] | None] = [None] * host_bytes  # of each byte: which image's, and which one of its bytes
+        self.lengths: dict[bytes, int] = {}  # image tokens, by hash
         self.tables: dict[int, list[int]] = {}
         self.rows: dict[int, Sequence] = {}
         self.num_encoded: dict[bytes, int] = {}
 
     def execute(self, step: PlannedStep, sequences: dict[int, "Sequence"]) -> list[int]:
         plan = step.plan
-        for image_id in plan.evict:
-            del self.images[image_id]
+        self._move_images(plan)
         for admit in plan.admits:
             self.tables[admit.row] = list(admit.blocks)
         for encode in plan.encodes:
@@ -88,6 +89,7 @@ class SimulatedWorker:
             assert digest not in self.images.values(), "encoded although cached"
             assert encode.source == make_source(digest, "rgb"), "encoded without its pixels"
             self.images[encode.image_id] = digest
+            self.lengths[digest] = encode.grid[2] // 2
             self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
         self._check_only_overlapping(plan)
         tokens = []
@@ -103,10 +105,30 @@ class SimulatedWorker:
                 tokens.append(sequence.draw())
         return tokens
 
+    def _move_images(self, plan: StepPlan) -> None:
+        """Between the device and the host, byte by byte: a region may have been overwritten in part."""
+        assert {save.image_id for save in plan.saves} <= set(plan.evict), "saved although it stays"
+        for save in plan.saves:
+            digest = self.images[save.image_id]
+            num_bytes = self.lengths[digest] * TOKEN_BYTES
+            region = slice(save.host_offset, save.host_offset + num_bytes)
+            assert region.stop <= len(self.host), "saved outside the host's memory"
+            self.host[region] = [(digest, i) for i in range(num_bytes)]
+        for image_id in plan.evict:
+            del self.images[image_id]
+        for restore in plan.restores:
+            first = self.host[restore.host_offset]
+            assert first is not None and restore.image_id not in self.images
+            digest, num_bytes = first[0], restore.num_tokens * TOKEN_BYTES
+            region = slice(restore.host_offset, restore.host_offset + num_bytes)
+            assert self.host[region] == [(digest, i) for i in range(num_bytes)], "restored from what is not one image"
+            assert restore.num_tokens == self.lengths[digest] and digest not in self.images.values(), "restored although cached"
+            self.images[restore.image_id] = digest
+
     @staticmethod
     def _check_only_overlapping(plan: StepPlan) -> None:
         used = {ref.image_id for chunk in plan.chunks for ref in chunk.visual}
-        assert {encode.image_id for encode in plan.encodes} <= used, "an image was encoded that no chunk overlaps"
+        assert {new.image_id for new in [*plan.encodes, *plan.restores]} <= used, "an image was encoded or restored that no chunk overlaps"
 
     def _compute(self, sequence: "Sequence", row: int, start: int, end: int) -> None:
         table = self.tables[row]
@@ -147,7 +169,7 @@ class Simulation:
 
     def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
         self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
-        self.worker = SimulatedWorker(core.state.blocks.block_size)
+        self.worker = SimulatedWorker(core.state.blocks.block_size, core.state.images.host.budget_bytes)
         self.sequences: dict[int, Sequence] = {}
         self.in_flight: deque[tuple[PlannedStep, list[int], list[int]]] = deque()
         self.terminal: dict[int, str] = {}
@@ -187,6 +209,7 @@ class Simulation:
         for rank in range(self.num_ranks):
             failed_here = failed if rank == self.num_ranks - 1 else []
             self.core.collect(StepResult(rank, step.plan.step, tokens if rank == 0 else [], failed_here, 1.0, 2.0))
+        assert not any(self.core.state.images.knows(step.encoded[image_id]) for image_id in failed), "an image that failed is kept"
         self.core.state.check()
         self._take()
         return True

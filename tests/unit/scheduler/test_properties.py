@@ -62,16 +62,29 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
-def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
+@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), host=st.booleans())
+def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool, host: bool) -> None:
     """Red if a plan reads KV or embeddings of something else, encodes a file, leaks a block, pin or row, loses a terminal event or stops.
 
-    The simulation also asserts that nobody starts to compute a prefix that an older request is computing, or asks for pixels it has.
+    The simulation also asserts that nobody starts to compute a prefix that an older request is computing, or asks for pixels it has, and
+    that what comes back from the host's memory (`host`) is what went there, whatever was overwritten since.
     """
+    serve_any_load(prefix_cache, seed, tight, fail, host)
+
+
+def test_loads_restore_images() -> None:
+    """Red if the test above stops to exercise the host's memory."""
+    cores = [serve_any_load(False, seed, tight=True, fail=False, host=True) for seed in range(20)]
+    counters = [core.state.counters for core in cores]
+    assert sum(each.images_restored for each in counters) > sum(each.images_encoded for each in counters) / 4
+
+
+def serve_any_load(prefix_cache: bool, seed: int, tight: bool, fail: bool, host: bool) -> SchedulerCore:
     rng = random.Random(seed)
     core = make_core(
         num_blocks=rng.randint(10, 16) if tight else 64,
         image_tokens=rng.randint(10, 14) if tight else 60,
+        host_bytes=rng.choice([64, 130, 200, 320, 1000]) if host else 0,
         max_num_batched_tokens=rng.choice([5, 8, 16, 64]),
         max_num_encoder_tokens=rng.choice([9, 12, 40]),
         prefix_cache=prefix_cache,
@@ -94,6 +107,7 @@ def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool
             assert received[-1] == EOS
         if reason == "error":
             assert fail and any(span.hash in sim.bad_images | sim.bad_files for span in sequence.wire.images)
+    return core
 
 
 def test_a_full_house_is_preempted_and_finishes() -> None:

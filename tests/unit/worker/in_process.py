@@ -17,6 +17,7 @@ from engine.scheduler.state import Limits, State
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, PillowDecoder
+from engine.worker.memory import allocate_host
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
@@ -60,7 +61,16 @@ def run_again(forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object]
 class Engine:
     """Requests in, token ids out. `num_steps` and the core's counters say how the work was done."""
 
-    def __init__(self, model: Qwen3VL, *, num_blocks: int = 256, image_tokens: int = 4096, graphs: bool = False, **limits: int | bool):
+    def __init__(
+        self,
+        model: Qwen3VL,
+        *,
+        num_blocks: int = 256,
+        image_tokens: int = 4096,
+        host_tokens: int = 0,
+        graphs: bool = False,
+        **limits: int | bool,
+    ):
         config = model.config
         per_token = config.num_visual_levels * config.text.hidden_size * 4
         defaults: dict[str, int | bool] = {
@@ -71,15 +81,15 @@ class Engine:
             "bytes_per_image_token": per_token,
         }
         merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
-        state = State(
-            merged, BlockPool(num_blocks, 16), ImageDirectory(image_tokens * per_token), free_rows=list(range(merged.max_num_seqs))
-        )
+        directory = ImageDirectory(image_tokens * per_token, host_tokens * per_token)
+        state = State(merged, BlockPool(num_blocks, 16), directory, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids))
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
         pools = allocate_pools(config.text, tp, num_blocks + 1, 16, torch.float32, CPU)
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU)
-        images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp)
+        host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
+        images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = make_attention(pools, config.text.num_heads)
         self.graphs = (
             StepGraphs(model, lambda *_: TorchAttention(pools), rows, num_blocks, merged.max_num_seqs, run_again) if graphs else None
