@@ -29,7 +29,7 @@ class Counted:
         self._engine = engine
 
     def _read(self) -> dict[str, float]:
-        names = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_skipped", "images_decoded")
+        names = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_restored", "images_skipped", "images_decoded")
         return {name: self._engine.metric(f"engine_{name}_total") for name in names}
 
     def __enter__(self) -> "Counted":
@@ -157,6 +157,25 @@ def test_a_file_whose_embedding_was_evicted_is_answered_as_if_it_were_new() -> N
         assert ask("c") == fresh
         usage(engine, [pages[4], text_part("?")])
         assert ask("d") == (fresh[0], 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_images_that_left_the_device_come_back_from_the_host(tp: int) -> None:
+    """Red if an image is encoded or decoded again although the host has it, if what comes back is not what left, or not on every rank."""
+    pages = screenshots(130, 6)
+    contents = [[pages[i], text_part("and"), pages[i + 1], text_part("What is in the first picture?")] for i in (0, 2, 4)]
+    flags = ["--image-cache-bytes", "300K", "--image-host-cache-bytes", "4M", "--tp", str(tp)]  # room for two pictures, and for all
+    with serve("demo", *flags) as engine:
+        fresh = [engine.text(content, max_tokens=16, ignore_eos=True) for content in contents]
+        for salt in ("a", "b"):
+            for content, answer in zip(contents, fresh, strict=True):
+                with Counted(engine) as counted:
+                    assert engine.text(content, max_tokens=16, ignore_eos=True, cache_salt=salt) == answer
+                assert counted.grown["images_encoded"] == counted.grown["images_decoded"] == 0
+                assert counted.grown["images_restored"] == 2
+        budget = engine.metric("engine_image_host_cache_budget")
+        assert engine.metric("engine_image_cache_bytes") < engine.metric("engine_image_host_cache_bytes") <= budget == 4 << 20
+    assert len(set(fresh)) > 1, "answers that cannot be told apart test nothing"
 
 
 def test_tenants_do_not_share_a_prefix(engine: Engine) -> None:

@@ -45,19 +45,22 @@ def assert_everything_is_free(engine: Engine) -> None:
 
 
 def test_preemption_and_eviction_change_no_answer(tiny: Path) -> None:
-    """Red if recomputation or re-encoding under pressure gives another answer, deadlocks, or leaks."""
+    """Red if recomputation, encoding again or restoring under pressure gives another answer, deadlocks, or leaks."""
 
     def ask(engine: Engine, i: int) -> str:
         return engine.text(content(i), max_tokens=40, ignore_eos=True)
 
     with serve(tiny) as engine:
         expected = [ask(engine, i) for i in range(NUM_REQUESTS)]
-    with serve(tiny, *TIGHT) as engine, ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        got = list(pool.map(lambda i: ask(engine, i), range(NUM_REQUESTS)))
-        assert_everything_is_free(engine)
-        assert engine.metric("engine_preemptions_total") > 0
-        assert engine.metric("engine_images_evicted_total") > 0
-    assert got == expected
+    for host in ("0", "1M"):
+        flags = [*TIGHT, "--image-host-cache-bytes", host]
+        with serve(tiny, *flags) as engine, ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            got = list(pool.map(lambda i: ask(engine, i % NUM_REQUESTS), range(2 * NUM_REQUESTS)))
+            assert_everything_is_free(engine)
+            assert engine.metric("engine_preemptions_total") > 0
+            assert engine.metric("engine_images_evicted_total") > 0
+            assert (engine.metric("engine_images_restored_total") > 0) == (host != "0")
+        assert got == 2 * expected
 
 
 def test_clients_that_leave_at_any_stage(tiny: Path) -> None:
