@@ -23,8 +23,9 @@ AT_ONCE = 16
 MAX_DIFFERENT = 5  # bfloat16 on another device may read a borderline digit otherwise
 
 
-def test_five_hundred_answers_with_mixed_sizes() -> None:
-    """The recorded questions in random order, most of them several times: fresh, cached, batched with all others."""
+@pytest.mark.parametrize("host", ["0", "64M"])
+def test_five_hundred_answers_with_mixed_sizes(host: str) -> None:
+    """The recorded questions in random order, most of them several times: fresh, cached, batched with all others; restored with `host`."""
     records = json.loads((CHECKPOINT.parent / "reference_answers.json").read_text())
     chosen = [record for _ in range(3) for record in random.Random(0).sample(records, len(records))][:NUM_ASKED]
     items = [question(record["seed"], record["task"]) for record in chosen]
@@ -33,7 +34,9 @@ def test_five_hundred_answers_with_mixed_sizes() -> None:
         async with ChatClient(engine.url) as client:
             return [result.error or result.said for result in await ask_server(client, "", items, AT_ONCE)]
 
-    with serve(CHECKPOINT, "--kv-cache-memory-bytes", "2G", "--image-cache-bytes", "4M") as engine:
+    flags = ["--kv-cache-memory-bytes", "2G", "--image-cache-bytes", "4M", "--image-host-cache-bytes", host]
+    with serve(CHECKPOINT, *flags) as engine:
         said = asyncio.run(ask(engine))
+        assert (engine.metric("engine_images_restored_total") > 0) == (host != "0")
     different = [(answer, record["said"]) for answer, record in zip(said, chosen, strict=True) if answer != record["said"]]
     assert len(different) <= MAX_DIFFERENT, different
