@@ -66,18 +66,18 @@ class Qwen3VL(nn.Module):
             self.preprocessor.write_patches(image, grid, out_PX)
         return patches_PX
 
-    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """(S, V) float32 logits of `batch.logits_indices` over the whole vocabulary, on every rank.
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        """(S, V) float32 logits of `batch.logits_indices` over the whole vocabulary, on every rank; in `out_SV` if that is given.
 
         `attention.plan(batch.attention)` has been called. The step's keys and values are in the pools afterwards.
         """
-        return self.compute_logits(self.language_model(batch, attention))
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """(S, V) float32 logits of final hidden states."""
+        hidden_SD = self.language_model(batch, attention)
         if len(hidden_SD) == 0:
             return hidden_SD.new_empty((0, self.config.text.vocab_size), dtype=torch.float32)
-        return self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
+        if self.tp.size == 1:
+            return self.ops.linear_f32(hidden_SD, self.lm_head.weight, out_SV)
+        logits_SV = self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
+        return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
 
     def checkpoint_slots(self) -> Iterator[Slot]:
         """Where each of the checkpoint's tensors goes."""

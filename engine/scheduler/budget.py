@@ -3,21 +3,24 @@
 from itertools import chain, islice
 
 from engine.scheduler.state import State
+from engine.step_sizes import largest_step, padded_decodes
 
 MIXED_STEPS = 16  # steps beside decodes over which waiting prompt tokens are spread
-MIXED_QUANTUM = 256  # larger chunks are multiples of this, as GEMM tiles like them
 
 
 def prefill_budget(state: State, num_decodes: int) -> int:
     """Prompt tokens that a step with so many decodes may compute.
 
     Beside decodes, chunks are small: streams hardly wait, and their tokens ride on GEMMs that the chunk pays for, so that no step needs to
-    decode alone. The more prompt tokens wait, the larger the chunk.
+    decode alone. The more prompt tokens wait, the larger the chunk; it and the decodes together are a size that pays, of which the chunk
+    has half at least.
     """
     limits = state.limits
     if num_decodes == 0:
         return limits.max_num_batched_tokens
-    chunk = max(limits.mixed_chunk_tokens, _num_lacking(state) // MIXED_STEPS // MIXED_QUANTUM * MIXED_QUANTUM)
+    rows = padded_decodes(num_decodes)
+    size = max(limits.mixed_step_tokens, largest_step(_num_lacking(state) // MIXED_STEPS + rows))
+    chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
 
 

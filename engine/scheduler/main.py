@@ -127,7 +127,7 @@ def make_limits(config: EngineConfig, bytes_per_image_token: int) -> Limits:
         max_num_encoder_tokens=config.max_num_encoder_tokens,
         bytes_per_image_token=bytes_per_image_token,
         prefix_cache=config.prefix_cache,
-        mixed_chunk_tokens=config.mixed_chunk_tokens,
+        mixed_step_tokens=config.mixed_step_tokens,
     )
 
 

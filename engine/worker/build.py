@@ -15,7 +15,8 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.worker.graphs import LARGE_STEP, MAX_PREFILL_ROWS, StepGraphs
+from engine.step_sizes import LARGE_STEP
+from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
 from engine.worker.memory import allocate_host, plan_memory, profile_peak

@@ -6,21 +6,19 @@ prompt tokens with a row of its own, decode rows with rows of one token. Padding
 it touches nothing that anybody reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from engine.step_sizes import LARGEST_CHUNK, MIXED_DECODE_SIZES, chunk_sizes, sizes_up_to
 from engine.worker.rows import Rows, StepInputs
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.layers.attention import AttentionBackend
 from models.qwen3_vl import Qwen3VL
 
 DECODE_SIZES = (1, 2, 4, *range(8, 129, 8))
-MIXED_PREFILL_SIZES = (16, 64, 128, 176, 224, 272, 352, 400, 512)  # with 32 decode rows beside them, GEMMs lose little to rounding
-MIXED_DECODE_SIZES = (8, 16, 32, 48, 64, 96, 128)
-LARGE_STEP = 64  # beyond 128 decode rows, sizes in steps of this
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 WARM_UPS = 2
 
@@ -47,7 +45,7 @@ class Graph:
     rows_D: torch.Tensor
     positions_3T: torch.Tensor
     slots_T: torch.Tensor
-    logits_indices_S: torch.Tensor  # prompts' last tokens, MAX_PREFILL_ROWS of them, then every decode row
+    logits_indices_S: torch.Tensor  # prompts' last tokens, the last of MAX_PREFILL_ROWS places, then every decode row
     logits_SV: torch.Tensor  # a view of what all graphs share
 
 
@@ -67,27 +65,27 @@ class StepGraphs:
         self._device = rows.last_token_R.device
         self._scratch_row = rows.last_token_R.shape[0] - 1
         self._scratch_slot = scratch_block * rows.block_size
-        self._decode_sizes = _sizes_up_to(DECODE_SIZES, max_num_seqs)
-        self._mixed_decode_sizes = _sizes_up_to(MIXED_DECODE_SIZES, max_num_seqs)
-        num_scratch = max(self._decode_sizes[-1], MIXED_PREFILL_SIZES[-1])
+        self._decode_sizes = sizes_up_to(DECODE_SIZES, max_num_seqs)
+        self._chunk_sizes = {rows: chunk_sizes(rows) for rows in sizes_up_to(MIXED_DECODE_SIZES, max_num_seqs)}
+        num_scratch = max(self._decode_sizes[-1], LARGEST_CHUNK)
         self._scratch_pages = torch.full((num_scratch,), scratch_block, dtype=torch.int32, device=self._device)
-        shape = (model.config.num_visual_levels, MIXED_PREFILL_SIZES[-1], model.config.text.hidden_size)
+        shape = (model.config.num_visual_levels, LARGEST_CHUNK, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
-        num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], self._mixed_decode_sizes[-1])
+        num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], *self._chunk_sizes)
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
         self._graphs: dict[Shape, Graph] = {}
 
     @torch.inference_mode()
     def capture(self) -> int:
         """Captures every shape, largest first so that all share one memory pool. Returns their number."""
-        mixed = [Shape(tokens, rows) for tokens in MIXED_PREFILL_SIZES for rows in self._mixed_decode_sizes]
+        mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
         for shape in sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True):
             self._graphs[shape] = self._capture(shape)
         return len(self._graphs)
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether there is a graph for the step."""
-        return inputs.batch.attention.num_prefill_rows <= MAX_PREFILL_ROWS and _num_prefill_tokens(inputs) <= MIXED_PREFILL_SIZES[-1]
+        return inputs.batch.attention.num_prefill_rows <= MAX_PREFILL_ROWS and _num_prefill_tokens(inputs) <= LARGEST_CHUNK
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay."""
@@ -103,23 +101,21 @@ class StepGraphs:
         graph.positions_3T[:, decodes].copy_(batch.positions_3T[:, num_prefill:])
         graph.slots_T[decodes].copy_(layout.slot_mapping_T[num_prefill:])
         num_sampled = len(batch.logits_indices) - num_decode  # prompts that end in this step
+        first = MAX_PREFILL_ROWS - num_sampled if num_prefill else 0
         if num_prefill:
             graph.ids_P[:num_prefill].copy_(batch.input_ids_T[:num_prefill])
             graph.positions_3T[:, :num_prefill].copy_(batch.positions_3T[:, :num_prefill])
             graph.slots_T[:num_prefill].copy_(layout.slot_mapping_T[:num_prefill])
-            graph.logits_indices_S[:num_sampled].copy_(batch.logits_indices[:num_sampled])
+            graph.logits_indices_S[first:MAX_PREFILL_ROWS].copy_(batch.logits_indices[:num_sampled])
             self._embed(batch, num_prefill)
         graph.replay()
-        first = MAX_PREFILL_ROWS if num_prefill else 0
-        decoded_DV = graph.logits_SV[first : first + num_decode]
-        if num_sampled == 0:
-            return decoded_DV
-        return torch.cat([graph.logits_SV[:num_sampled], decoded_DV]) if num_decode else graph.logits_SV[:num_sampled]
+        return graph.logits_SV[first : first + num_sampled + num_decode]
 
     def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:
             return Shape(0, _round_up(self._decode_sizes, num_decode))
-        return Shape(_round_up(MIXED_PREFILL_SIZES, num_prefill), _round_up(self._mixed_decode_sizes, num_decode))
+        rows = _round_up(self._chunk_sizes, num_decode)
+        return Shape(_round_up(self._chunk_sizes[rows], num_prefill), rows)
 
     def _embed(self, batch: ForwardBatch, num_prefill: int) -> None:
         """Where the graph finds its prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
@@ -171,8 +167,8 @@ class StepGraphs:
 
         def forward() -> torch.Tensor:
             ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_D]])
-            logits_SV = self._model(ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S), attention)
-            return self._logits[: len(logits_SV)].copy_(logits_SV)
+            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S)
+            return self._model(batch, attention, self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, ids_P, rows_D, positions_3T, slots_T, logits_indices_S, logits_SV)
@@ -199,12 +195,6 @@ def _num_prefill_tokens(inputs: StepInputs) -> int:
     return inputs.batch.input_ids_T.shape[0] - inputs.decode_rows.shape[0]
 
 
-def _sizes_up_to(sizes: tuple[int, ...], limit: int) -> list[int]:
-    """The sizes below `limit` and the first one that reaches it, continued in large steps."""
-    more = range(sizes[-1] + LARGE_STEP, limit + LARGE_STEP, LARGE_STEP)
-    below = [size for size in (*sizes, *more) if size < limit]
-    return [*below, next(size for size in (*sizes, *more) if size >= limit)]
-
-
-def _round_up(sizes: list[int] | tuple[int, ...], count: int) -> int:
+def _round_up(sizes: Iterable[int], count: int) -> int:
+    """The first of ascending `sizes` that reaches `count`."""
     return next(size for size in sizes if size >= count)

@@ -1,4 +1,4 @@
-"""Triton kernels of the decoder: q/k norm, rotation and KV write in one pass; matrix times vector. Called by `ops_cuda`.
+"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; matrix times vector. Called by `ops_cuda`.
 
 All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
 """
@@ -14,11 +14,43 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.layers.ops import KVPool
 
 MAX_HEADS_PER_PROGRAM = 8
+NORM_WARPS = 8
+SWIGLU_BLOCK = 1024
 GEMV_PROGRAMS = 4  # on each multiprocessor
 GEMV_WARPS = 8
 GEMV_ROWS = 4
 GEMV_BLOCK = 4096  # values of a long vector at once
 GEMV_MAX_BLOCK = 8192  # up to here a vector is kept whole
+
+
+@triton.jit
+def _rms_norm(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+) -> None:
+    """One program: one token. With OVERLAP it starts while the kernel before it ends."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
+    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+    """One program: BLOCK values of one token. With OVERLAP it starts while the kernel before it ends."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if OVERLAP:
+        gdc_wait()
+    gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + column, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # a slice of a staging buffer: must not compile anew
@@ -141,6 +173,29 @@ def _gemv(
         row += step
 
 
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `Ops.rms_norm`, for contiguous tensors."""
+    assert x_TD.is_contiguous()
+    out_TD, width = torch.empty_like(x_TD), x_TD.shape[1]
+    if len(x_TD):
+        _rms_norm[(len(x_TD),)](
+            x_TD, weight_D, out_TD, eps,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda, num_warps=NORM_WARPS, **launch_early(x_TD),
+        )  # fmt: skip
+    return out_TD
+
+
+def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension, of a contiguous tensor with at least one token."""
+    assert gate_up_TX.is_contiguous()
+    width = gate_up_TX.shape[1] // 2
+    out_TI = gate_up_TX.new_empty((len(gate_up_TX), width))
+    _swiglu[(len(out_TI) * triton.cdiv(width, SWIGLU_BLOCK),)](
+        gate_up_TX, out_TI, WIDTH=width, BLOCK=SWIGLU_BLOCK, OVERLAP=out_TI.is_cuda, **launch_early(out_TI)
+    )
+    return out_TI
+
+
 def norm_rope_store(
     qkv_TX: torch.Tensor,
     q_weight_K: torch.Tensor,
@@ -165,9 +220,16 @@ def norm_rope_store(
     return q_THK
 
 
-def gemv(x_1D: torch.Tensor, weight_ND: torch.Tensor, dtype: torch.dtype, norm: tuple[torch.Tensor, float] | None = None) -> torch.Tensor:
-    """norm(x) @ weight.T as `dtype` for one token; `norm` is (weight, eps) of an RMSNorm, or None."""
-    out_1N = x_1D.new_empty((1, len(weight_ND)), dtype=dtype)
+def gemv(
+    x_1D: torch.Tensor,
+    weight_ND: torch.Tensor,
+    dtype: torch.dtype,
+    norm: tuple[torch.Tensor, float] | None = None,
+    out_1N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) @ weight.T as `dtype` for one token, in `out_1N` if that is given; `norm` is (weight, eps) of an RMSNorm, or None."""
+    if out_1N is None:
+        out_1N = x_1D.new_empty((1, len(weight_ND)), dtype=dtype)
     _launch_gemv(x_1D, norm, weight_ND, out_1N, gated=False, add=False)
     return out_1N
 

@@ -1,6 +1,6 @@
 """The few operations that have one implementation per device, behind one Protocol; chosen once, when the model is built.
 
-`ops_torch` is plain torch: the reference, the CPU, the tests. `ops_cuda` is FlashInfer and Triton.
+`ops_torch` is plain torch: the reference, the CPU, the tests. `ops_cuda` is Triton and cuBLAS.
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ class Ops(Protocol):
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
 
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T in float32, whatever the inputs: rounded logits would tie."""
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T in float32, whatever the inputs: rounded logits would tie. Written to `out_SV` if that is given."""
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32 and is repeated if x is wider."""
@@ -81,7 +81,7 @@ class Ops(Protocol):
 def make_ops(device: torch.device) -> Ops:
     """The implementation for this device."""
     if device.type == "cuda":
-        from models.layers.ops_cuda import CudaOps  # needs FlashInfer and Triton, which a CPU machine lacks
+        from models.layers.ops_cuda import CudaOps  # needs Triton and CUDA, which a CPU machine lacks
 
         return CudaOps()
     from models.layers.ops_torch import TorchOps

@@ -1,12 +1,10 @@
-"""`Ops` for NVIDIA GPUs: FlashInfer's norm and activation, our Triton kernels, cuBLAS epilogues. Made by `make_ops`."""
+"""`Ops` for NVIDIA GPUs: our Triton kernels, matrix products of cuBLAS with its epilogues. Made by `make_ops`."""
 
 import torch
 import torch.nn.functional as F
-from flashinfer.activation import silu_and_mul
-from flashinfer.norm import rmsnorm
 
 from models.layers.kernels_pixels import resample, resample_to_patches_
-from models.layers.kernels_text import gemv, gemv_add_, gemv_swiglu, norm_rope_store
+from models.layers.kernels_text import gemv, gemv_add_, gemv_swiglu, norm_rope_store, rms_norm, swiglu
 from models.layers.kernels_vision import layer_norm
 from models.layers.ops import KVPool, Taps
 
@@ -15,19 +13,17 @@ class CudaOps:
     """See `Ops`. For bfloat16; tensors contiguous unless said otherwise there. For a single token our kernels beat cuBLAS."""
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        normed_TD: torch.Tensor = rmsnorm(x_TD, weight_D, eps)
-        return normed_TD
+        return rms_norm(x_TD, weight_D, eps)
 
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
         if len(x_TD) == 1:
             return gemv(x_TD, weight_ND, x_TD.dtype, (norm_D, eps))
-        return F.linear(self.rms_norm(x_TD, norm_D, eps), weight_ND)
+        return F.linear(rms_norm(x_TD, norm_D, eps), weight_ND)
 
     def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
         if len(x_TD) == 1:
             return gemv_swiglu(x_TD, weight_ND, (norm_D, eps))
-        product_TI: torch.Tensor = silu_and_mul(F.linear(self.rms_norm(x_TD, norm_D, eps), weight_ND))
-        return product_TI
+        return swiglu(F.linear(rms_norm(x_TD, norm_D, eps), weight_ND))
 
     def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
         if len(x_TX) == 1:
@@ -39,10 +35,10 @@ class CudaOps:
         # GEMM, bias and tanh-GELU in one kernel. On CUDA this op's GELU is the tanh one, on a CPU it would be the exact one.
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         if len(x_SD) == 1:
-            return gemv(x_SD, weight_VD, torch.float32)
-        return torch.mm(x_SD, weight_VD.t(), out_dtype=torch.float32)
+            return gemv(x_SD, weight_VD, torch.float32, out_1N=out_SV)
+        return torch.mm(x_SD, weight_VD.t(), out_dtype=torch.float32, out=out_SV)
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return layer_norm(x, offset_D, weight, bias, eps)

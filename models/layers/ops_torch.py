@@ -26,8 +26,8 @@ class TorchOps:
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_SD.float(), weight_VD.float())
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(x_SD.float(), weight_VD.float().t(), out=out_SV)
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))

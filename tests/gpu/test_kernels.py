@@ -39,7 +39,9 @@ def test_products(hidden: int, inner: int, tokens: int) -> None:
     gate_up, down = normal(2 * inner, hidden) * hidden**-0.5, normal(hidden, inner) * inner**-0.5
     assert close(ops.norm_linear(x, norm, 1e-6, gate_up), REFERENCE.norm_linear(x, norm, 1e-6, gate_up))
     assert close(ops.norm_swiglu(x, norm, 1e-6, gate_up), REFERENCE.norm_swiglu(x, norm, 1e-6, gate_up))
+    given = torch.empty((tokens, 2 * inner), device=DEVICE)
     assert close(ops.linear_f32(x, gate_up), REFERENCE.linear_f32(x, gate_up))
+    assert close(ops.linear_f32(x, gate_up, given), given) and close(given, REFERENCE.linear_f32(x, gate_up))
     expected = residual.clone()
     REFERENCE.linear_add_(h, down, expected)
     ops.linear_add_(h, down, residual)

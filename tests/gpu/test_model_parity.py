@@ -138,7 +138,8 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pyt
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
     from models.layers.attention_cuda import fixed_attention_factory
 
-    monkeypatch.setattr(graphs, "MIXED_PREFILL_SIZES", (64, 256))
+    monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [64, 256])
+    monkeypatch.setattr(graphs, "LARGEST_CHUNK", 256)
     monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2,))
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model)

@@ -73,6 +73,20 @@ def test_layer_norm(width: int, offsets: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("width", [64, 1500])
+def test_norm_and_swiglu(width: int) -> None:
+    from models.layers import kernels_text
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, gate_up = (torch.randn(shape, generator=generator) for shape in ((5, width), (width,), (5, 2 * width)))
+    ops = TorchOps()
+    torch.testing.assert_close(kernels_text.rms_norm(x, weight, 1e-3), ops.rms_norm(x, weight, 1e-3), rtol=1e-5, atol=1e-5)
+    assert kernels_text.rms_norm(x[:0], weight, 1e-3).shape == (0, width)
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.testing.assert_close(kernels_text.swiglu(gate_up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize(("width", "rows"), [(512, 24), (700, 20), (96, 2)])
 def test_gemv(width: int, rows: int) -> None:
     from models.layers import kernels_text
@@ -81,7 +95,10 @@ def test_gemv(width: int, rows: int) -> None:
     shapes = (1, width), (rows, width), (width,), (1, rows)
     x, weight, norm, residual = (torch.randn(shape, generator=generator) for shape in shapes)
     ops = TorchOps()
-    torch.testing.assert_close(kernels_text.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    given = torch.empty((1, rows))
+    for out in (None, given):
+        torch.testing.assert_close(kernels_text.gemv(x, weight, torch.float32, out_1N=out), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(given, x @ weight.t(), rtol=1e-4, atol=1e-4)
     ours = kernels_text.gemv(x, weight, torch.float32, (norm, 1e-3))
     torch.testing.assert_close(ours, ops.norm_linear(x, norm, 1e-3, weight), rtol=1e-4, atol=1e-4)
     ours = kernels_text.gemv_swiglu(x, weight, (norm, 1e-3))

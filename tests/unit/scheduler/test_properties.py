@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import step_sizes
 from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler.core import SchedulerCore
@@ -88,7 +89,7 @@ def serve_any_load(prefix_cache: bool, seed: int, tight: bool, fail: bool, host:
         max_num_batched_tokens=rng.choice([5, 8, 16, 64]),
         max_num_encoder_tokens=rng.choice([9, 12, 40]),
         prefix_cache=prefix_cache,
-        mixed_chunk_tokens=rng.choice([1, 3, 20]),
+        mixed_step_tokens=rng.choice([1, 3, 20]),
         num_ranks=2,
     )
     sim = Simulation(core, rng, num_ranks=2)
@@ -213,15 +214,15 @@ def test_streams_are_protected_from_long_prompts() -> None:
 
 
 def test_chunks_beside_streams_are_small() -> None:
-    """Red if streams wait for more than --mixed-chunk-tokens at a time although nothing else waits."""
-    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_chunk_tokens=16)
+    """Red if streams wait for steps of more than --mixed-step-tokens, padding included, although nothing else waits."""
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=24)
     sizes = prefill_sizes_beside(core, 0, 1)
     assert [size for size in sizes if size] == [16, 16, 16, 12]
 
 
 def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if many waiting prompt tokens are computed in the smallest chunks, beside streams that then never end."""
-    monkeypatch.setattr(budget, "MIXED_QUANTUM", 2)
+    monkeypatch.setattr(step_sizes, "MIXED_STEP_SIZES", (16, 18, 20, 22))
     monkeypatch.setattr(budget, "MIXED_STEPS", 4)
-    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_chunk_tokens=4)
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12)
     assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]

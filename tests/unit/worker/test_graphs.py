@@ -22,7 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
 @pytest.fixture(autouse=True)
 def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones, so that prompts of a tiny model meet every case: below, at and above a size."""
-    monkeypatch.setattr(graphs, "MIXED_PREFILL_SIZES", (12, 24, 40))
+    monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [12, 26 - rows, 40])
+    monkeypatch.setattr(graphs, "LARGEST_CHUNK", 40)
     monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2, 4, 8))
     monkeypatch.setattr(graphs, "DECODE_SIZES", (1, 2, 4, 8))
     monkeypatch.setattr(graphs, "MAX_PREFILL_ROWS", 3)
@@ -51,7 +52,7 @@ def load(engine: Engine) -> dict[int, list[int]]:
 def test_graphs_change_nothing(model: Qwen3VL, chunk: int) -> None:
     """Red if padding is seen by anybody, if a graph reads a stale row, position, slot or image, or if logits are in a wrong order."""
     plain, graphed = (
-        load(Engine(model, graphs=with_graphs, mixed_chunk_tokens=chunk, max_num_mixed_tokens=chunk, max_num_batched_tokens=64))
+        load(Engine(model, graphs=with_graphs, mixed_step_tokens=chunk + 8, max_num_mixed_tokens=chunk, max_num_batched_tokens=64))
         for with_graphs in (False, True)
     )
     assert graphed == plain
@@ -68,12 +69,5 @@ def test_every_kind_of_step_goes_through_a_graph(model: Qwen3VL, monkeypatch: py
 
     run = graphs.StepGraphs.run
     monkeypatch.setattr(graphs.StepGraphs, "run", note)
-    load(Engine(model, graphs=True, mixed_chunk_tokens=24, max_num_mixed_tokens=24, max_num_batched_tokens=40))
+    load(Engine(model, graphs=True, mixed_step_tokens=32, max_num_mixed_tokens=24, max_num_batched_tokens=40))
     assert seen >= {(0, True, False), (1, True, True), (1, False, False), (2, True, True)}
-
-
-@pytest.mark.parametrize(("limit", "last"), [(1, 1), (5, 8), (8, 8), (9, 72), (200, 200)])
-def test_there_is_a_size_for_every_number_of_rows(limit: int, last: int) -> None:
-    """Red if some number of running requests finds no graph, or if far larger ones are captured than are ever used."""
-    sizes = graphs._sizes_up_to((1, 2, 4, 8), limit)
-    assert sizes[-1] == last and sizes[-1] - limit < graphs.LARGE_STEP and sizes == sorted(set(sizes))
