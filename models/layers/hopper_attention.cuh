@@ -26,32 +26,21 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
-#include <cutlass/cuda_host_adapter.hpp>
-#include <cutlass/numeric_types.h>
 #include <cutlass/pipeline/pipeline.hpp>
 
-#include <cute/tensor.hpp>
-
-#include "tvm_ffi_utils.h"
+#include "hopper_copy.cuh"
 
 namespace hopper {
 
-using namespace cute;
-using BFloat16 = cutlass::bfloat16_t;
 constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 
-constexpr int kHeadDim = HEAD_DIM;
-static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of 16 bytes");
 // The best of those measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: scores, weights and output of a wide head need more.
 constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = TILE_KV, kStages = 2;
 constexpr int kStagesQ = 2;  // the next tile's queries are there when a tile is done
 constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
-constexpr int kSteps = (kHeadDim + 15) / 16;  // instructions along a head
-constexpr int kChunk = 64, kChunks = (kHeadDim + kChunk - 1) / kChunk, kWidth = kChunks * kChunk;
-constexpr int kLastBox = kSteps * 16 - (kChunks - 1) * kChunk;  // columns copied into the last chunk
+constexpr int kWidth = kChunks * kChunk;
 constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);       // copied for a row
 
 using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
@@ -77,11 +66,6 @@ struct Shared {
   alignas(1024) BFloat16 v[cosize_v<LayoutKV>];
   PipelineQ::SharedStorage pipeline_q;
   PipelineKV::SharedStorage pipeline_k, pipeline_v;
-};
-
-// A tensor (rows, heads, kHeadDim) for the copy engine, chunk by chunk. What lies outside of the tensor reads as zero.
-struct Source {
-  CUtensorMap chunks[kChunks];
 };
 
 template <typename Pipeline>
@@ -339,24 +323,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
     cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 240 : 160>();
     consume<Work>(params, shared, pipelines);
   }
-}
-
-// x (rows, heads, kHeadDim): strides of whole 16 bytes, values side by side. A copy takes a box of it.
-inline Source source_of(ffi::TensorView x, int box_heads, int box_rows) {
-  TVM_FFI_ICHECK(x.size(2) == kHeadDim && x.stride(2) == 1);
-  Source source;
-  cuuint64_t const shape[3] = {kHeadDim, static_cast<cuuint64_t>(x.size(1)), static_cast<cuuint64_t>(x.size(0))};
-  cuuint64_t const strides[2] = {x.stride(1) * sizeof(BFloat16), x.stride(0) * sizeof(BFloat16)};  // of heads and rows
-  cuuint32_t const steps[3] = {1, 1, 1};
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    int const width = chunk == kChunks - 1 ? kLastBox : kChunk;
-    cuuint32_t const box[3] = {static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows)};
-    CUresult const status = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-        &source.chunks[chunk], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, x.data_ptr(), shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    TVM_FFI_ICHECK(status == CUDA_SUCCESS) << "attention: tensor map, error " << status;
-  }
-  return source;
 }
 
 template <typename Work>

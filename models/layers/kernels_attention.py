@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.layers.kernels_text import launch_early
+from models.layers.compile_cuda import load_kernel
 from models.layers.ops import KVPool
 
 TILE = 32  # tokens at once
@@ -188,14 +188,8 @@ def split_attention_(
     last in `arrivals_UN` (U, KV heads), which is zero before and after, merges them.
     """
     k_pool, v_pool = pool
-    page_size, kv_heads, head_dim = k_pool.shape[1:]
-    num_heads = q_THK.shape[1]
-    members = triton.next_power_of_2(num_heads // kv_heads)
-    assert q_THK.is_contiguous() and out_THK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
-    assert partials_UGHK.shape[1] == group_tokens(num_heads, kv_heads)
-    _run_unit[(kv_heads, len(units_UF))](
-        q_THK, k_pool, v_pool, out_THK, units_UF, pages, partials_UGHK, sums_UGH, arrivals_UN, head_dim**-0.5 * math.log2(math.e),
-        GROUP=num_heads // kv_heads, MEMBERS=members, KV_HEADS=kv_heads, ROWS=max(MIN_DOT_ROWS, members), WIDTH=head_dim, PAGE=page_size,
-        TILE=TILE, PARTS=max(1, MERGE_VALUES // (members * head_dim)), FIELDS=UNIT_FIELDS, OVERLAP=q_THK.is_cuda,
-        num_warps=WARPS, num_stages=STAGES, **launch_early(q_THK),
-    )  # fmt: skip
+    page_size, _, head_dim = k_pool.shape[1:]
+    keys, values = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
+    load_kernel("split_attention", head_dim).run(
+        q_THK, keys, values, out_THK, units_UF, pages, partials_UGHK, sums_UGH, arrivals_UN, page_size, head_dim**-0.5
+    )

@@ -96,13 +96,6 @@ struct Work {
   }
 };
 
-int log2_of(int64_t power) {
-  TVM_FFI_ICHECK(power > 0 && (power & (power - 1)) == 0) << "prefill attention: " << power << " heads that share keys or tokens of a page";
-  int log2 = 0;
-  while (int64_t{1} << log2 < power) ++log2;
-  return log2;
-}
-
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; items (n, 8) and pages int32, see `plan_items`.
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView pages,
          int64_t page_size, int64_t num_blocks, double scale) {

@@ -16,7 +16,7 @@ from models.layers.kernels_attention import TILE, UNIT_FIELDS, group_tokens, spl
 from models.layers.kernels_text import num_multiprocessors
 from models.layers.ops import KVPool
 
-PROGRAMS = 4  # on each multiprocessor: more than run at the same time, so that none is idle at the end
+PROGRAMS = 3  # on each multiprocessor: as many as run at the same time
 MIN_TILES = 2  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
 
 Int32s = npt.NDArray[np.int32]

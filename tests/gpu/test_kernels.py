@@ -15,6 +15,7 @@ from tests.unit.models.attention_step import Step
 
 if torch.cuda.is_available():
     from models.layers.prefill_cuda import PrefillAttention  # needs FlashInfer, which a CPU machine lacks
+    from models.layers.split_attention import Scratch, SplitAttention
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
@@ -65,9 +66,7 @@ def test_chunks_in_a_graph(heads: tuple[int, int]) -> None:
 
 def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     """Steps of equally many tokens against torch in float64 and against the backend of steps outside graphs."""
-    from models.layers.split_attention import Scratch, SplitAttention
-
-    num_heads = steps[0].q.shape[1]
+    steps, num_heads = [step.with_finite_values() for step in steps], steps[0].q.shape[1]
     k_pool, v_pool = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = k_pool.clone(), v_pool.clone()
     q, scratch = steps[0].q.clone(), Scratch.allocate([pool], num_heads, max_groups, max_pages=4096)
@@ -87,9 +86,29 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
         assert first.equal(out) and not scratch.arrivals_UN.any()
         expected = step.expected()  # the further into a text, the smaller are values: each token by itself
         assert all(close(*pair) for pair in zip(first, expected, strict=True))
-        eager = make_attention([step.with_finite_values().pool], num_heads)
+        eager = make_attention([step.pool], num_heads)
         eager.plan(step.layout)
         assert all(close(*pair) for pair in zip(eager.run(0, q), expected, strict=True))
+
+
+FEW = [1, 2, 3, 4, 5, 9, 16, 17, 33]  # query tokens of rows: around a group of tokens
+DECODES = [[1, 15, 16, 17, 64, 65, 1000], [3000, *[20] * 10], [389] * 64, [5000], [40_000, 7]]
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (64, 8), (16, 1)])
+@pytest.mark.parametrize(("page", "head_dim"), [(8, 128), (16, 128), (16, 64), (256, 128)])
+def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
+    """Decode rows of any lengths, and short chunks with any context; the same again from the same plan. Large scores do not overflow."""
+    batches = [(lengths, None) for lengths in DECODES] + [([context + new for new in FEW], FEW) for context in (0, 30, 47, 600, 2000)]
+    for scale, (lengths, tokens) in enumerate(batches):
+        step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
+        step.q *= 1 + 10 * (scale % 3)
+        groups = len(step.q) + 3 * (scale % 2)
+        backend = SplitAttention.factory([step.pool], heads[0], groups, len(step.layout.pages))(groups)
+        backend.plan(step.layout)
+        first, second = backend.run(0, step.q), backend.run(0, step.q)
+        assert first.equal(second)
+        assert all(close(*pair) for pair in zip(first, step.expected(), strict=True)), (lengths, tokens)
 
 
 CHUNKS = {(1,): [1], (300, 1, 0, 129, 32): [300, 700, 0, 1000, 4321], (0, 17, 128, 31): [50, 17, 128, 2063], (2090,): [5000]}
