@@ -7,6 +7,7 @@ than 440. The sizes of steps that mix prompts and decodes are those that lose li
 MIXED_STEP_SIZES = (104, 128, 152, 184, 216, 248, 280, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024)
 MIXED_DECODE_SIZES = (8, 16, 32, 48, 64, 96, 128)  # decode rows of a mixed graph
 SMALL_CHUNKS = (16, 64)  # prompt tokens, for the end of a cached prompt beside any number of decodes
+CHEAP_STEP = 184  # up to here a matrix product hardly takes longer than reading its weights
 LARGEST_CHUNK = 512  # prompt tokens of a graph; larger steps keep the device busy while the host launches them
 LARGE_STEP = 64  # beyond the listed sizes, numbers of decode rows in steps of this
 
@@ -32,3 +33,8 @@ def padded_decodes(num_decodes: int) -> int:
 def largest_step(num_tokens: int) -> int:
     """The largest size that pays of at most so many tokens; 0 if there is none."""
     return max((size for size in MIXED_STEP_SIZES if size <= num_tokens), default=0)
+
+
+def smallest_step(num_tokens: int) -> int:
+    """The smallest size that pays of at least so many tokens, but none below CHEAP_STEP; the largest of all if there is none."""
+    return next((size for size in MIXED_STEP_SIZES if size >= max(num_tokens, CHEAP_STEP)), MIXED_STEP_SIZES[-1])

@@ -3,23 +3,25 @@
 from itertools import chain, islice
 
 from engine.scheduler.state import State
-from engine.step_sizes import largest_step, padded_decodes
+from engine.step_sizes import largest_step, padded_decodes, smallest_step
 
-MIXED_STEPS = 16  # steps beside decodes over which waiting prompt tokens are spread
+FEW_STEPS = 2  # steps beside decodes over which a short prompt is spread
+MANY_STEPS = 16  # steps over which all that waits is spread, if it is much
 
 
 def prefill_budget(state: State, num_decodes: int) -> int:
     """Prompt tokens that a step with so many decodes may compute.
 
-    Beside decodes, chunks are small: streams hardly wait, and their tokens ride on GEMMs that the chunk pays for, so that no step needs to
-    decode alone. The more prompt tokens wait, the larger the chunk; it and the decodes together are a size that pays, of which the chunk
-    has half at least.
+    Beside decodes, chunks are small: streams hardly wait, and a chunk rides on weights that the decodes must read anyway, so that no step
+    needs to decode alone. The more prompt tokens wait, the larger the chunk: up to `mixed_step_tokens` with the decodes for what would be
+    done in a few steps, beyond only for much more. The step is of a size that pays, of which the chunk has half at least.
     """
     limits = state.limits
     if num_decodes == 0:
         return limits.max_num_batched_tokens
-    rows = padded_decodes(num_decodes)
-    size = max(limits.mixed_step_tokens, largest_step(_num_lacking(state) // MIXED_STEPS + rows))
+    rows, lacking = padded_decodes(num_decodes), _num_lacking(state)
+    usual = min(limits.mixed_step_tokens, smallest_step(rows + lacking // FEW_STEPS))
+    size = max(usual, largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
 

@@ -189,12 +189,12 @@ def test_what_never_fits_is_refused_at_the_door() -> None:
     assert sim.terminal == {0: "error", 1: "error"}
 
 
-def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int) -> list[int]:
+def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_prompt: int = 60) -> list[int]:
     """Runs to the end; the prefill tokens of `other` in each step that also decodes `stream`."""
     sim = Simulation(core, random.Random(0))
     sim.add(make_request(stream, [20] * 4, [], 60, ignore_eos=True), [20] * 4)
     sim.step()
-    sim.add(make_request(other, [21] * 60, [], 1), [21] * 60)
+    sim.add(make_request(other, [21] * num_prompt, [], 1), [21] * num_prompt)
     sizes = []
     while sim.in_flight or sim.step():
         while core.num_in_flight < 2 and (step := core.next_step()) is not None:
@@ -220,9 +220,15 @@ def test_chunks_beside_streams_are_small() -> None:
     assert [size for size in sizes if size] == [16, 16, 16, 12]
 
 
+def test_a_short_prompt_is_spread_over_cheap_steps() -> None:
+    """Red if a stream waits for all of a short prompt at once, or if its last tokens are cut ever smaller."""
+    core = make_core(num_blocks=200, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, mixed_step_tokens=344)
+    assert [size for size in prefill_sizes_beside(core, 0, 1, num_prompt=500) if size] == [280 - 8, 184 - 8, 52]
+
+
 def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if many waiting prompt tokens are computed in the smallest chunks, beside streams that then never end."""
     monkeypatch.setattr(step_sizes, "MIXED_STEP_SIZES", (16, 18, 20, 22))
-    monkeypatch.setattr(budget, "MIXED_STEPS", 4)
+    monkeypatch.setattr(budget, "MANY_STEPS", 4)
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12)
     assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]
