@@ -1,25 +1,30 @@
 """One host-to-device copy per step: small arrays are packed into a pinned buffer and become views of one device buffer.
 
-Used by the runner. The ring has one buffer more than there are steps in flight, so no pinned buffer is written while its copy may run.
+Used by the runner and by graphs. The ring has one buffer more than there are steps in flight, so no pinned buffer is written while its
+copy may run.
 """
+
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-ALIGNMENT = 16
+ALIGNMENT = 128  # so that pieces of up to a cache line, which kernels read at once, do not straddle two
 RING = 3  # two steps in flight, one being built
 
 
 class Staging:
     """Call `begin`, `put` for every array, then `copy`: from then on the returned tensors hold the data, in stream order.
 
-    The tensors are views of one device buffer and are valid until the next `copy`. On a CPU they are views of the host buffer.
+    The tensors are views of one device buffer and are valid until the next `copy`. On a CPU they are views of the host buffer. Equal
+    sizes in equal order have equal addresses, which a CUDA graph may therefore remember.
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
         pinned = device.type == "cuda"
         self._hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(RING if pinned else 1)]
+        self._bytes = [host.numpy() for host in self._hosts]
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
         self._index = 0
         self._used = 0
@@ -33,14 +38,23 @@ class Staging:
         """A device tensor of `array`'s shape and type that `copy` fills. AssertionError if the buffer is too small for the step."""
         start = self._used
         end = start + array.nbytes
-        host = self._hosts[self._index]
-        assert end <= host.numel(), f"a step needs more than {host.numel()} bytes of staging"
-        source = torch.from_numpy(np.ascontiguousarray(array))
-        host[start:end].view(source.dtype).view(source.shape).copy_(source)
-        self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        return self._device[start:end].view(source.dtype).view(source.shape)
+        host = self._bytes[self._index]
+        assert end <= len(host), f"a step needs more than {len(host)} bytes of staging"
+        written = host[start:end].view(array.dtype).reshape(array.shape)
+        written[...] = array
+        self._used = start + staged_bytes([array])
+        return self._device[start:end].view(torch.from_numpy(written).dtype).view(array.shape)
+
+    def rest(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is left of the device buffer: a place for the next `put`, whatever its length."""
+        return self._device[self._used : len(self._device) // ALIGNMENT * ALIGNMENT].view(dtype)
 
     def copy(self) -> None:
         """Enqueues the one copy on the current stream."""
         if self._device is not self._hosts[self._index]:
             self._device[: self._used].copy_(self._hosts[self._index][: self._used], non_blocking=True)
+
+
+def staged_bytes(arrays: Iterable[npt.NDArray[np.generic]]) -> int:
+    """What they take in a buffer that nothing else is in."""
+    return sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)
