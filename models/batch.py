@@ -6,8 +6,9 @@ D hidden size, H heads, K head_dim, B batch, L DeepStack levels, N tokens of one
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,6 @@ class ForwardBatch:
     logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
 
 
-def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """(R,) lengths -> (R + 1,) int32: where each row begins, and the end."""
-    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:
+    """(R,) lengths -> (R + 1,) int32 on the CPU: where each row begins, and the end."""
+    return torch.from_numpy(np.concatenate(([0], lengths)).cumsum(dtype=np.int32))

@@ -4,23 +4,35 @@ Without a graph a step costs the host hundreds of launches, which take longer th
 fixed shape: so many prompt tokens, then so many decode rows, which read their input from the rows' last tokens. A smaller step is padded:
 prompt tokens with a row of its own, decode rows with rows of one token. Padding reads and writes the scratch row and the scratch block, so
 it touches nothing that anybody reads.
+
+All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
+shape, with what has no fixed length behind:
+
+    ids_P | rows_D | positions_3T | slots_T | logits_indices_S | plan of the attention | pages ... | how to draw, new rows ...
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.step_sizes import LARGEST_CHUNK, MIXED_DECODE_SIZES, chunk_sizes, sizes_up_to
-from engine.worker.rows import Rows, StepInputs
+from engine.worker.rows import HostStep, Int32s, Int64s, Rows
+from engine.worker.sampler import SamplingInputs
+from engine.worker.staging import Staging, staged_bytes
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
-from models.layers.attention import AttentionBackend
+from models.layers.attention import FixedAttention
 from models.qwen3_vl import Qwen3VL
 
 DECODE_SIZES = (1, 2, 4, *range(8, 129, 8))
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 WARM_UPS = 2
+PAGE_BYTES = 4
+BYTES_BEHIND_PAGES = 64  # of a row: how it draws, and its last token if it is new
+SLACK = 4096  # for their alignment
 
 
 class Shape(NamedTuple):
@@ -30,29 +42,24 @@ class Shape(NamedTuple):
     num_decode_rows: int
 
 
-MakeBackend = Callable[[int, int, int], AttentionBackend]
+MakeBackend = Callable[[int, int, int], FixedAttention]
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One captured shape with the tensors it reads and the logits it writes."""
+    """One captured shape."""
 
     replay: Replay
-    attention: AttentionBackend
-    ids_P: torch.Tensor
-    rows_D: torch.Tensor
-    positions_3T: torch.Tensor
-    slots_T: torch.Tensor
-    logits_indices_S: torch.Tensor  # prompts' last tokens, the last of MAX_PREFILL_ROWS places, then every decode row
-    logits_SV: torch.Tensor  # a view of what all graphs share
+    attention: FixedAttention
+    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens, see `StepGraphs._pad`, then every decode row
 
 
 class StepGraphs:
     """Replays small steps.
 
-    `make_backend(*shape, rows)` gives an attention backend with fixed buffers for a shape whose prompt tokens are of exactly `rows` rows.
+    `make_backend(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows` rows.
     """
 
     def __init__(
@@ -64,52 +71,52 @@ class StepGraphs:
         self._record = record or CudaRecorder()
         self._device = rows.last_token_R.device
         self._scratch_row = rows.last_token_R.shape[0] - 1
-        self._scratch_slot = scratch_block * rows.block_size
+        self._scratch_block = scratch_block
         self._decode_sizes = sizes_up_to(DECODE_SIZES, max_num_seqs)
         self._chunk_sizes = {rows: chunk_sizes(rows) for rows in sizes_up_to(MIXED_DECODE_SIZES, max_num_seqs)}
-        num_scratch = max(self._decode_sizes[-1], LARGEST_CHUNK)
-        self._scratch_pages = torch.full((num_scratch,), scratch_block, dtype=torch.int32, device=self._device)
         shape = (model.config.num_visual_levels, LARGEST_CHUNK, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], *self._chunk_sizes)
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
+        self._staging = Staging(0, self._device)
         self._graphs: dict[Shape, Graph] = {}
 
     @torch.inference_mode()
     def capture(self) -> int:
         """Captures every shape, largest first so that all share one memory pool. Returns their number."""
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
-        for shape in sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True):
-            self._graphs[shape] = self._capture(shape)
+        shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
+        backends = {shape: self._make_backend(*shape, _num_prefill_rows(shape)) for shape in shapes}
+        fixed = max(staged_bytes(_fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
+        pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
+        self._staging = Staging(fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_token_R) + SLACK, self._device)
+        for shape, backend in backends.items():
+            self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)
 
-    def fits(self, inputs: StepInputs) -> bool:
+    def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
-        return inputs.batch.attention.num_prefill_rows <= MAX_PREFILL_ROWS and _num_prefill_tokens(inputs) <= LARGEST_CHUNK
+        return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= LARGEST_CHUNK
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """(S, V) logits of the step's `logits_indices`, valid until the next replay."""
-        batch, layout = inputs.batch, inputs.batch.attention
-        num_prefill, num_decode = _num_prefill_tokens(inputs), inputs.decode_rows.shape[0]
-        shape = self._shape_for(num_prefill, num_decode)
-        graph = self._graphs[shape]
-        graph.attention.plan(self._padded(layout, shape))
-        decodes = slice(shape.num_prefill_tokens, shape.num_prefill_tokens + num_decode)
-        graph.slots_T.fill_(self._scratch_slot)
-        graph.rows_D.fill_(self._scratch_row)
-        graph.rows_D[:num_decode].copy_(inputs.decode_rows)
-        graph.positions_3T[:, decodes].copy_(batch.positions_3T[:, num_prefill:])
-        graph.slots_T[decodes].copy_(layout.slot_mapping_T[num_prefill:])
-        num_sampled = len(batch.logits_indices) - num_decode  # prompts that end in this step
-        first = MAX_PREFILL_ROWS - num_sampled if num_prefill else 0
-        if num_prefill:
-            graph.ids_P[:num_prefill].copy_(batch.input_ids_T[:num_prefill])
-            graph.positions_3T[:, :num_prefill].copy_(batch.positions_3T[:, :num_prefill])
-            graph.slots_T[:num_prefill].copy_(layout.slot_mapping_T[:num_prefill])
-            graph.logits_indices_S[first:MAX_PREFILL_ROWS].copy_(batch.logits_indices[:num_sampled])
-            self._embed(batch, num_prefill)
+    def run(self, step: HostStep) -> tuple[torch.Tensor, SamplingInputs]:
+        """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.
+
+        Outside of the graph the device copies once and launches nothing but what new rows and, if there are prompts, `_embed` take. No
+        more steps may be in flight than `Staging` allows for.
+        """
+        shape = self._shape_for(len(step.ids), len(step.decode_rows))
+        graph, padded = self._graphs[shape], self._pad(step, shape)
+        self._staging.begin()
+        ids_P, *_ = [self._staging.put(array) for array in _fixed_arrays(padded, graph.attention)]
+        self._staging.put(padded.attention.pages.numpy())
+        sampling, admitted = SamplingInputs.stage(step.draws, self._staging), self._staging.put(step.admitted)
+        self._staging.copy()
+        self._rows.remember(admitted)
+        if len(step.ids):
+            self._embed(ids_P[: len(step.ids)], step.visual)
         graph.replay()
-        return graph.logits_SV[first : first + num_sampled + num_decode]
+        first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.decode_rows))
+        return graph.logits_SV[first : first + len(step.logits_indices)], sampling
 
     def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:
@@ -117,53 +124,62 @@ class StepGraphs:
         rows = _round_up(self._chunk_sizes, num_decode)
         return Shape(_round_up(self._chunk_sizes[rows], num_prefill), rows)
 
-    def _embed(self, batch: ForwardBatch, num_prefill: int) -> None:
+    def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
         """Where the graph finds its prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
-        self._embedding[0, :num_prefill] = self._model.language_model.embed_tokens(batch.input_ids_T[:num_prefill])
-        self._embedding[1:, :num_prefill] = 0
-        for item in batch.visual:
+        self._embedding[0, : len(ids_P)] = self._model.language_model.embed_tokens(ids_P)
+        self._embedding[1:, : len(ids_P)] = 0
+        for item in visual:
             self._embedding[:, item.start : item.start + item.length] = item.embedding[:, item.offset : item.offset + item.length]
 
-    def _padded(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
+    def _pad(self, step: HostStep, shape: Shape) -> HostStep:
+        """The step with as many tokens and rows as `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
+        tokens, decodes = shape
+        num_prefill, num_decode = len(step.ids), len(step.decode_rows)
+        ids_P, rows_D = np.zeros(tokens, dtype=np.int64), np.full(decodes, self._scratch_row, dtype=np.int64)
+        ids_P[:num_prefill], rows_D[:num_decode] = step.ids, step.decode_rows
+        places = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # of the step's tokens
+        slots_T = np.full(tokens + decodes, self._scratch_block * self._rows.block_size, dtype=np.int64)
+        positions_3T = np.zeros((3, tokens + decodes), dtype=np.int64)
+        slots_T[places], positions_3T[:, places] = step.attention.slot_mapping_T.numpy(), step.positions
+        last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_decode
+        logits_indices_S = np.arange(tokens - last, tokens + decodes)
+        logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
+        layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
+        return replace(step, ids=ids_P, decode_rows=rows_D, positions=positions_3T, attention=layout, logits_indices=logits_indices_S)
+
+    def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
         """The layout with the rows of `shape`: one takes the tokens that lack, further ones are empty; then decode rows of one token."""
-        rows, num_decode = layout.num_prefill_rows, len(layout.kv_lens_cpu) - layout.num_prefill_rows
-        num_pages = int(layout.page_indptr_cpu[rows])
-        lacking = shape.num_prefill_tokens - int(layout.qo_indptr_cpu[rows])
-        padding = shape.num_decode_rows - num_decode
-        block_size = self._rows.block_size
-        extra_rows = MAX_PREFILL_ROWS + 1 - rows if shape.num_prefill_tokens else 0
-        extra = [lacking, *[0] * (extra_rows - 1)] if extra_rows else []
-        extra_pages = [-(-length // block_size) for length in extra]
+        rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
+        lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the decode rows
+        lengths[:1] = shape.num_prefill_tokens - starts[rows]
+        ones = np.ones(shape.num_decode_rows - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the decode rows
+        page_counts = -(-lengths // self._rows.block_size)
+        scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
 
-        def spliced(values: torch.Tensor, between: list[int], after: int) -> torch.Tensor:
-            middle, end = torch.tensor(between, dtype=torch.int32), torch.full((padding,), after, dtype=torch.int32)
-            return torch.cat([values[:rows], middle, values[rows:], end])
+        def spliced(values: Int32s, index: int, between: Int32s, behind: Int32s) -> Int32s:
+            return np.concatenate((values[:index], between, values[index:], behind))
 
-        kv_lens = spliced(layout.kv_lens_cpu, extra, 1)
-        page_counts = spliced(layout.page_indptr_cpu.diff(), extra_pages, 1)
-        scratch = self._scratch_pages[: sum(extra_pages)], self._scratch_pages[:padding]
+        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, self._scratch_block * ones)
         return AttentionLayout(
-            qo_indptr_cpu=offsets_of(spliced(layout.qo_indptr_cpu.diff(), extra, 1)),
-            kv_lens_cpu=kv_lens,
-            page_indptr_cpu=offsets_of(page_counts),
-            pages=torch.cat([layout.pages[:num_pages], scratch[0], layout.pages[num_pages:], scratch[1]]),
+            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, ones)),
+            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, ones)),
+            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, ones)),
+            pages=torch.from_numpy(pages),
             slot_mapping_T=layout.slot_mapping_T,
-            num_prefill_rows=rows + extra_rows,
+            num_prefill_rows=rows + len(lengths),
         )
 
-    def _capture(self, shape: Shape) -> Graph:
-        tokens, decodes = shape
-        num_rows = MAX_PREFILL_ROWS if tokens else 0
-        ids_P = torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        rows_D = torch.full((decodes,), self._scratch_row, device=self._device)
-        positions_3T = torch.zeros((3, tokens + decodes), dtype=torch.int64, device=self._device)
-        slots_T = torch.full((tokens + decodes,), self._scratch_slot, device=self._device)
-        logits_indices_S = torch.arange(tokens - num_rows, tokens + decodes, device=self._device)
-        empty = torch.zeros(1, dtype=torch.int32)
-        layout = self._padded(AttentionLayout(empty, empty[:0], empty, self._scratch_pages[:0], slots_T, 0), shape)
-        attention = self._make_backend(*shape, layout.num_prefill_rows)
-        attention.plan(layout)
-        visual = (VisualSlice(0, tokens, 0, self._embedding),) if tokens else ()
+    def _capture(self, shape: Shape, attention: FixedAttention) -> Graph:
+        padded = self._pad(HostStep.empty(), shape)
+        self._staging.begin()
+        fixed = [self._staging.put(array) for array in _fixed_arrays(padded, attention)]
+        ids_P, rows_D, positions_3T, slots_T, logits_indices_S, *plan = fixed
+        pages = self._staging.rest(torch.int32)
+        self._staging.put(padded.attention.pages.numpy())
+        self._staging.copy()
+        attention.read_from(plan, pages)
+        layout = replace(padded.attention, pages=pages, slot_mapping_T=slots_T)
+        visual = (VisualSlice(0, len(ids_P), 0, self._embedding),) if len(ids_P) else ()
 
         def forward() -> torch.Tensor:
             ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_D]])
@@ -171,7 +187,7 @@ class StepGraphs:
             return self._model(batch, attention, self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)
-        return Graph(replay, attention, ids_P, rows_D, positions_3T, slots_T, logits_indices_S, logits_SV)
+        return Graph(replay, attention, logits_SV)
 
 
 class CudaRecorder:
@@ -191,8 +207,21 @@ class CudaRecorder:
         return graph.replay, result
 
 
-def _num_prefill_tokens(inputs: StepInputs) -> int:
-    return inputs.batch.input_ids_T.shape[0] - inputs.decode_rows.shape[0]
+def _num_prefill_rows(shape: Shape) -> int:
+    """Rows of the prompt tokens, with one for padding."""
+    return MAX_PREFILL_ROWS + 1 if shape.num_prefill_tokens else 0
+
+
+def _num_prompt_ends(shape: Shape) -> int:
+    """Places for prompts' last tokens in the graph's logits."""
+    return MAX_PREFILL_ROWS if shape.num_prefill_tokens else 0
+
+
+def _fixed_arrays(padded: HostStep, attention: FixedAttention) -> list[npt.NDArray[np.integer]]:
+    """What a graph reads but for the pages, in the order of its memory."""
+    layout = padded.attention
+    step: tuple[Int64s, ...] = padded.ids, padded.decode_rows, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
+    return [*step, *attention.plan_arrays(layout)]
 
 
 def _round_up(sizes: Iterable[int], count: int) -> int:

@@ -1,17 +1,17 @@
 """What a worker remembers of each running sequence, and how a plan's chunks become the explicit input of a forward pass.
 
-Used by the runner. Rows are permanent slots: their last sampled token stays on the device, so a plan carries no token values.
+Used by the runner and by graphs. Rows are permanent slots: their last sampled token stays on the device, so a plan carries no token values.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.messages import Admit, Chunk, SamplingParams
-from engine.worker.sampler import SamplingInputs
+from engine.worker.sampler import Draw, SamplingInputs
 from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
@@ -32,12 +32,33 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step before it goes to the device: P tokens of prompts, then D decode rows, whose input token is the last one drawn."""
+
+    ids: Int64s  # (P,)
+    decode_rows: Int64s  # (D,) permanent rows
+    positions: Int64s  # (3, P + D)
+    attention: AttentionLayout  # with pages and slots on the CPU
+    visual: tuple[VisualSlice, ...]
+    logits_indices: Int64s  # (S,) ascending
+    draws: tuple[Draw, ...]  # S, or none if the caller draws
+    admitted: Int64s  # (2, A): rows that are new, and their last known tokens
+
+    @classmethod
+    def empty(cls) -> "HostStep":
+        """A step without tokens."""
+        nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
+        layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
+        pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
+        return cls(nothing, nothing, positions, layout, visual=(), logits_indices=nothing, draws=(), admitted=pairs)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step on the device. `decode_rows`: rows whose input token is the last one drawn; they are the last tokens of the batch."""
+    """A step on the device."""
 
     batch: ForwardBatch
     sampling: SamplingInputs
-    decode_rows: torch.Tensor
 
 
 class Rows:
@@ -65,34 +86,44 @@ class Rows:
         self._tables[row, count : count + len(blocks)] = blocks
         self._num_blocks[row] += len(blocks)
 
-    def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor], staging: Staging) -> StepInputs:
-        """Turns a plan's chunks into tensors: decides nothing, only looks up."""
+    def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
+        """Turns a plan's chunks into arrays: decides nothing, only looks up."""
         num_decodes = sum(is_decode(chunk) for chunk in chunks)
         prefills, decodes = chunks[: len(chunks) - num_decodes], chunks[len(chunks) - num_decodes :]
-        staging.begin()
         ids, positions = self._tokens(prefills, decodes)
-        ids_T, positions_3T = staging.put(ids), staging.put(positions)
-        attention = self._layout(chunks, len(prefills), staging)
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
-        sampled = [(end - 1, chunk) for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.sample]
-        logits_indices = staging.put(np.asarray([index for index, _ in sampled], dtype=np.int64))
-        sampling = SamplingInputs.stage(
-            rows=[chunk.row for _, chunk in sampled],
-            params=[self._row(chunk.row).params for _, chunk in sampled],
-            positions=[chunk.start + chunk.length for _, chunk in sampled],
-            staging=staging,
+        sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
+        last_known = [self._row(admit.row).known_ids[-1] for admit in admits]
+        return HostStep(
+            ids=ids,
+            decode_rows=np.asarray([chunk.row for chunk in decodes], dtype=np.int64),
+            positions=positions,
+            attention=self._layout(chunks, len(prefills)),
+            visual=_visual_slices(prefills, images),
+            logits_indices=ends[sampled] - 1,
+            draws=tuple(Draw(chunk.row, self._row(chunk.row).params, chunk.start + chunk.length) for chunk in chunks if chunk.sample),
+            admitted=np.asarray([[admit.row for admit in admits], last_known], dtype=np.int64),
         )
-        decode_rows = staging.put(np.asarray([chunk.row for chunk in decodes], dtype=np.int64))
-        admitted = staging.put(np.asarray([admit.row for admit in admits], dtype=np.int64))
-        last_known = staging.put(np.asarray([self._row(admit.row).known_ids[-1] for admit in admits], dtype=np.int64))
+
+    def stage(self, step: HostStep, staging: Staging) -> StepInputs:
+        """Brings a step to the device for a forward pass without a graph."""
+        num_prefill, layout = len(step.ids), step.attention
+        staging.begin()
+        ids_T = staging.put(np.concatenate((step.ids, np.zeros_like(step.decode_rows))))
+        positions_3T, decode_rows = staging.put(step.positions), staging.put(step.decode_rows)
+        attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
+        logits_indices = staging.put(step.logits_indices)
+        sampling, admitted = SamplingInputs.stage(step.draws, staging), staging.put(step.admitted)
         staging.copy()
-        if admits:
-            self.last_token_R[admitted] = last_known
-        if decodes:
-            ids_T[len(ids) - num_decodes :] = self.last_token_R[decode_rows]
-        visual = _visual_slices(prefills, images)
-        batch = ForwardBatch(ids_T, positions_3T, attention, visual, logits_indices)
-        return StepInputs(batch, sampling, decode_rows)
+        self.remember(admitted)
+        if len(decode_rows):
+            ids_T[num_prefill:] = self.last_token_R[decode_rows]
+        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices), sampling)
+
+    def remember(self, admitted: torch.Tensor) -> None:
+        """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""
+        if admitted.shape[1]:
+            self.last_token_R[admitted[0]] = admitted[1]
 
     def _row(self, row: int) -> Row:
         found = self._rows[row]
@@ -100,7 +131,7 @@ class Rows:
         return found
 
     def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
-        """Ids (decodes: 0, replaced on the device) and M-RoPE positions of the step's tokens."""
+        """Ids of the prefills' tokens, and M-RoPE positions of all."""
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
         for chunk in prefills:
@@ -113,11 +144,10 @@ class Rows:
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
         last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in decodes], dtype=np.int64)
-        ids.append(np.zeros(len(decodes), dtype=np.int64))
         positions.append(np.broadcast_to(last, (3, len(decodes))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
 
-    def _layout(self, chunks: Sequence[Chunk], num_prefill_rows: int, staging: Staging) -> AttentionLayout:
+    def _layout(self, chunks: Sequence[Chunk], num_prefill_rows: int) -> AttentionLayout:
         rows = np.asarray([chunk.row for chunk in chunks])
         starts = np.asarray([chunk.start for chunk in chunks])
         lengths = np.asarray([chunk.length for chunk in chunks])
@@ -130,11 +160,11 @@ class Rows:
         offsets = np.arange(lengths.sum()) - first_tokens[token_rows] + starts[token_rows]
         slots = tables[token_rows, offsets // self.block_size].astype(np.int64) * self.block_size + offsets % self.block_size
         return AttentionLayout(
-            qo_indptr_cpu=offsets_of(torch.from_numpy(lengths)),
+            qo_indptr_cpu=offsets_of(lengths),
             kv_lens_cpu=torch.from_numpy(kv_lens.astype(np.int32)),
-            page_indptr_cpu=offsets_of(torch.from_numpy(num_pages)),
-            pages=staging.put(pages),
-            slot_mapping_T=staging.put(slots),
+            page_indptr_cpu=offsets_of(num_pages),
+            pages=torch.from_numpy(pages),
+            slot_mapping_T=torch.from_numpy(slots),
             num_prefill_rows=num_prefill_rows,
         )
 

@@ -13,8 +13,8 @@ from engine.arena import ArenaView
 from engine.messages import StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
-from engine.worker.rows import Rows, StepInputs
-from engine.worker.sampler import sample
+from engine.worker.rows import HostStep, Rows
+from engine.worker.sampler import SamplingInputs, sample
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.layers.attention import AttentionBackend
@@ -90,8 +90,8 @@ class Runner:
         encoded = self._images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
-        inputs = self._rows.build(plan.admits, plan.chunks, self._images.tensors, self._staging)
-        tokens_S = self._to_host(self._draw(inputs))
+        step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
+        tokens_S = self._to_host(self._draw(step))
         watch.mark()
         marks = watch.marks()
         if self._on_gpu:
@@ -103,21 +103,22 @@ class Runner:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
         return self._images.prepare(is_busy)
 
-    def _draw(self, inputs: StepInputs) -> torch.Tensor:
+    def _draw(self, step: HostStep) -> torch.Tensor:
         """Forward and sample; the tokens also go to the rows, for the next step."""
-        logits_SV = self._forward(inputs)
-        if not inputs.sampling.num_rows:
+        logits_SV, sampling = self._forward(step)
+        if not sampling.num_rows:
             return torch.empty(0, dtype=torch.int64)
-        tokens_S = sample(logits_SV, inputs.sampling)
+        tokens_S = sample(logits_SV, sampling)
         self._tp.broadcast_(tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
-        self._rows.last_token_R[inputs.sampling.rows_S] = tokens_S
+        self._rows.last_token_R[sampling.rows_S] = tokens_S
         return tokens_S
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        if self._graphs is not None and self._graphs.fits(inputs):
-            return self._graphs.run(inputs)
+    def _forward(self, step: HostStep) -> tuple[torch.Tensor, SamplingInputs]:
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.run(step)
+        inputs = self._rows.stage(step, self._staging)
         self._attention.plan(inputs.batch.attention)
-        return self._model(inputs.batch, self._attention)
+        return self._model(inputs.batch, self._attention), inputs.sampling
 
     def _to_host(self, tokens_S: torch.Tensor) -> torch.Tensor:
         if not self._on_gpu:

@@ -6,6 +6,7 @@ the batch, the chunking or a preemption.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from engine.worker.staging import Staging
 
 MASK32 = 0xFFFFFFFF
 MIN_TEMPERATURE = 1e-5  # below it the noise is lost beside the logits anyway, and their quotient may overflow
+
+
+class Draw(NamedTuple):
+    """A token to draw: the permanent row that receives it, and its index in the row's sequence."""
+
+    row: int
+    params: SamplingParams
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +46,25 @@ class SamplingInputs:
         return self.rows_S.shape[0]
 
     @classmethod
-    def stage(cls, rows: Sequence[int], params: Sequence[SamplingParams], positions: Sequence[int], staging: Staging) -> "SamplingInputs":
-        """`positions` are the drawn tokens' indexes in their sequences."""
+    def stage(cls, draws: Sequence[Draw], staging: Staging) -> "SamplingInputs":
+        """Puts what they need into `staging`, whose `copy` comes later. A greedy row needs no noise, so it has no key."""
+        params = [draw.params for draw in draws]
         floats = [
             (max(p.temperature or 1.0, MIN_TEMPERATURE), float(p.temperature > 0), p.top_p if p.temperature > 0 else 1.0, p.min_p)
             for p in params
         ]
-        ints = [(p.top_k if p.top_k > 0 else MASK32, _key(p.seed, at)) for p, at in zip(params, positions, strict=True)]
-        temperature, scale, top_p, min_p = np.asarray(floats, dtype=np.float32).reshape(-1, 4, 1).transpose(1, 0, 2)
-        top_k, keys = np.asarray(ints, dtype=np.int64).reshape(-1, 2, 1).transpose(1, 0, 2)
+        ints = [(row, p.top_k if p.top_k > 0 else MASK32, _key(p.seed, at) if p.temperature > 0 else 0) for row, p, at in draws]
+        temperature, scale, top_p, min_p = staging.put(np.asarray(floats, dtype=np.float32).reshape(-1, 4, 1).transpose(1, 0, 2))
+        rows_S, top_k, keys = staging.put(np.asarray(ints, dtype=np.int64).reshape(-1, 3, 1).transpose(1, 0, 2))
         random = [p for p in params if p.temperature > 0]
         return cls(
-            rows_S=staging.put(np.asarray(rows, dtype=np.int64)),
-            temperature=staging.put(temperature),
-            noise_scale=staging.put(scale),
-            top_k=staging.put(top_k),
-            top_p=staging.put(top_p),
-            min_p=staging.put(min_p),
-            keys=staging.put(keys),
+            rows_S=rows_S[:, 0],
+            temperature=temperature,
+            noise_scale=scale,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            keys=keys,
             any_random=bool(random),
             any_top=any(p.top_k > 0 or p.top_p < 1 for p in random),
             any_min_p=any(p.min_p > 0 for p in random),

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.batch import AttentionLayout
 from models.config import TextConfig
 from models.layers.ops import KVPool
 from models.layers.parallel import TensorParallel, kv_heads_of
+
+Int32s = npt.NDArray[np.int32]
 
 
 class AttentionBackend(Protocol):
@@ -25,6 +29,40 @@ class AttentionBackend(Protocol):
 
         Query heads share KV heads in groups of H / KV heads; the scale is K ** -0.5. The step's keys must be in the pool already.
         """
+
+
+class HostPlan(Protocol):
+    """A part of attention whose plan is arrays made on the host, which whoever uses it brings to the device."""
+
+    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
+        """What the next run reads beside the layout's pages. Touches no device, changes nothing."""
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        """From now on runs take arrays of `plan_arrays`, and the layout's pages, from these tensors."""
+
+
+class FixedAttention(AttentionBackend, HostPlan, Protocol):
+    """A backend of a fixed shape for a CUDA graph: what `read_from` was called with before the capture is filled before each replay.
+
+    The shapes of `plan_arrays` are the same for all layouts of the shape.
+    """
+
+    @property
+    def max_pages(self) -> int:
+        """So many pages has a layout at most."""
+
+
+def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
+    """Plans a step that no graph replays: its plan gets memory of its own."""
+    device = layout.pages.device
+
+    def moved(array: Int32s) -> torch.Tensor:
+        staged = torch.from_numpy(array)
+        if device.type == "cuda":
+            staged = staged.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
+        return staged.to(device, non_blocking=True)
+
+    part.read_from([moved(array) for array in part.plan_arrays(layout)], layout.pages)
 
 
 def allocate_pools(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from models.batch import AttentionLayout
-from models.layers.attention import AttentionBackend
+from models.layers.attention import FixedAttention, Int32s, plan_on_device
 from models.layers.kernels_attention import group_tokens
 from models.layers.ops import KVPool
 from models.layers.prefill_cuda import PrefillAttention
@@ -51,6 +51,41 @@ class MixedAttention:
         return out_THK
 
 
+class FixedMixedAttention:
+    """See `FixedAttention`, for `num_tokens` of prompts and then decode rows."""
+
+    def __init__(self, pools: Sequence[KVPool], num_tokens: int, prefill: PrefillAttention, decode: SplitAttention) -> None:
+        self._pools = pools
+        self._num_tokens = num_tokens
+        self._prefill = prefill
+        self._decode = decode
+
+    @property
+    def max_pages(self) -> int:
+        return self._decode.max_pages
+
+    def plan(self, layout: AttentionLayout) -> None:
+        plan_on_device(self, layout)
+
+    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
+        first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # of the decode rows, in the one list that both kernels read
+        return *self._prefill.plan_arrays(layout), *self._decode.plan_arrays(layout.decode_rows(), first_page)
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        items, units_UF = plan
+        self._prefill.read_from((items,), pages)
+        self._decode.read_from((units_UF,), pages)
+
+    def pool(self, layer: int) -> KVPool:
+        return self._pools[layer]
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        out_THK, split = torch.empty_like(q_THK), self._num_tokens
+        self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
+        self._decode.run_into(layer, q_THK[split:], out_THK[split:])
+        return out_THK
+
+
 def make_mixed_attention(pools: Sequence[KVPool], num_heads: int) -> MixedAttention:
     """For steps of any mix, outside CUDA graphs."""
 
@@ -63,24 +98,19 @@ def make_mixed_attention(pools: Sequence[KVPool], num_heads: int) -> MixedAttent
 
 def fixed_attention_factory(
     pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
-) -> Callable[[int, int, int], AttentionBackend]:
+) -> Callable[[int, int, int], FixedAttention]:
     """Makes backends for (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs that follow each other on one stream.
 
-    `max_blocks` bounds the pages of one row. Those with equally many prompt tokens share the plan of the prefill rows.
+    `max_blocks` bounds the pages of one row.
     """
-    kv_heads, device = pools[0][0].shape[2], pools[0][0].device
-    size = group_tokens(num_heads, kv_heads)
+    size = group_tokens(num_heads, pools[0][0].shape[2])
     max_groups = max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, size)
     make_split = SplitAttention.factory(pools, num_heads, max_groups, (max_prefill_rows + max_decode_rows) * max_blocks)
-    pages = torch.zeros(max_prefill_rows * max_blocks, dtype=torch.int32, device=device)
-    prefills: dict[int, PrefillAttention] = {}
 
-    def make(num_tokens: int, num_decodes: int, num_rows: int) -> AttentionBackend:
+    def make(num_tokens: int, num_decodes: int, num_rows: int) -> FixedAttention:
         if num_tokens <= MAX_SPLIT_TOKENS:
             return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))
-        if num_tokens not in prefills:
-            prefills[num_tokens] = PrefillAttention(pools, num_heads, num_tokens, num_rows, pages)
-        decode = make_split(num_decodes)
-        return MixedAttention(pools, prefills[num_tokens], lambda decodes: decode)
+        prefill = PrefillAttention(pools, num_heads, num_tokens, num_rows)
+        return FixedMixedAttention(pools, num_tokens, prefill, make_split(num_decodes))
 
     return make

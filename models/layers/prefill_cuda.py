@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from models.batch import AttentionLayout
+from models.layers.attention import Int32s, plan_on_device
 from models.layers.compile_cuda import load_kernel
 from models.layers.kernels_text import num_multiprocessors
 from models.layers.ops import KVPool
@@ -42,18 +44,11 @@ class Kernel(Protocol):
 class PrefillAttention:
     """The prefill rows of a layout. Values in their pages must be finite, also behind a row's last key: those count times 0.
 
-    With `num_tokens`, for at most so many tokens in at most `num_rows` rows (some may be empty), whose pages are copied to `pages`: then
-    everything is at fixed addresses and `run_into` can be captured in a CUDA graph. `plan` stays outside.
+    With `num_tokens`, for at most so many tokens in at most `num_rows` rows (some may be empty): then the plan has one size, and `run_into`
+    can be captured in a CUDA graph that reads it from where `read_from` says.
     """
 
-    def __init__(
-        self,
-        pools: Sequence[KVPool],
-        num_heads: int,
-        num_tokens: int | None = None,
-        num_rows: int = 0,
-        pages: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, pools: Sequence[KVPool], num_heads: int, num_tokens: int | None = None, num_rows: int = 0) -> None:
         """ValueError for a number of heads, a page size or a type of values that the kernel does not know."""
         k_pool = pools[0][0]
         _, self._page_size, self._kv_heads, head_dim = k_pool.shape
@@ -67,21 +62,26 @@ class PrefillAttention:
         self._scale = head_dim**-0.5
         self._kernel: Kernel = load_kernel("prefill_attention", head_dim)
         self._tile_tokens, self._tile_keys = self._kernel.tile_rows() // group, self._kernel.tile_keys()
-        self._device, self._num_blocks = k_pool.device, num_multiprocessors(k_pool.device)
-        self._is_fixed = num_tokens is not None
-        count = max_items(num_tokens or 0, num_rows, self._kv_heads, self._tile_tokens)
-        self._items = torch.zeros((1 + count, ITEM_FIELDS), dtype=torch.int32, device=self._device)
-        self._pages = torch.zeros(0, dtype=torch.int32, device=self._device) if pages is None else pages
+        self._num_blocks = num_multiprocessors(k_pool.device)
+        self._max_items = None if num_tokens is None else max_items(num_tokens, num_rows, self._kv_heads, self._tile_tokens)
+        self._items = torch.zeros((1, ITEM_FIELDS), dtype=torch.int32, device=k_pool.device)
+        self._pages = self._items[0:0, 0]
 
     def plan(self, layout: AttentionLayout) -> None:
-        rows = layout.prefill_rows()
-        items = torch.from_numpy(plan_items(rows, self._kv_heads, self._tile_tokens, self._tile_keys, self._num_blocks))
-        staged = items.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
-        if self._is_fixed:
-            self._items[: len(items)].copy_(staged, non_blocking=True)
-            self._pages[: len(rows.pages)].copy_(rows.pages)
-        else:
-            self._items, self._pages = staged.to(self._device, non_blocking=True), rows.pages
+        plan_on_device(self, layout)
+
+    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s]:
+        """The items of the layout's prefill rows, see `plan_items`."""
+        items = plan_items(layout.prefill_rows(), self._kv_heads, self._tile_tokens, self._tile_keys, self._num_blocks)
+        if self._max_items is None:
+            return (items,)
+        padded = np.zeros((1 + self._max_items, ITEM_FIELDS), dtype=np.int32)
+        padded[: len(items)] = items
+        return (padded,)
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        (self._items,) = plan
+        self._pages = pages
 
     def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor) -> None:
         """As `AttentionBackend.run`, for a result whose place is known."""

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from models.batch import AttentionLayout
-from models.layers.split_attention import Int32s, max_token_groups, token_groups
+from models.layers.attention import Int32s
+from models.layers.split_attention import max_token_groups, token_groups
 
 ITEM_FIELDS = 8  # aligned pieces of memory
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from models.batch import AttentionLayout
+from models.layers.attention import Int32s, plan_on_device
 from models.layers.kernels_attention import TILE, UNIT_FIELDS, group_tokens, split_attention_
 from models.layers.kernels_text import num_multiprocessors
 from models.layers.ops import KVPool
@@ -19,17 +19,15 @@ from models.layers.ops import KVPool
 PROGRAMS = 3  # on each multiprocessor: as many as run at the same time
 MIN_TILES = 2  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
 
-Int32s = npt.NDArray[np.int32]
-
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What backends share whose replays follow each other on one stream: the page list, and the results of groups in several parts.
+    """What backends share whose replays follow each other on one stream: the results of groups in several parts.
 
     Shapes as in `split_attention_`: G query tokens at most make a group.
     """
 
-    pages: torch.Tensor
+    max_pages: int
     partials_UGHK: torch.Tensor
     sums_UGH: torch.Tensor
     arrivals_UN: torch.Tensor
@@ -41,7 +39,7 @@ class Scratch:
         device = pools[0][0].device
         shape = max_units(max_groups, kv_heads, device), group_tokens(num_heads, kv_heads), num_heads
         return cls(
-            pages=torch.zeros(max_pages, dtype=torch.int32, device=device),
+            max_pages=max_pages,
             partials_UGHK=torch.empty((*shape, head_dim), device=device),
             sums_UGH=torch.empty(shape, device=device),
             arrivals_UN=torch.zeros((shape[0], kv_heads), dtype=torch.int32, device=device),
@@ -49,11 +47,11 @@ class Scratch:
 
 
 class SplitAttention:
-    """See `AttentionBackend`. Rows of up to `max_groups` token groups at fixed addresses, so that `run` can be captured in a CUDA graph.
+    """See `FixedAttention`: rows of up to `max_groups` token groups.
 
     The query tokens of a row are cut into groups that share a reading of its keys, and the keys of a group into units of about equal
-    length, so many that they fill the device: a group far into a long text is many units, one with few keys is one. `plan` stays outside
-    the graph and is called before each replay. A token that is not planned is not written.
+    length, so many that they fill the device: a group far into a long text is many units, one with few keys is one. A token that is not
+    planned is not written.
     """
 
     def __init__(self, pools: Sequence[KVPool], max_groups: int, scratch: Scratch) -> None:
@@ -61,8 +59,9 @@ class SplitAttention:
         self._scratch = scratch
         k_pool = pools[0][0]
         self._kv_heads, self._device = k_pool.shape[2], k_pool.device
-        shape = max_units(max_groups, self._kv_heads, self._device), UNIT_FIELDS
-        self._units_UF = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._num_units = max_units(max_groups, self._kv_heads, self._device)
+        self._units_UF = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=self._device)
+        self._pages = self._units_UF[0:0, 0]
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> Callable[[int], "SplitAttention"]:
@@ -70,16 +69,26 @@ class SplitAttention:
         scratch = Scratch.allocate(pools, num_heads, max_groups, max_pages)
         return lambda num_groups: cls(pools, num_groups, scratch)
 
+    @property
+    def max_pages(self) -> int:
+        return self._scratch.max_pages
+
     def plan(self, layout: AttentionLayout) -> None:
+        plan_on_device(self, layout)
+
+    def plan_arrays(self, layout: AttentionLayout, first_page: int = 0) -> tuple[Int32s]:
+        """The units (U, UNIT_FIELDS), as many as `max_groups` may need. The layout's pages begin at `first_page` of those that are read."""
+        assert first_page + len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
         groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
-        units = np.zeros(self._units_UF.shape, dtype=np.int32)
+        groups[:, 2] += first_page
+        units = np.zeros((self._num_units, UNIT_FIELDS), dtype=np.int32)
         planned = plan_units(groups, max_units(len(groups), self._kv_heads, self._device))
         units[: len(planned)] = planned
-        staged = torch.from_numpy(units)
-        if self._device.type == "cuda":
-            staged = staged.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
-        self._units_UF.copy_(staged, non_blocking=True)
-        self._scratch.pages[: len(layout.pages)].copy_(layout.pages)
+        return (units,)
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        (self._units_UF,) = plan
+        self._pages = pages
 
     def pool(self, layer: int) -> KVPool:
         return self._pools[layer]
@@ -92,7 +101,7 @@ class SplitAttention:
     def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor) -> None:
         """As `run`, for a result whose place is known."""
         scratch = self._scratch
-        buffers = scratch.pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN
+        buffers = self._pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN
         split_attention_(q_THK, self._pools[layer], self._units_UF, *buffers, out_THK)
 
 

@@ -1,10 +1,13 @@
 """The CUDA operations against plain torch on the device, at the widths of every published size. Red when a shape needs what 8B does not."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from models.layers.attention import make_attention
+from models.batch import AttentionLayout
+from models.layers.attention import HostPlan, make_attention
 from models.layers.ops import make_ops
 from models.layers.ops_torch import TorchOps
 from models.layers.segments import make_segment_attention
@@ -71,7 +74,7 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     pool = k_pool.clone(), v_pool.clone()
     q, scratch = steps[0].q.clone(), Scratch.allocate([pool], num_heads, max_groups, max_pages=4096)
     backend, graph = SplitAttention([pool], max_groups, scratch), torch.cuda.CUDAGraph()
-    backend.plan(steps[0].layout)
+    plan = fixed_plan(backend, steps[0].layout)
     backend.run(0, q)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -79,7 +82,7 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     for step in steps:
         for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
             ours[: len(theirs)] = theirs
-        backend.plan(step.layout)
+        plan(step.layout)
         graph.replay()
         first = out.clone()
         graph.replay()
@@ -111,6 +114,21 @@ def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
         assert all(close(*pair) for pair in zip(first, step.expected(), strict=True)), (lengths, tokens)
 
 
+def fixed_plan(backend: HostPlan, layout: AttentionLayout) -> Callable[[AttentionLayout], None]:
+    """Plans the layout for a graph. Returns what plans another one for it, in the same memory."""
+    places = [torch.from_numpy(array).to(DEVICE) for array in backend.plan_arrays(layout)]
+    pages = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    backend.read_from(places, pages)
+
+    def plan(layout: AttentionLayout) -> None:
+        for place, array in zip(places, backend.plan_arrays(layout), strict=True):
+            place.copy_(torch.from_numpy(array))
+        pages[: len(layout.pages)] = layout.pages
+
+    plan(layout)
+    return plan
+
+
 CHUNKS = {(1,): [1], (300, 1, 0, 129, 32): [300, 700, 0, 1000, 4321], (0, 17, 128, 31): [50, 17, 128, 2063], (2090,): [5000]}
 
 
@@ -135,10 +153,9 @@ def test_large_chunks_in_a_graph() -> None:
     built = [Step.build(lengths, (32, 8), head_dim=128, tokens=tokens) for tokens, lengths in batches.items()]
     steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
     pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
-    pages = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-    backend, graph = PrefillAttention([(pool[0], pool[1])], 32, num_tokens=300, num_rows=5, pages=pages), torch.cuda.CUDAGraph()
+    backend, graph = PrefillAttention([(pool[0], pool[1])], 32, num_tokens=300, num_rows=5), torch.cuda.CUDAGraph()
     q, out = steps[0].q.clone(), torch.empty_like(steps[0].q)
-    backend.plan(steps[0].layout)
+    plan = fixed_plan(backend, steps[0].layout)
     backend.run_into(0, q, out)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -146,7 +163,7 @@ def test_large_chunks_in_a_graph() -> None:
     for step in [*steps, steps[0]]:
         for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
             ours[: len(theirs)] = theirs
-        backend.plan(step.layout)
+        plan(step.layout)
         graph.replay()
         assert all(close(*pair) for pair in zip(out, step.expected(), strict=True))
 

@@ -7,16 +7,17 @@ model in bfloat16 flips them under any change of summation order.
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from engine.worker import graphs
-from engine.worker.rows import Rows, StepInputs
-from engine.worker.sampler import SamplingInputs
-from engine.worker.staging import Staging
+from engine.worker.rows import HostStep, Rows
+from models.batch import ForwardBatch
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import fill
@@ -28,7 +29,6 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 SHAPE = "8B"
 TOLERANCE = 2e-2
-NOTHING_SAMPLED = SamplingInputs.stage([], [], [], Staging(1 << 10, torch.device("cpu")))
 PROMPTS: dict[str, list[Part]] = {
     "text": [list(range(1000, 151_000, 371))],
     "one image": [[151_644, 872], smooth_image(480, 640), list(range(5000, 90_000, 1703))],
@@ -134,6 +134,23 @@ def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL) -> None:
         assert relative(row, whole(model, prompt)[-1]) < TOLERANCE
 
 
+def host_step(batch: ForwardBatch) -> HostStep:
+    """The batch as a worker's rows would give it: rows 0, 1, ... decode and are new, so that their input tokens come with the step."""
+    layout = replace(batch.attention, pages=batch.attention.pages.cpu(), slot_mapping_T=batch.attention.slot_mapping_T.cpu())
+    ids, num_prefill = batch.input_ids_T.cpu().numpy(), int(layout.qo_indptr_cpu[layout.num_prefill_rows])
+    decode_rows = np.arange(len(ids) - num_prefill)
+    return HostStep(
+        ids=ids[:num_prefill],
+        decode_rows=decode_rows,
+        positions=batch.positions_3T.cpu().numpy(),
+        attention=layout,
+        visual=batch.visual,
+        logits_indices=batch.logits_indices.cpu().numpy(),
+        draws=(),
+        admitted=np.stack((decode_rows, ids[num_prefill:])),
+    )
+
+
 def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
     from models.layers.attention_cuda import fixed_attention_factory
@@ -151,10 +168,8 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pyt
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:
-        batch = runner.batch(members, num_prefill_rows, "last")
-        decode_rows = torch.arange(len(members) - num_prefill_rows, device=model.device)
-        rows.last_token_R[: len(decode_rows)] = batch.input_ids_T[len(batch.input_ids_T) - len(decode_rows) :]
-        logits = step_graphs.run(StepInputs(batch, NOTHING_SAMPLED, decode_rows)).clone()
+        logits, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, "last")))
+        logits = logits.clone()
         for session, count in members:
             session.computed += count
         return logits

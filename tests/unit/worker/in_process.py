@@ -21,6 +21,7 @@ from engine.worker.memory import allocate_host
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
+from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.layers.attention import allocate_pools, make_attention
 from models.layers.attention_torch import TorchAttention
@@ -29,6 +30,7 @@ from models.qwen3_vl import Qwen3VL
 from models.weights import load_weights
 
 ARENA_BYTES = 1 << 24
+MAX_PAGES = 1024  # of a step through a graph
 CPU = torch.device("cpu")
 
 
@@ -56,6 +58,22 @@ def run_again(forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object]
     """What stands in for a CUDA graph: a replay computes the captured step again, from the same tensors into the same result."""
     result = forward()
     return lambda: result.copy_(forward()), result
+
+
+class PlannedAttention(TorchAttention):
+    """A `FixedAttention` on the CPU: reads rows and pages from the memory of the graphs, as a kernel would, whenever it runs."""
+
+    max_pages = MAX_PAGES
+
+    def plan_arrays(self, layout: AttentionLayout) -> tuple[np.ndarray, ...]:
+        return layout.qo_indptr_cpu.numpy(), layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        self._places = AttentionLayout(*plan, pages, torch.empty(0), 0)
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        self.plan(self._places)
+        return super().run(layer, q_THK)
 
 
 class Engine:
@@ -92,7 +110,7 @@ class Engine:
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = make_attention(pools, config.text.num_heads)
         self.graphs = (
-            StepGraphs(model, lambda *_: TorchAttention(pools), rows, num_blocks, merged.max_num_seqs, run_again) if graphs else None
+            StepGraphs(model, lambda *_: PlannedAttention(pools), rows, num_blocks, merged.max_num_seqs, run_again) if graphs else None
         )
         if self.graphs is not None:
             self.graphs.capture()

@@ -1,15 +1,20 @@
 """Steps through graphs give the tokens of steps without: padding, shapes and what is copied where, with a stand-in for CUDA's capture."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.worker import graphs
-from engine.worker.rows import StepInputs
+from engine.worker.rows import HostStep
+from engine.worker.staging import Staging
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
-from tests.unit.worker.in_process import Engine, load_model, make_picture
+from tests.unit.worker import in_process
+from tests.unit.worker.in_process import Engine, load_model, make_picture, run_again
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +67,72 @@ def test_every_kind_of_step_goes_through_a_graph(model: Qwen3VL, monkeypatch: py
     """Red if the test above stops to exercise graphs: with prompts and decodes, several prompts, prompts alone, decodes alone."""
     seen = set()
 
-    def note(self: graphs.StepGraphs, inputs: StepInputs) -> object:
-        rows = inputs.batch.attention.num_prefill_rows
-        seen.add((min(rows, 2), len(inputs.decode_rows) > 0, len(inputs.batch.visual) > 0))
-        return run(self, inputs)
+    def note(self: graphs.StepGraphs, step: HostStep) -> object:
+        seen.add((min(step.attention.num_prefill_rows, 2), len(step.decode_rows) > 0, len(step.visual) > 0))
+        return run(self, step)
 
     run = graphs.StepGraphs.run
     monkeypatch.setattr(graphs.StepGraphs, "run", note)
     load(Engine(model, graphs=True, mixed_step_tokens=32, max_num_mixed_tokens=24, max_num_batched_tokens=40))
     assert seen >= {(0, True, False), (1, True, True), (1, False, False), (2, True, True)}
+
+
+class Launches(TorchDispatchMode):
+    """Names of torch's operations, in order: what would be a launch on a GPU, since what stays on the host is done by numpy. Left out are
+    views, and what happens inside of a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._in_replay = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if not func.is_view and not self._in_replay:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def record(self, forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        """`run_again` with a replay that counts as one."""
+        replay, result = run_again(forward)
+
+        def noted() -> None:
+            self.names.append("replay")
+            self._in_replay = True
+            replay()
+            self._in_replay = False
+
+        return noted, result
+
+
+def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a step through a graph gets another small kernel or copy, each of which costs a step some microseconds on the device.
+
+    Prompts are embedded before the replay: their text, nothing for DeepStack, their images.
+    """
+    launches, copy = Launches(), Staging.copy
+
+    def note(self: Staging) -> None:
+        launches.names.append("copy")
+        copy(self)
+
+    monkeypatch.setattr(in_process, "run_again", launches.record)
+    monkeypatch.setattr(Staging, "copy", note)
+    engine = Engine(model, graphs=True, max_num_mixed_tokens=24, mixed_step_tokens=32, max_num_batched_tokens=40)
+    launches.names.clear()
+
+    def step() -> list[str]:
+        with launches:
+            engine.step()
+        names, launches.names = launches.names, []
+        return names
+
+    admit, embed, draw = ["index_put_"], ["embedding", "copy_", "fill_"], ["argmax", "index_put_"]
+    engine.add(0, [list(range(20))])
+    engine.add(1, [[6] * 3, make_picture(0, 64, 64), [7]])
+    assert step()[-9:] == ["copy", *admit, *embed, "copy_", "replay", *draw]  # behind an encode
+    assert step() == ["copy", *embed, "copy_", "replay", *draw]
+    assert step() == ["copy", *embed, "copy_", "replay", *draw]
+    assert step() == ["copy", "replay", *draw]
+    engine.add(2, [list(range(300, 350))])
+    assert step() == ["copy", *admit, *embed, "replay", *draw]
+    assert step() == ["copy", *embed, "replay", *draw]

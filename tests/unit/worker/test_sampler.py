@@ -4,7 +4,7 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.messages import SamplingParams
-from engine.worker.sampler import MASK32, SamplingInputs, filter_logits, gumbel_noise, sample, to_uniform
+from engine.worker.sampler import MASK32, Draw, SamplingInputs, filter_logits, gumbel_noise, sample, to_uniform
 from engine.worker.staging import Staging
 from tests.unit.worker.in_process import CPU
 
@@ -14,7 +14,7 @@ VOCAB = 50
 def stage(params: list[SamplingParams], positions: list[int]) -> SamplingInputs:
     staging = Staging(1 << 20, CPU)
     staging.begin()
-    inputs = SamplingInputs.stage(list(range(len(params))), params, positions, staging)
+    inputs = SamplingInputs.stage([Draw(row, *pair) for row, pair in enumerate(zip(params, positions, strict=True))], staging)
     staging.copy()
     return inputs
 
