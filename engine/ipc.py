@@ -168,4 +168,3 @@ def die_with_parent(sig: signal.Signals) -> None:
 def setup_logging(role: str, level: str) -> None:
     """One line format for every process, on stderr."""
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)
-

@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.layers.attention import AttentionBackend, allocate_pools, make_attention
 from models.layers.ops import Ops
 from models.layers.parallel import TensorParallel
-from models.layers.split_attention import SplitAttention
+from models.layers.split_cuda import SplitAttention
 
 CHUNK = 8192
 PAGE = 16

@@ -1,6 +1,6 @@
 """A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`. Started by the launcher, driven by plans.
 
-    plan ──▶ launch (returns at once) ──▶ pending, at most two ──▶ done? ──▶ result
+plan ──▶ launch (returns at once) ──▶ pending, at most two ──▶ done? ──▶ result
 """
 
 import logging

@@ -8,10 +8,10 @@ import torch
 
 from models.batch import AttentionLayout
 from models.layers.attention import FixedAttention, Int32s, plan_on_device
-from models.layers.kernels_attention import group_tokens
 from models.layers.ops import KVPool
 from models.layers.prefill_cuda import PrefillAttention
-from models.layers.split_attention import SplitAttention, max_token_groups
+from models.layers.split_cuda import SplitAttention
+from models.layers.split_plan import group_tokens, max_token_groups
 
 MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
 

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from models.batch import AttentionLayout
 from models.layers.attention import Int32s
-from models.layers.split_attention import max_token_groups, token_groups
+from models.layers.split_plan import max_token_groups, token_groups
 
 ITEM_FIELDS = 8  # aligned pieces of memory
 

@@ -1,4 +1,4 @@
-// Attention of few query tokens over paged keys and values, for Hopper. Compiled by `split_attention.py`, which defines HEAD_DIM.
+// Attention of few query tokens over paged keys and values, for Hopper. Compiled by `split_cuda.py`, which defines HEAD_DIM.
 //
 // Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
 // head, row r is head r % 4 of token r / 4. A block has one unit of work (`split_plan.py`) and one KV head. Each of its warps takes every
@@ -45,7 +45,7 @@ struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
 static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
 
 struct Unit {
-  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `split_attention.py`
+  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `split_plan.py`
 
   CUTLASS_DEVICE Unit(Params const& params, int number) {
     int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
   if (unit.count > 1) merge_units(params, unit, shared);
 }
 
-// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `split_attention.py`.
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `split_cuda.py`.
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView units, ffi::TensorView pages,
          ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale) {
   int const group = static_cast<int>(q.size(1) / k.size(1)), box_rows = static_cast<int>(std::min<int64_t>(page_size, kTile));

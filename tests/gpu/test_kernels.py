@@ -18,7 +18,7 @@ from tests.unit.models.attention_step import Step
 
 if torch.cuda.is_available():
     from models.layers.prefill_cuda import PrefillAttention  # needs FlashInfer, which a CPU machine lacks
-    from models.layers.split_attention import Scratch, SplitAttention
+    from models.layers.split_cuda import Scratch, SplitAttention
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 

@@ -1,7 +1,7 @@
-"""Split attention in Triton's interpreter against torch in float64, and how its work is cut.
+"""How split attention's work is cut, also through the kernel's arithmetic in torch; the kernel itself is tested on GPUs.
 
-Red when a tile, a page or a part is skipped, read twice or read beyond the row's end, when a token of a chunk sees a later one or misses an
-earlier one, and when units pile up on the longest row.
+Red when a page or a part is skipped, taken twice or named wrongly, when a token of a chunk sees a later one or misses an earlier one, and
+when units pile up on the longest row.
 """
 
 from dataclasses import replace
@@ -11,65 +11,56 @@ import pytest
 import torch
 
 from tests.unit.models.attention_step import Step
-from tests.unit.models.interpreter import interpreted, run_interpreted, starts_interpreter
+from tests.unit.models.kernels_in_torch import use_torch_kernels
+
+pytest.importorskip("triton")  # beside the kernel that is replaced
+from models.layers import split_cuda
+from models.layers.split_cuda import SplitAttention
+from models.layers.split_plan import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units, token_groups
 
 EDGES = [1, 15, 16, 17, 64, 65, 1000]
 LONG_AND_SHORT = [3000, *[20] * 10]
 
 
-@starts_interpreter
-def test_split_attention_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch_kernels(monkeypatch)
 
 
-def check(step: Step, spare_groups: int = 0, tolerance: float = 1e-5) -> int:
-    """Two runs of one plan, for a backend of more token groups. Returns the number of units."""
-    from models.layers.kernels_attention import group_tokens
-    from models.layers.split_attention import Scratch, SplitAttention, max_token_groups
-
+def check(step: Step, spare_groups: int = 0) -> int:
+    """For a backend of more token groups. Returns the number of units."""
     num_heads = step.q.shape[1]
     size = group_tokens(num_heads, step.pool[0].shape[2])
     groups = max_token_groups(len(step.q), len(step.layout.kv_lens_cpu), size) + spare_groups
-    scratch = Scratch.allocate([step.pool], num_heads, groups, len(step.layout.pages))
-    scratch.partials_UGHK.fill_(torch.nan)
-    scratch.sums_UGH.fill_(torch.nan)
-    backend = SplitAttention([step.pool], groups, scratch)
+    backend = SplitAttention.factory([step.pool], num_heads, groups, len(step.layout.pages))(groups)
     backend.plan(step.layout)
-    ours = [backend.run(0, step.q) for _ in range(2)]
-    torch.testing.assert_close(ours[0].double(), step.expected(), rtol=tolerance, atol=tolerance)
-    assert ours[0].equal(ours[1]) and not scratch.arrivals_UN.any()
+    torch.testing.assert_close(backend.run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
     return int((backend._units_UF[:, 4] > 0).sum())
 
 
 @pytest.fixture
 def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with many multiprocessors."""
-    from models.layers import split_attention
-
-    monkeypatch.setattr(split_attention, "PROGRAMS", 64)
+    monkeypatch.setattr(split_cuda, "BLOCKS", 64)
 
 
-@interpreted
 @pytest.mark.parametrize("length", [*EDGES, 5000])
 def test_one_row(length: int, many_units: None) -> None:
     units = check(Step.build([length], heads=(2, 1)))
     assert units == min(-(-length // 64), 53 if length == 5000 else 64)
 
 
-@interpreted
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 1), (3, 1), (32, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 1)])
 def test_groups_of_heads(heads: tuple[int, int], many_units: None) -> None:
     assert check(Step.build([300, 65, 1], heads)) > 3
 
 
-@interpreted
 @pytest.mark.parametrize(("page", "head_dim"), [(1, 16), (4, 32), (16, 128), (128, 16)])
 def test_pages(page: int, head_dim: int, many_units: None) -> None:
     check(Step.build([1, 3, 130, 200], heads=(4, 2), head_dim=head_dim, page=page))
     check(Step.build([300, 290, 140], heads=(4, 2), head_dim=head_dim, page=page, shared=128 // page))
 
 
-@interpreted
 @pytest.mark.parametrize("lengths", [EDGES, LONG_AND_SHORT, [64] * 5, [1] * 8])
 @pytest.mark.parametrize("spare_groups", [0, 5])
 def test_batches(lengths: list[int], spare_groups: int) -> None:
@@ -77,7 +68,6 @@ def test_batches(lengths: list[int], spare_groups: int) -> None:
     assert len(lengths) <= units <= 1.5 * len(lengths) + 1
 
 
-@interpreted
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -85,40 +75,22 @@ def test_random_batches(seed: int) -> None:
     check(Step.build(lengths, heads=(2, 1), seed=seed))
 
 
-@interpreted
-def test_half_precision(many_units: None) -> None:
-    check(Step.build(EDGES, heads=(4, 1)).to(torch.device("cpu"), torch.float16), tolerance=3e-3)
-
-
-@interpreted
-def test_large_scores() -> None:
-    """The sum of exponentials alone would overflow."""
-    step = Step.build([500, 3], heads=(2, 1))
-    step.q *= 300
-    check(step, tolerance=1e-4)
-
-
-@interpreted
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (3, 1), (8, 2)])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 2)])
 @pytest.mark.parametrize("context", [0, 30, 47, 600])
 def test_chunks(heads: tuple[int, int], context: int, many_units: None) -> None:
     """Chunks of all lengths around a group of tokens in one step: around one or two tiles of keys, which are one unit, and of many."""
-    from models.layers.kernels_attention import group_tokens
-
     tokens = [1, 2, 3, 4, 5, 9, 16, 17]
     step = Step.build([context + count for count in tokens], heads, tokens=tokens)
     groups = sum(-(-count // group_tokens(*heads)) for count in tokens)
     assert (check(step) > groups) == (context == 600)
 
 
-@interpreted
 @pytest.mark.parametrize("length", [*range(64, 72), 79, 80, 81, 95, 96, 97])
 def test_a_chunk_across_the_last_tiles(length: int, many_units: None) -> None:
     """Red if a token has no key in the first tile of a part: its result would be NaN."""
     check(Step.build([length], heads=(1, 1), tokens=[17]))
 
 
-@interpreted
 @pytest.mark.parametrize("page", [1, 16, 128])
 def test_a_padded_step(page: int, many_units: None) -> None:
     """As in a graph: prompts, padding, empty rows, then decode rows."""
@@ -126,7 +98,6 @@ def test_a_padded_step(page: int, many_units: None) -> None:
     check(Step.build([3000, 1, 6, 0, 0, 500, 1], heads=(4, 1), page=page, tokens=tokens), spare_groups=5)
 
 
-@interpreted
 @pytest.mark.parametrize("seed", range(6))
 def test_random_chunks(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -136,22 +107,16 @@ def test_random_chunks(seed: int) -> None:
     check(Step.build([3000, *lengths.tolist()], heads=(group, 1), tokens=[5, *tokens.tolist()], seed=seed))
 
 
-@interpreted
 def test_decode_rows_behind_prefill_rows() -> None:
     """Of a mixed step, only the decode rows are planned."""
-    from models.layers.split_attention import SplitAttention
-
     step = Step.build([100, 40, 200], heads=(2, 1), tokens=[7, 1, 1])
     backend = SplitAttention.factory([step.pool], 2, 2, max_pages=3 + 13)(2)
     backend.plan(replace(step.layout, num_prefill_rows=1).decode_rows())
     torch.testing.assert_close(backend.run(0, step.q[7:]).double(), step.expected()[7:], rtol=1e-5, atol=1e-5)
 
 
-@interpreted
 def test_backends_of_several_sizes_share_their_scratch(many_units: None) -> None:
     """As captured graphs do: plan, run, then another size."""
-    from models.layers.split_attention import SplitAttention
-
     lengths = [700, 30, 1000, 5]
     pool = Step.build(lengths, heads=(2, 1)).pool
     make = SplitAttention.factory([pool], 2, max_groups=4, max_pages=200)
@@ -164,14 +129,10 @@ def test_backends_of_several_sizes_share_their_scratch(many_units: None) -> None
         torch.testing.assert_close(backends[size].run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
 
 
-@interpreted
 @pytest.mark.parametrize("seed", range(50))
 def test_units(seed: int) -> None:
     """Every key once; no more units than allowed; none longer than needed; longest first; equal groups are cut only if all are; several
     tokens never end before the second tile of a last part."""
-    from models.layers.kernels_attention import MIN_DOT_ROWS, TILE
-    from models.layers.split_attention import MIN_TILES, plan_units
-
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 257))
     lens = rng.integers(1, [2, 500, 5000, 100_000][seed % 4], rows).astype(np.int32)
@@ -191,15 +152,12 @@ def test_units(seed: int) -> None:
     ends = np.append(first[order][1:] != first[order][:-1], True)
     assert (stop[order][ends] == lens).all() and (start[order][1:][~ends[:-1]] == stop[order][:-1][~ends[:-1]]).all()
     assert (start[order][np.roll(ends, 1)] == 0).all() and (row[order][ends] == np.arange(rows)).all()
-    assert (stop - start >= MIN_DOT_ROWS)[(parts > 1) & (index == first + parts - 1)].all() and MIN_DOT_ROWS <= TILE
+    assert (stop - start >= ROWS)[(parts > 1) & (index == first + parts - 1)].all() and ROWS <= TILE
 
 
-@interpreted
 @pytest.mark.parametrize("seed", range(20))
 def test_token_groups(seed: int) -> None:
     """Every query token once, with its row's pages, up to its own key; no more groups than a graph has room for."""
-    from models.layers.split_attention import max_token_groups, token_groups
-
     rng = np.random.default_rng(seed)
     rows, size = int(rng.integers(1, 20)), int(rng.integers(1, 17))
     tokens = rng.integers(0, 40, rows)
