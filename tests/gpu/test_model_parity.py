@@ -110,7 +110,7 @@ def test_decode_equals_prefill(model: Qwen3VL, graphed: bool) -> None:
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:
-        from models.layers.split_attention import SplitAttention
+        from models.layers.split_cuda import SplitAttention
 
         runner.attention = SplitAttention.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
     rows = []
