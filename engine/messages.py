@@ -196,6 +196,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and running totals of the engine, for `/metrics` and `/health`. The scheduler's, but for what says otherwise."""
 
+    max_model_len: int = 0  # tokens of a request, answer included: what was asked for, cut to the KV pool
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0

@@ -110,7 +110,7 @@ class Api:
             "object": "model",
             "created": self._created,
             "owned_by": "engine",
-            "max_model_len": self._child.runtime.max_model_len,
+            "max_model_len": self.client.stats.max_model_len or self._child.runtime.max_model_len,  # 0 before the engine is ready
         }
         return JSONResponse({"object": "list", "data": [card]})
 

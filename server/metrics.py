@@ -14,8 +14,8 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 PREFIX = "engine_"
 GAUGES = frozenset({
-    "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes", "image_cache_budget",
-    "image_host_cache_bytes", "image_host_cache_budget",
+    "max_model_len", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes",
+    "image_cache_budget", "image_host_cache_bytes", "image_host_cache_budget",
 })  # fmt: skip
 
 

@@ -93,7 +93,7 @@ class Processor:
 
     def __init__(self, child: Child):
         self._config = child.config
-        self._max_model_len = child.runtime.max_model_len
+        self._max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._checkpoint = read_checkpoint(Path(child.runtime.model_folder))
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
@@ -251,6 +251,7 @@ class Processor:
             self._decode(wanted)
         stats = message.stats
         if stats is not None:
+            self._max_model_len = stats.max_model_len
             stats = msgspec.structs.replace(stats, images_decoded=self._loader.num_decoded)
         if events or message.heartbeat:
             self._api.send(Events(events, [], stats, message.heartbeat))

@@ -76,7 +76,7 @@ class PromptBuilder:
     def _render(self, messages: Messages, template_kwargs: dict[str, bool | str]) -> str:
         try:
             return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **template_kwargs)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
             raise RequestError(400, f"The chat template of this model refuses these messages: {words}", "messages") from None
 

@@ -136,6 +136,7 @@ class SchedulerCore:
         """Gauges and totals, for the metrics."""
         state = self.state
         return EngineStats(
+            max_model_len=self._capacity,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_blocks=state.blocks.num_blocks,

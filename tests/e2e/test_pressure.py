@@ -63,6 +63,17 @@ def test_preemption_and_eviction_change_no_answer(tiny: Path) -> None:
         assert got == 2 * expected
 
 
+def test_a_prompt_that_the_pool_never_holds(tiny: Path) -> None:
+    """Red if the length that clients are told, or the error of a longer prompt, knows nothing of a small KV pool."""
+    with serve(tiny, *TIGHT) as engine:
+        limit = engine.client.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert limit == 40 * 16 == engine.metric("engine_max_model_len")
+        response = engine.client.post("/v1/chat/completions", json=chat_body("word " * limit))
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded" and str(limit) in response.json()["error"]["message"]
+        assert engine.text("Still well?")
+
+
 def test_clients_that_leave_at_any_stage(tiny: Path) -> None:
     """Red if a disconnect while sending, waiting, prefilling or streaming leaks a block, a pin, a row or arena bytes."""
     rng = random.Random(0)

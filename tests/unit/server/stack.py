@@ -41,10 +41,11 @@ Script = Callable[["FakeScheduler", EngineRequest], None]
 class FakeScheduler:
     """Binds the scheduler's inbox; `script` decides what happens to each request. Heartbeats as the real one does."""
 
-    def __init__(self, run_dir: str, arena: ArenaView):
+    def __init__(self, run_dir: str, arena: ArenaView, max_model_len: int):
         self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
         self._processor: Outbox[EngineOutputs] = Outbox(run_dir, "processor")
         self._arena = arena
+        self.max_model_len = max_model_len
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.script: Script = answer_text
@@ -81,7 +82,7 @@ class FakeScheduler:
         return bytes(self._arena.view(region.offset, region.length))
 
     def beat(self, age: float = 0.0) -> None:
-        self._processor.send(EngineOutputs([], [], EngineStats(steps=1), time.monotonic() - age))
+        self._processor.send(EngineOutputs([], [], EngineStats(max_model_len=self.max_model_len, steps=1), time.monotonic() - age))
 
     def _run(self) -> None:
         last = 0.0
@@ -157,7 +158,7 @@ class Stack:
         self._runtime_file = Path(self.run_dir, "runtime.json")
         self._runtime_file.write_bytes(msgspec.json.encode(runtime))
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
-        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]))
+        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]), max_model_len)
         self._inherited = (*self._fds, lifeline)
         self.processes = {role: self._spawn(role, module) for role, module in (("processor", "server.processor"), ("api", "server.app"))}
         os.close(lifeline)

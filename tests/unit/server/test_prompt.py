@@ -174,6 +174,8 @@ def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
         ("{{ messages.nothing.at_all }}", "failed"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed"),
         ("{{ messages.append(1) }}", "failed"),
+        ("{{ '%(name)s' % {} }}", "failed"),
+        ("{{ 1 // 0 }}", "failed"),
         ("<|image_pad|>", "every image"),
     ],
 )
