@@ -119,7 +119,7 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> StepGraphs:
     """Graphs of small steps; the pool's last block is scratch."""
-    from models.layers.attention_cuda import fixed_attention_factory  # needs FlashInfer, which a CPU machine lacks
+    from models.layers.attention_cuda import fixed_attention_factory  # needs Triton, which a CPU machine may lack
 
     num_heads = model.config.text.num_heads // model.tp.size
     max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP

@@ -80,7 +80,7 @@ def allocate_pools(
 def make_attention(pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
     """The backend for the device of the pools; `num_heads` are this rank's query heads."""
     if pools[0][0].device.type == "cuda":
-        from models.layers.attention_cuda import make_mixed_attention  # needs FlashInfer, which a CPU machine lacks
+        from models.layers.attention_cuda import make_mixed_attention  # needs Triton, which a CPU machine may lack
 
         return make_mixed_attention(pools, num_heads)
     from models.layers.attention_torch import TorchAttention

@@ -27,7 +27,7 @@ class SegmentAttention(Protocol):
 def make_segment_attention(num_heads: int, head_dim: int, device: torch.device) -> SegmentAttention:
     """The implementation for this device."""
     if device.type == "cuda":
-        from models.layers.segments_cuda import HopperSegments  # needs FlashInfer, which a CPU machine lacks
+        from models.layers.segments_cuda import HopperSegments  # needs Triton, which a CPU machine may lack
 
         return HopperSegments(num_heads, head_dim, device)
     from models.layers.segments_torch import TorchSegments

@@ -17,7 +17,7 @@ from tests.gpu.generated import config_of
 from tests.unit.models.attention_step import Step
 
 if torch.cuda.is_available():
-    from models.layers.prefill_cuda import PrefillAttention  # needs FlashInfer, which a CPU machine lacks
+    from models.layers.prefill_cuda import PrefillAttention  # needs Triton, which a CPU machine may lack
     from models.layers.split_cuda import Scratch, SplitAttention
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]

@@ -1,4 +1,4 @@
-"""The 8B shape on one GPU, bfloat16: FlashInfer, Triton and CUDA graphs against transformers with the same random weights.
+"""The 8B shape on one GPU, bfloat16: our kernels and CUDA graphs against transformers with the same random weights.
 
 Red when a CUDA path disagrees with the reference: a kernel, an epilogue, a plan, or the order of pages. Tokens are not compared: a random
 model in bfloat16 flips them under any change of summation order.
