@@ -25,6 +25,7 @@ from engine.worker.runner import Runner
 from engine.worker.staging import Staging
 from models.config import ModelConfig
 from models.layers.attention import allocate_pools, make_attention
+from models.layers.compile_cuda import load_kernels
 from models.layers.ops import KVPool
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
@@ -42,6 +43,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     config = child.config
     dtype = pick_dtype(config, device)
     tp = join_ranks(child, rank, device)
+    if device.type == "cuda":
+        load_kernels(model_config.text.head_dim, model_config.vision.head_dim)
     model = load_model(child, model_config, tp, dtype, device)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     peak = profile_peak(model, config, model_config, dtype, device, tp, tower_stream)

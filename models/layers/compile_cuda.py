@@ -1,5 +1,6 @@
 """Compiles our CUDA kernels with FlashInfer's machinery: at their first use, once per head size, kept where it keeps its own kernels."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,3 +13,10 @@ def load_kernel(name: str, head_dim: int) -> Any:
 
     flags = [*sm90a_nvcc_flags, f"-DHEAD_DIM={head_dim}"]
     return gen_jit_spec(f"{name}_{head_dim}", [Path(__file__).with_name(f"{name}.cu")], extra_cuda_cflags=flags).build_and_load()
+
+
+def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
+    """All that a model needs: those that were never compiled are compiled at the same time. RuntimeError as `load_kernel`."""
+    kernels = ("prefill_attention", text_head_dim), ("split_attention", text_head_dim), ("segment_attention", vision_head_dim)
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        list(pool.map(lambda kernel: load_kernel(*kernel), kernels))
