@@ -1,5 +1,7 @@
-"""What Python assumes of the CUDA sources, where no export says it. Red if one side is changed alone, or if a source is not compiled with the
-others at the start."""
+"""What Python assumes of the CUDA sources, where no export says it.
+
+Red if one side is changed alone, or if a source is not compiled with the others at the start.
+"""
 
 import re
 from pathlib import Path
