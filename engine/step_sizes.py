@@ -5,7 +5,7 @@ than 440. The sizes of steps that mix prompts and decodes are those that lose li
 """
 
 MIXED_STEP_SIZES = (104, 128, 152, 184, 216, 248, 280, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024)
-MIXED_DECODE_SIZES = (8, 16, 32, 48, 64, 96, 128)  # decode rows of a mixed graph
+MIXED_DECODE_SIZES = (8, 16, 24, 32, 48, 64, 96, 128)  # decode rows of a mixed graph
 SMALL_CHUNKS = (16, 64)  # prompt tokens, for the end of a cached prompt beside any number of decodes
 CHEAP_STEP = 184  # takes a quarter longer than 64 tokens: to cut a chunk smaller saves little
 LARGEST_CHUNK = 512  # prompt tokens of a graph; larger steps keep the device busy while the host launches them

@@ -21,6 +21,24 @@ from models.layers.rotary import MRope
 from models.splice import add_deepstack_, splice_
 
 
+class Residual:
+    """The residual stream: `sum_TD`, added to in place, and addends that it may lack until the next norm adds them in passing."""
+
+    def __init__(self, sum_TD: torch.Tensor) -> None:
+        self.sum_TD = sum_TD
+        self._addends_STD: torch.Tensor | None = None
+
+    def add_(self, layer: RowParallelLinear, x_TX: torch.Tensor) -> None:
+        """Adds the layer's output. The addends of the one before have been taken."""
+        assert self._addends_STD is None
+        self._addends_STD = layer.add_(x_TX, self.sum_TD)
+
+    def take_addends(self) -> torch.Tensor | None:
+        """(S, T, D) or None; whoever takes them adds them to `sum_TD`."""
+        addends_STD, self._addends_STD = self._addends_STD, None
+        return addends_STD
+
+
 class SelfAttention(nn.Module):
     """Projections around the paged attention; this rank's heads."""
 
@@ -40,10 +58,10 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, dtype, device)
 
     def store_and_query(
-        self, residual_TD: torch.Tensor, norm: RMSNorm, cos_sin_TK: torch.Tensor, pool: KVPool, slots_T: torch.Tensor
+        self, residual: Residual, norm: RMSNorm, cos_sin_TK: torch.Tensor, pool: KVPool, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """Writes the tokens' keys and values into the pool and returns their queries (T, H, K), normalised and rotated."""
-        qkv_TX = self.ops.norm_linear(residual_TD, norm.weight, norm.eps, self.qkv_proj.weight)
+        qkv_TX = self.ops.norm_linear(residual.sum_TD, norm.weight, norm.eps, self.qkv_proj.weight, residual.take_addends())
         eps = self.q_norm.eps
         return self.ops.norm_rope_store_(qkv_TX, self.q_norm.weight, self.k_norm.weight, eps, cos_sin_TK, pool, slots_T)
 
@@ -58,9 +76,10 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, dtype, device)
 
-    def add_(self, residual_TD: torch.Tensor, norm: RMSNorm) -> None:
-        """residual += MLP(norm(residual)), in place."""
-        self.down_proj.add_(self.ops.norm_swiglu(residual_TD, norm.weight, norm.eps, self.gate_up_proj.weight), residual_TD)
+    def add_(self, residual: Residual, norm: RMSNorm) -> None:
+        """residual += MLP(norm(residual))."""
+        inner = self.ops.norm_swiglu(residual.sum_TD, norm.weight, norm.eps, self.gate_up_proj.weight, residual.take_addends())
+        residual.add_(self.down_proj, inner)
 
 
 class DecoderLayer(nn.Module):
@@ -91,23 +110,22 @@ class TextModel(nn.Module):
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """(S, D): normalised hidden states of `batch.logits_indices`; the keys and values of all tokens are in the pool afterwards.
 
-        `attention` has been planned for this batch. The residual stream is one tensor, added to in place. After the last layer's keys
-        are stored, only the wanted tokens go on.
+        `attention` has been planned for this batch. After the last layer's keys are stored, only the wanted tokens go on.
         """
-        residual_TD = self.embed_tokens(batch.input_ids_T)
-        splice_(residual_TD, batch.visual)
+        residual = Residual(self.embed_tokens(batch.input_ids_T))
+        splice_(residual.sum_TD, batch.visual)
         cos_sin_TK = self.rope.rows(batch.positions_3T)
         slots_T, wanted_S = batch.attention.slot_mapping_T, batch.logits_indices
         for i, layer in enumerate(self._layers):
-            q_THK = layer.self_attn.store_and_query(residual_TD, layer.input_layernorm, cos_sin_TK, attention.pool(i), slots_T)
+            q_THK = layer.self_attn.store_and_query(residual, layer.input_layernorm, cos_sin_TK, attention.pool(i), slots_T)
             if i == len(self._layers) - 1 and len(wanted_S) == 0:
-                return residual_TD[:0]
+                return residual.sum_TD[:0]
             out_TX = attention.run(i, q_THK).flatten(1)
             if i == len(self._layers) - 1 and len(wanted_S) < len(out_TX):
-                out_TX, residual_TD = out_TX[wanted_S], residual_TD[wanted_S]
-            layer.self_attn.o_proj.add_(out_TX, residual_TD)
-            layer.mlp.add_(residual_TD, layer.post_attention_layernorm)
+                out_TX, residual = out_TX[wanted_S], Residual(residual.sum_TD[wanted_S])  # which lacks nothing since its norm
+            residual.add_(layer.self_attn.o_proj, out_TX)
+            layer.mlp.add_(residual, layer.post_attention_layernorm)
             if i < self.num_deepstack_levels:
-                add_deepstack_(residual_TD, batch.visual, level=i)
-        hidden_SD: torch.Tensor = self.norm(residual_TD)
+                add_deepstack_(residual.sum_TD, batch.visual, level=i)
+        hidden_SD: torch.Tensor = self.norm(residual.sum_TD, residual.take_addends())
         return hidden_SD

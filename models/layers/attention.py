@@ -53,8 +53,12 @@ class FixedAttention(AttentionBackend, HostPlan, Protocol):
 
 
 def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
-    """Plans a step that no graph replays: its plan gets memory of its own."""
-    device = layout.pages.device
+    """Plans a step that no graph replays."""
+    part.read_from(on_device(part.plan_arrays(layout), layout.pages.device), layout.pages)
+
+
+def on_device(arrays: Sequence[Int32s], device: torch.device) -> list[torch.Tensor]:
+    """A plan in memory of its own."""
 
     def moved(array: Int32s) -> torch.Tensor:
         staged = torch.from_numpy(array)
@@ -62,7 +66,7 @@ def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
             staged = staged.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
         return staged.to(device, non_blocking=True)
 
-    part.read_from([moved(array) for array in part.plan_arrays(layout)], layout.pages)
+    return [moved(array) for array in arrays]
 
 
 def allocate_pools(

@@ -1,5 +1,7 @@
 """`AttentionBackend` on a GPU: one kernel for chunks of prompts, another for single tokens and for short chunks in a graph. Made by
 `make_attention` for steps of any mix, and by the worker for the fixed shapes of its CUDA graphs.
+
+In a mixed step both run at once, on multiprocessors of their own: one multiplies, the other waits for memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -7,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from models.batch import AttentionLayout
-from models.layers.attention import FixedAttention, Int32s, plan_on_device
+from models.layers.attention import FixedAttention, Int32s, on_device, plan_on_device
 from models.layers.ops import KVPool
 from models.layers.prefill_cuda import PrefillAttention
+from models.layers.prefill_plan import num_blocks_of
 from models.layers.split_cuda import SplitAttention
 from models.layers.split_plan import group_tokens, max_token_groups
 
@@ -29,14 +32,17 @@ class MixedAttention:
         self._num_prefill_tokens = 0
 
     def plan(self, layout: AttentionLayout) -> None:
+        device, decodes = layout.pages.device, layout.decode_rows()
         self._num_prefill_tokens = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-        if layout.num_prefill_rows:
-            self._prefill.plan(layout)
+        num_taken = 0
+        if self._num_prefill_tokens:
+            (items,) = self._prefill.plan_arrays(layout)
+            self._prefill.read_from(on_device((items,), device), layout.pages)
+            num_taken = num_blocks_of(items)
         self._decode = None
-        decodes = layout.decode_rows()
         if len(decodes.kv_lens_cpu):
             self._decode = self._make_decode(decodes)
-            self._decode.plan(decodes)
+            self._decode.read_from(on_device(self._decode.plan_arrays(decodes, num_taken=num_taken), device), decodes.pages)
 
     def pool(self, layer: int) -> KVPool:
         return self._pools[layer]
@@ -47,7 +53,7 @@ class MixedAttention:
         if split:
             self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
         if self._decode is not None:
-            self._decode.run_into(layer, q_THK[split:], out_THK[split:])
+            self._decode.run_into(layer, q_THK[split:], out_THK[split:], is_beside=split > 0)
         return out_THK
 
 
@@ -69,7 +75,8 @@ class FixedMixedAttention:
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
         first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # of the decode rows, in the one list that both kernels read
-        return *self._prefill.plan_arrays(layout), *self._decode.plan_arrays(layout.decode_rows(), first_page)
+        (items,) = self._prefill.plan_arrays(layout)
+        return items, *self._decode.plan_arrays(layout.decode_rows(), first_page, num_blocks_of(items))
 
     def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
         items, units_UF = plan
@@ -82,7 +89,7 @@ class FixedMixedAttention:
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
         out_THK, split = torch.empty_like(q_THK), self._num_tokens
         self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
-        self._decode.run_into(layer, q_THK[split:], out_THK[split:])
+        self._decode.run_into(layer, q_THK[split:], out_THK[split:], is_beside=True)
         return out_THK
 
 

@@ -12,11 +12,12 @@
 //    scores = q k^T   4 steps of 16         + 1 step
 //    out += p v       64 columns            + 8 columns, in one instruction
 //
-// A kernel is `attend<Work>`. Work says what a block computes; its tiles have numbers, of which a block takes every gridDim.x-th:
+// A kernel is `attend<Work>`. Work says what a block computes; its tiles have numbers, of which block b takes b, b + num_blocks, and so on:
 //
 //    Params, with scale_log2              what all blocks read
 //    Work(params, number)                 a tile of queries
 //    num_tiles(params)                    their number
+//    num_blocks(params)                   blocks that compute: the others end at once and leave their multiprocessor to another kernel
 //    num_groups                           groups of 64 rows that have a query: the others pass their turns on
 //    num_kv_tiles, num_unmasked_tiles     tiles of keys, and the first ones, of which every query sees every key
 //    visible(params, row)                 how many keys a query sees
@@ -267,7 +268,7 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
   };
 
   if (group == kGroups - 1) pass_turn();  // group 0 begins
-  for (int number = blockIdx.x, end = Work::num_tiles(params); number < end; number += gridDim.x) {
+  for (int number = blockIdx.x, end = Work::num_tiles(params); number < end; number += Work::num_blocks(params)) {
     Work const work(params, number);
     if (group >= work.num_groups) {
       skip(work);
@@ -314,6 +315,8 @@ template <typename Work>
 __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typename Work::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // a kernel that was made to run beside this one begins
+  if (blockIdx.x >= Work::num_blocks(params)) return;
   Pipelines pipelines(shared);
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers; the others get them

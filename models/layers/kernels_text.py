@@ -25,9 +25,18 @@ GEMV_MAX_BLOCK = 8192  # up to here a vector is kept whole
 
 @triton.jit
 def _rms_norm(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    x: tl.tensor,
+    weight: tl.tensor,
+    addends: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    addend_size: tl.tensor,
+    ADDENDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: one token. With OVERLAP it starts while the kernel before it ends."""
+    """One program: one token, to which ADDENDS values are added first. With OVERLAP it starts while the kernel before it ends."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -35,6 +44,12 @@ def _rms_norm(
     if OVERLAP:
         gdc_wait()
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    if ADDENDS > 0:
+        for part in tl.static_range(ADDENDS):
+            value += tl.load(addends + part * addend_size + place, inside, 0.0).to(tl.float32)
+        whole = value.to(x.dtype.element_ty)
+        tl.store(x + place, whole, inside)
+        value = whole.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
     tl.store(out + place, value.to(out.dtype.element_ty), inside)
 
@@ -173,14 +188,16 @@ def _gemv(
         row += step
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
     """As `Ops.rms_norm`, for contiguous tensors."""
-    assert x_TD.is_contiguous()
+    num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
+    assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
     out_TD, width = torch.empty_like(x_TD), x_TD.shape[1]
     if len(x_TD):
         _rms_norm[(len(x_TD),)](
-            x_TD, weight_D, out_TD, eps,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda, num_warps=NORM_WARPS, **launch_early(x_TD),
+            x_TD, weight_D, addends, out_TD, eps, x_TD.numel(),
+            ADDENDS=num_addends, WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda,
+            num_warps=NORM_WARPS, **launch_early(x_TD),
         )  # fmt: skip
     return out_TD
 

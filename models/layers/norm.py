@@ -16,5 +16,6 @@ class RMSNorm(nn.Module):
         self.ops = ops
         self.weight = empty_parameter(size, dtype=dtype, device=device)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.ops.rms_norm(x_TD, self.weight, self.eps)
+    def forward(self, x_TD: torch.Tensor, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Ops.rms_norm`."""
+        return self.ops.rms_norm(x_TD, self.weight, self.eps, addends_STD)

@@ -26,19 +26,26 @@ class Taps:
 
 
 class Ops(Protocol):
-    """Methods that end in an underscore change an argument in place, as said there."""
+    """Methods that end in an underscore change an argument in place, as said there.
 
-    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    What a norm reads may lack addends (S, T, D), which `linear_add_` has left: their sum over S is added to it first, in place.
+    """
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
         """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
 
-    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
-        """rms_norm(x, norm, eps) @ weight.T."""
+    def norm_linear(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """rms_norm(x, norm, eps, addends) @ weight.T."""
 
-    def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
-        """silu(first half) * second half of the last dimension of rms_norm(x, norm, eps) @ weight.T."""
+    def norm_swiglu(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """silu(first half) * second half of the last dimension of rms_norm(x, norm, eps, addends) @ weight.T."""
 
-    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
-        """residual += x @ weight.T."""
+    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        """residual += x @ weight.T, now (then this returns None) or when the addends are added that this returns."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""

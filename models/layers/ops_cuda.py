@@ -8,28 +8,40 @@ from models.layers.kernels_text import gemv, gemv_add_, gemv_swiglu, norm_rope_s
 from models.layers.kernels_vision import layer_norm
 from models.layers.ops import KVPool, Taps
 
+# A product that joins the residual has few tiles if there are few tokens. Cut along the inner dimension it fills the device.
+SPLIT_TOKENS = 288
+SPLITS = 2
+
 
 class CudaOps:
     """See `Ops`. For bfloat16; tensors contiguous unless said otherwise there. For a single token our kernels beat cuBLAS."""
 
-    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x_TD, weight_D, eps)
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
+        return rms_norm(x_TD, weight_D, eps, addends)
 
-    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+    def norm_linear(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if len(x_TD) == 1:
-            return gemv(x_TD, weight_ND, x_TD.dtype, (norm_D, eps))
-        return F.linear(rms_norm(x_TD, norm_D, eps), weight_ND)
+            return gemv(_with(addends, x_TD), weight_ND, x_TD.dtype, (norm_D, eps))
+        return F.linear(rms_norm(x_TD, norm_D, eps, addends), weight_ND)
 
-    def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
+    def norm_swiglu(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if len(x_TD) == 1:
-            return gemv_swiglu(x_TD, weight_ND, (norm_D, eps))
-        return swiglu(F.linear(rms_norm(x_TD, norm_D, eps), weight_ND))
+            return gemv_swiglu(_with(addends, x_TD), weight_ND, (norm_D, eps))
+        return swiglu(F.linear(rms_norm(x_TD, norm_D, eps, addends), weight_ND))
 
-    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         if len(x_TX) == 1:
             gemv_add_(x_TX, weight_DX, residual_TD)
+        elif len(x_TX) <= SPLIT_TOKENS:
+            parts_STX, parts_SXD = x_TX.unflatten(1, (SPLITS, -1)).transpose(0, 1), weight_DX.unflatten(1, (SPLITS, -1)).permute(1, 2, 0)
+            return torch.bmm(parts_STX, parts_SXD, out_dtype=torch.float32)
         else:
             residual_TD.addmm_(x_TX, weight_DX.t())
+        return None
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # GEMM, bias and tanh-GELU in one kernel. On CUDA this op's GELU is the tanh one, on a CPU it would be the exact one.
@@ -62,3 +74,8 @@ class CudaOps:
         self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
     ) -> None:
         resample_to_patches_(image_HWC, axis, taps, patch_size, merge_size, out_PX)
+
+
+def _with(addends: torch.Tensor | None, x_TD: torch.Tensor) -> torch.Tensor:
+    """`x_TD`, to which they were added."""
+    return x_TD if addends is None else x_TD.add_(addends.sum(0))

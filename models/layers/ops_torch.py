@@ -9,19 +9,26 @@ from models.layers.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Taps
 class TorchOps:
     """See `Ops`. Arithmetic is float32 inside, results have the input's dtype."""
 
-    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
+        if addends is not None:
+            x_TD.copy_(x_TD.float() + addends.float().sum(0))
         x = x_TD.float()
         return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D).to(x_TD.dtype)
 
-    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.rms_norm(x_TD, norm_D, eps), weight_ND)
+    def norm_linear(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.linear(self.rms_norm(x_TD, norm_D, eps, addends), weight_ND)
 
-    def norm_swiglu(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor) -> torch.Tensor:
-        gate, up = self.norm_linear(x_TD, norm_D, eps, weight_ND).chunk(2, dim=-1)
+    def norm_swiglu(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate, up = self.norm_linear(x_TD, norm_D, eps, weight_ND, addends).chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         residual_TD.add_(F.linear(x_TX, weight_DX))
+        return None
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")

@@ -137,12 +137,11 @@ class RowParallelLinear(nn.Module):
         self.ops = ops
         self.weight = empty_parameter(out_features, tp.share(in_features, "in_features"), dtype=dtype, device=device)
 
-    def add_(self, x_TX: torch.Tensor, residual_TD: torch.Tensor) -> None:
-        """residual += the layer's output, in place."""
+    def add_(self, x_TX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        """residual += the layer's output, as `Ops.linear_add_`: what this returns is still to be added, by the next norm."""
         if self.tp.size == 1:
-            self.ops.linear_add_(x_TX, self.weight, residual_TD)
-        else:
-            residual_TD.add_(self.tp.all_reduce_(F.linear(x_TX, self.weight)))
+            return self.ops.linear_add_(x_TX, self.weight, residual_TD)
+        return self.tp.all_reduce_(F.linear(x_TX, self.weight))[None]
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
         rows, columns = self.weight.shape

@@ -16,7 +16,7 @@ struct Work {
   struct Params {
     Source q, k, v;
     __nv_bfloat16* out;
-    int4 const* items;  // two for the header, of which the first value is the number of items, then two for each
+    int4 const* items;  // two for the header, which begins with the number of items and that of blocks that compute them; two for each
     int const* pages;
     int log2_group;  // of the query heads of a KV head
     int num_heads;   // of queries
@@ -39,6 +39,8 @@ struct Work {
   }
 
   CUTLASS_DEVICE static int num_tiles(Params const& params) { return params.items[0].x; }
+
+  CUTLASS_DEVICE static int num_blocks(Params const& params) { return params.items[0].y; }
 
   // Of tokens behind the tile's last one, too: their results are thrown away.
   CUTLASS_DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
@@ -73,7 +75,7 @@ struct Work {
   CUTLASS_DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
     int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // of a tile, where this lane's box begins
     auto state = cutlass::make_producer_start_state<PipelineKV>();
-    for (int number = blockIdx.x, total = num_tiles(params); number < total; number += gridDim.x) {
+    for (int number = blockIdx.x, total = num_tiles(params); number < total; number += num_blocks(params)) {
       Work const work(params, number);
       int const last = work.num_kv_tiles - 1;
       int slot = work.slot(params, last * kTileKV + row);

@@ -10,6 +10,7 @@ from models.batch import AttentionLayout
 from models.layers.attention import Int32s, plan_on_device
 from models.layers.compile_cuda import load_kernel
 from models.layers.kernels_text import num_multiprocessors
+from models.layers.mixed_plan import prefill_blocks
 from models.layers.ops import KVPool
 from models.layers.prefill_plan import ITEM_FIELDS, max_items, plan_items
 
@@ -71,8 +72,9 @@ class PrefillAttention:
         plan_on_device(self, layout)
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s]:
-        """The items of the layout's prefill rows, see `plan_items`."""
-        items = plan_items(layout.prefill_rows(), self._kv_heads, self._tile_tokens, self._tile_keys, self._num_blocks)
+        """The items of the layout's prefill rows, see `plan_items`, for as many multiprocessors as its decode rows leave."""
+        tiling = self._kv_heads, self._tile_tokens, self._tile_keys
+        items = plan_items(layout.prefill_rows(), *tiling, prefill_blocks(layout, *tiling, self._num_blocks))
         if self._max_items is None:
             return (items,)
         padded = np.zeros((1 + self._max_items, ITEM_FIELDS), dtype=np.int32)

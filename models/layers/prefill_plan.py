@@ -11,7 +11,7 @@ ITEM_FIELDS = 8  # aligned pieces of memory
 
 
 def plan_items(layout: AttentionLayout, kv_heads: int, tile_tokens: int, tile_keys: int, num_blocks: int) -> Int32s:
-    """(1 + n, ITEM_FIELDS): a header that begins with n, then n items, of which block b computes number b, b + num_blocks and so on.
+    """(1 + n, ITEM_FIELDS): a header that begins with n and `num_blocks`, then n items. Block b computes b, b + num_blocks and so on.
 
     An item is a KV head with up to `tile_tokens` neighbouring tokens of a row: first token, number of tokens, offset of the row's pages,
     end of the last token's keys, KV head. The token before the last sees one key less, and so on. An item's cost is its tiles of
@@ -21,10 +21,15 @@ def plan_items(layout: AttentionLayout, kv_heads: int, tile_tokens: int, tile_ke
     tiles = tiles[np.argsort(tiles[:, 3] // -tile_keys, kind="stable")]
     order = deal(len(tiles) * kv_heads, num_blocks)
     items = np.zeros((1 + len(order), ITEM_FIELDS), dtype=np.int32)
-    items[0, 0] = len(order)
+    items[0, :2] = len(order), num_blocks
     items[1:, :4] = tiles[order // kv_heads]
     items[1:, 4] = order % kv_heads
     return items
+
+
+def num_blocks_of(items: Int32s) -> int:
+    """For how many blocks they were planned."""
+    return int(items[0, 1])
 
 
 def max_items(num_tokens: int, num_rows: int, kv_heads: int, tile_tokens: int) -> int:

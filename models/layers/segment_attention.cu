@@ -37,6 +37,8 @@ struct Work {
 
   CUTLASS_DEVICE static int num_tiles(Params const& params) { return (params.num_large + params.num_small) * params.num_heads; }
 
+  CUTLASS_DEVICE static int num_blocks(Params const&) { return gridDim.x; }
+
   CUTLASS_DEVICE int visible(Params const&, int) const { return length; }
 
   CUTLASS_DEVICE __nv_bfloat16* place(Params const& params, int row) const {
@@ -49,7 +51,7 @@ struct Work {
     if (cutlass::canonical_warp_idx_sync() != 0 || !elect_one_sync()) return;
     auto state_q = cutlass::make_producer_start_state<PipelineQ>();
     auto state_k = cutlass::make_producer_start_state<PipelineKV>(), state_v = state_k;
-    for (int number = blockIdx.x; number < num_tiles(params); number += gridDim.x) {
+    for (int number = blockIdx.x; number < num_tiles(params); number += num_blocks(params)) {
       Work const work(params, number);
       auto fetch_k = [&](int tile) { fetch<kTileKV>(pipelines.k, state_k, params.k, shared.k, work.head, work.first_row + tile * kTileKV); };
       auto fetch_v = [&](int tile) { fetch<kTileKV>(pipelines.v, state_v, params.v, shared.v, work.head, work.first_row + tile * kTileKV); };

@@ -7,6 +7,8 @@
 //              warp 0   warp 1   warp 2   warp 3
 //    keys      0 - 15   16 - 31  32 - 47  48 - 63
 //              64 - 79  ...                             then the warps' results are merged, and last those of the units of a group
+//
+// It may run beside the kernel ahead of it, `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
 #include <cuda_bf16.h>
 
@@ -34,6 +36,7 @@ struct Params {
   int num_heads, kv_heads, log2_group;  // query heads of a KV head
   int log2_page, box_rows;              // tokens of a page, and of a copy
   float scale_log2;
+  bool is_beside;  // the kernel ahead, which began after the one that made all that is read here, and is to be done when this one is
 };
 
 struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
@@ -164,7 +167,7 @@ struct Rows {
       bool const is_query = row >> params.log2_group < unit.num_tokens;
       __nv_bfloat16 const* const from = params.q + unit.place(params, row) + lane % 4 * 2;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2 * kSteps; ++i) q[i / 2][2 * (i % 2) + half] = is_query ? *reinterpret_cast<uint32_t const*>(from + 8 * i) : 0;
+      for (int i = 0; i < 2 * kSteps; ++i) q[i / 2][2 * (i % 2) + half] = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + 8 * i)) : 0;
     }
   }
 
@@ -291,16 +294,14 @@ CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& 
   });
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {
-  extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+CUTLASS_DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
   int const warp = cutlass::canonical_warp_idx_sync(), lane = cutlass::canonical_lane_idx();
-  Unit const unit(params, blockIdx.y);
-  if (unit.stop == 0) return;
   Ring ring(params, unit, shared, warp, lane);
   int filled = 0;
   if (lane == 0) filled = ring.fill(0, unit.stop - kNewTokens - kTile + 1);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (!params.is_beside) wait_for_kernel_ahead();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (lane == 0) ring.fill(filled, unit.stop);
   Rows rows(params, unit, lane);
@@ -329,9 +330,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
   if (unit.count > 1) merge_units(params, unit, shared);
 }
 
+__global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Unit const unit(params, blockIdx.y);
+  if (unit.stop > 0) attend_unit(params, unit, *reinterpret_cast<Shared*>(memory));
+  if (params.is_beside && blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernel_ahead();
+}
+
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `split_cuda.py`.
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView units, ffi::TensorView pages,
-         ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale) {
+         ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale, bool is_beside) {
   int const group = static_cast<int>(q.size(1) / k.size(1)), box_rows = static_cast<int>(std::min<int64_t>(page_size, kTile));
   TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && units.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
@@ -341,7 +349,7 @@ void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorVie
                       static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<int4 const*>(units.data_ptr()),
                       static_cast<int const*>(pages.data_ptr()), floats(partials), floats(sums), static_cast<int*>(arrivals.data_ptr()),
                       static_cast<int>(q.size(1)), static_cast<int>(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
-                      static_cast<float>(scale * M_LOG2E)};
+                      static_cast<float>(scale * M_LOG2E), is_beside};
   cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -17,7 +17,7 @@ from models.layers.kernels_text import num_multiprocessors
 from models.layers.ops import KVPool
 from models.layers.split_plan import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 
-BLOCKS = 3  # on each multiprocessor
+BLOCKS = 3  # of the kernel that run at once on each multiprocessor
 
 
 class Kernel(Protocol):
@@ -36,8 +36,11 @@ class Kernel(Protocol):
         arrivals: torch.Tensor,
         page_size: int,
         scale: float,
+        is_beside: bool,
     ) -> None:
-        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. units: see `plan_units`. The rest: see `Scratch`."""
+        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. units: see `plan_units`. The rest: see `Scratch`.
+
+        `is_beside`: the last kernel before was that of prefill, and may go on while this one runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class Scratch:
         """`max_pages` bounds the pages of all rows of a step together; a page that several rows share counts for each of them."""
         _, _, kv_heads, head_dim = pools[0][0].shape
         device = pools[0][0].device
-        shape = max_units(max_groups, kv_heads, num_blocks(device)), group_tokens(num_heads, kv_heads), num_heads
+        num_units = max_units(max_groups, kv_heads, BLOCKS * num_multiprocessors(device))
+        shape = num_units, group_tokens(num_heads, kv_heads), num_heads
         return cls(
             max_pages=max_pages,
             partials_UGHK=torch.empty((*shape, head_dim), device=device),
@@ -82,8 +86,8 @@ class SplitAttention:
         self._page_size, self._kv_heads, head_dim = k_pool.shape[1:]
         self._scale = head_dim**-0.5
         self._kernel: Kernel = load_kernel("split_attention", head_dim)
-        self._num_blocks = num_blocks(k_pool.device)
-        self._num_units = max_units(max_groups, self._kv_heads, self._num_blocks)
+        self._num_multiprocessors = num_multiprocessors(k_pool.device)
+        self._num_units = max_units(max_groups, self._kv_heads, BLOCKS * self._num_multiprocessors)
         self._units_UF = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=k_pool.device)
         self._pages = self._units_UF[0:0, 0]
 
@@ -100,13 +104,17 @@ class SplitAttention:
     def plan(self, layout: AttentionLayout) -> None:
         plan_on_device(self, layout)
 
-    def plan_arrays(self, layout: AttentionLayout, first_page: int = 0) -> tuple[Int32s]:
-        """The units (U, UNIT_FIELDS), as many as `max_groups` may need. The layout's pages begin at `first_page` of those that are read."""
+    def plan_arrays(self, layout: AttentionLayout, first_page: int = 0, num_taken: int = 0) -> tuple[Int32s]:
+        """The units (U, UNIT_FIELDS), as many as `max_groups` may need. The layout's pages begin at `first_page` of those that are read.
+
+        So many multiprocessors are taken by the kernel that runs beside; if it takes all, those that it is done with are waited for.
+        """
         assert first_page + len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
         groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
         groups[:, 2] += first_page
         units = np.zeros((self._num_units, UNIT_FIELDS), dtype=np.int32)
-        planned = plan_units(groups, max_units(len(groups), self._kv_heads, self._num_blocks))
+        num_free = self._num_multiprocessors - num_taken or self._num_multiprocessors
+        planned = plan_units(groups, max_units(len(groups), self._kv_heads, BLOCKS * num_free))
         units[: len(planned)] = planned
         return (units,)
 
@@ -122,14 +130,9 @@ class SplitAttention:
         self.run_into(layer, q_THK, out_THK)
         return out_THK
 
-    def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor) -> None:
-        """As `run`, for a result whose place is known."""
+    def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, is_beside: bool = False) -> None:
+        """As `run`, for a result whose place is known. `is_beside`: see `Kernel`."""
         keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
         scratch = self._scratch
         buffers = self._pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN
-        self._kernel.run(q_THK, keys, values, out_THK, self._units_UF, *buffers, self._page_size, self._scale)
-
-
-def num_blocks(device: torch.device) -> int:
-    """Of the kernel, that run at once."""
-    return BLOCKS * num_multiprocessors(device)
+        self._kernel.run(q_THK, keys, values, out_THK, self._units_UF, *buffers, self._page_size, self._scale, is_beside)

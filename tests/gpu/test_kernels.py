@@ -1,6 +1,7 @@
 """The CUDA operations against plain torch on the device, at the widths of every published size. Red when a shape needs what 8B does not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.gpu.generated import config_of
 from tests.unit.models.attention_step import Step
 
 if torch.cuda.is_available():
+    from models.layers.attention_cuda import fixed_attention_factory
     from models.layers.prefill_cuda import PrefillAttention  # needs Triton, which a CPU machine may lack
     from models.layers.split_cuda import Scratch, SplitAttention
 
@@ -36,7 +38,7 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("hidden", "inner"), WIDTHS)
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 200, 300])
 def test_products(hidden: int, inner: int, tokens: int) -> None:
     ops = make_ops(DEVICE)
     x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden), normal(tokens, hidden)
@@ -46,9 +48,20 @@ def test_products(hidden: int, inner: int, tokens: int) -> None:
     given = torch.empty((tokens, 2 * inner), device=DEVICE)
     assert close(ops.linear_f32(x, gate_up), REFERENCE.linear_f32(x, gate_up))
     assert close(ops.linear_f32(x, gate_up, given), given) and close(given, REFERENCE.linear_f32(x, gate_up))
-    expected = residual.clone()
+    check_residual(h, down, residual, norm, gate_up)
+
+
+def check_residual(h: torch.Tensor, down: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """A product that joins the residual, and what reads it behind; then with the addends of a tensor-parallel product."""
+    ops, expected = make_ops(DEVICE), residual.clone()
     REFERENCE.linear_add_(h, down, expected)
-    ops.linear_add_(h, down, residual)
+    addends = ops.linear_add_(h, down, residual)
+    for ours in (addends, normal(1, *residual.shape)):
+        theirs = None if ours is addends else ours
+        assert close(ops.norm_linear(residual, norm, 1e-6, gate_up, ours), REFERENCE.norm_linear(expected, norm, 1e-6, gate_up, theirs))
+        assert close(residual, expected)
+    again = normal(1, *residual.shape)
+    assert close(ops.norm_swiglu(residual, norm, 1e-6, gate_up, again), REFERENCE.norm_swiglu(expected, norm, 1e-6, gate_up, again))
     assert close(residual, expected)
 
 
@@ -166,6 +179,49 @@ def test_large_chunks_in_a_graph() -> None:
         plan(step.layout)
         graph.replay()
         assert all(close(*pair) for pair in zip(out, step.expected(), strict=True))
+
+
+MIXES = {(184, 0, 0): [1100, 0, 0], (100, 60, 24): [100, 3000, 24], (1, 0, 183): [9, 0, 20_000], (0, 184, 0): [0, 184, 0]}  # of prompts
+
+
+@pytest.mark.parametrize("decodes", [[1200] * 20, [1] * 20, [9000, *[30] * 19]])
+def test_both_kernels_side_by_side(decodes: list[int]) -> None:
+    """A step's prompts and decode rows in one graph, whose kernels overlap: what is read and written by either is never the other's or a
+    later kernel's. Red if the graph goes on before both are done."""
+    tokens = [1] * len(decodes)
+    built = [
+        Step.build([*lengths, *decodes], (32, 8), 128, tokens=[*new, *tokens], seed=i) for i, (new, lengths) in enumerate(MIXES.items())
+    ]
+    steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
+    steps = [replace(step, layout=replace(step.layout, num_prefill_rows=3)) for step in steps]
+    pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
+    make = fixed_attention_factory([(pool[0], pool[1])], 32, max_prefill_rows=3, max_decode_rows=20, max_blocks=4096 // 23)
+    backend, graph, q = make(184, 20, 3), torch.cuda.CUDAGraph(), torch.zeros_like(steps[0].q)
+    plan, source, results = fixed_plan(backend, steps[0].layout), q.clone(), []
+
+    def layers() -> None:
+        for _ in range(4):
+            q.copy_(source)  # ends before either kernel begins
+            results.append(backend.run(0, q).clone())  # begins when both are done
+            q.fill_(torch.nan)
+
+    layers()
+    torch.cuda.synchronize()
+    results.clear()
+    with torch.cuda.graph(graph):
+        layers()
+    for step in [*steps, *steps]:
+        for ours, theirs in zip(pool, step.pool, strict=True):
+            ours[: len(theirs)] = theirs
+        plan(step.layout)
+        source.copy_(step.q)
+        for _ in range(20):
+            graph.replay()
+        expected = step.expected()
+        assert all(close(*pair) for pair in zip(results[0], expected, strict=True)) and all(result.equal(results[0]) for result in results)
+        eager = make_attention([step.pool], 32)
+        eager.plan(step.layout)
+        assert all(close(*pair) for pair in zip(eager.run(0, step.q), expected, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 72])

@@ -7,7 +7,7 @@ import torch
 class SplitKernel:
     """What `split_attention.cu` does, unit by unit."""
 
-    def run(self, q, k, v, out, units, pages, partials, sums, arrivals, page_size, scale) -> None:  # type: ignore[no-untyped-def]
+    def run(self, q, k, v, out, units, pages, partials, sums, arrivals, page_size, scale, is_beside) -> None:  # type: ignore[no-untyped-def]
         group = q.shape[1] // k.shape[1]
         values, total = torch.zeros(q.shape, dtype=torch.float64), torch.zeros((*q.shape[:2], 1), dtype=torch.float64)
         for first_token, count, offset, start, stop, part, first, parts in units.tolist():

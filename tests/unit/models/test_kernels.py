@@ -82,6 +82,13 @@ def test_norm_and_swiglu(width: int) -> None:
     ops = TorchOps()
     torch.testing.assert_close(kernels_text.rms_norm(x, weight, 1e-3), ops.rms_norm(x, weight, 1e-3), rtol=1e-5, atol=1e-5)
     assert kernels_text.rms_norm(x[:0], weight, 1e-3).shape == (0, width)
+    addends = torch.randn((3, *x.shape), generator=generator)
+    for parts in (addends, addends[:1]):
+        ours, theirs = x.clone(), x.clone()
+        expected = ops.rms_norm(theirs, weight, 1e-3, parts)
+        torch.testing.assert_close(kernels_text.rms_norm(ours, weight, 1e-3, parts), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, x + parts.sum(0), rtol=1e-5, atol=1e-5)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(kernels_text.swiglu(gate_up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
 

@@ -45,7 +45,7 @@ def test_every_token_has_its_keys_once(rows: list[tuple[int, int]], kv_heads: in
         for head in range(kv_heads)
     ]
     assert planned == expected
-    assert items[0].tolist() == [len(items) - 1, *[0] * 7] and items[:, 1].max(initial=0) <= tile_tokens
+    assert items[0].tolist() == [len(items) - 1, num_blocks, *[0] * 6] and items[1:, 1].max(initial=0) <= tile_tokens
     assert len(items) - 1 <= max_items(starts[-1], len(rows), kv_heads, tile_tokens)
 
 
