@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_mixed_tokens: Annotated[int, "most prefill tokens of a step that also decodes: bounds how long streams stall"] = 1008
     mixed_step_tokens: Annotated[
         int, "most tokens of a step that decodes and prefills, unless much more waits: lower favours streams, higher favours first tokens"
-    ] = 344
+    ] = 312
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True

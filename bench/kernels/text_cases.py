@@ -13,6 +13,7 @@ from models.layers.parallel import TensorParallel
 from models.layers.split_cuda import SplitAttention
 
 CHUNK = 8192
+MIXED = 216  # tokens of a step: a chunk and decodes
 PAGE = 16
 POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
 EPS = 1e-6
@@ -26,13 +27,15 @@ def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[
     norm = torch.ones(width, dtype=torch.bfloat16, device=device)
     x = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
     yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(x, norm, EPS)])
-    for num_tokens in (CHUNK, 64, 1):
+    for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
     pools = allocate_pools(text, TensorParallel.single(), POOL_BLOCKS, PAGE, torch.bfloat16, device)[:2]
     yield norm_rope_store(config, ops, pools[0], device)
     prefill = make_attention(pools, text.num_heads)
     for new, context in ((CHUNK, 0), (1024, CHUNK)):
         yield attention(config, prefill, [new], [new + context], device)
+    for new, decodes in ((192, [1200] * 20), (280, [1200] * 30)):  # side by side
+        yield attention(config, prefill, [new, *[1] * len(decodes)], [new + 600, *decodes], device)
     for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
         rows = len(lengths)
         decode = SplitAttention.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
@@ -75,24 +78,28 @@ def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, tor
 
 
 def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], lengths: list[int], device: torch.device) -> Case:
-    """Rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache holds the keys."""
+    """Rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache holds the keys.
+
+    A row of one token is a decode row."""
     text = config.text
     pages = [-(-length // PAGE) for length in lengths]
-    is_prefill = max(new) > 1
+    num_chunks, num_decodes = sum(count > 1 for count in new), new.count(1)
     layout = AttentionLayout(
         qo_indptr_cpu=indptr(new),
         kv_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
         page_indptr_cpu=indptr(pages),
         pages=torch.randperm(POOL_BLOCKS, device=device)[: sum(pages)].to(torch.int32),
         slot_mapping_T=torch.zeros(sum(new), dtype=torch.int64, device=device),
-        num_prefill_rows=len(new) if is_prefill else 0,
+        num_prefill_rows=num_chunks,
     )
     q_THK = torch.randn((sum(new), text.num_heads, text.head_dim), dtype=torch.bfloat16, device=device)
     pairs = sum(count * (length - (count - 1) / 2) for count, length in zip(new, lengths, strict=True))
     cached = 2 * sum(lengths) * text.num_kv_heads * text.head_dim * BF16
     backend.plan(layout)
-    rows = " + ".join(f"{lengths.count(length)} x {length}" for length in dict.fromkeys(lengths))
-    name, shape = ("prefill", f"{new[0]} of {lengths[0]}") if is_prefill else ("decode", rows)
+    decodes = lengths[num_chunks:]
+    chunk = [f"{new[0]} of {lengths[0]}"] if num_chunks else []
+    shape = " + ".join([*chunk, *(f"{decodes.count(length)} x {length}" for length in dict.fromkeys(decodes))])
+    name = "mixed" if num_chunks and num_decodes else "prefill" if num_chunks else "decode"
     calls = [lambda layer=layer: backend.run(layer, q_THK) for layer in (0, 1)]
     return Case(f"{name} attention", shape, 4 * pairs * text.num_heads * text.head_dim, cached + 2 * q_THK.nbytes, calls)
 

@@ -20,7 +20,7 @@ class Limits:
     max_num_encoder_tokens: int
     bytes_per_image_token: int
     prefix_cache: bool = True
-    mixed_step_tokens: int = 344  # most tokens of a step that decodes and prefills, unless much more waits
+    mixed_step_tokens: int = 312  # most tokens of a step that decodes and prefills, unless much more waits
 
 
 @dataclass(slots=True)

@@ -315,9 +315,10 @@ template <typename Work>
 __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typename Work::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // a kernel that was made to run beside this one begins
   if (blockIdx.x >= Work::num_blocks(params)) return;
   Pipelines pipelines(shared);
+  wait_for_kernel_ahead();
+  launch_kernel_behind();
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers; the others get them
     cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 24 : 32>();
@@ -330,10 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
 
 template <typename Work>
 void launch(typename Work::Params const& params, int num_blocks, DLDevice device) {
-  cudaFuncSetAttribute(attend<Work>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-  attend<Work><<<num_blocks, kThreads, sizeof(Shared), get_stream(device)>>>(params);
-  cudaError_t const status = cudaGetLastError();
-  TVM_FFI_ICHECK(status == cudaSuccess) << "attention: " << cudaGetErrorString(status);
+  launch_early(attend<Work>, params, dim3(num_blocks), kThreads, sizeof(Shared), device);
 }
 
 }  // namespace hopper

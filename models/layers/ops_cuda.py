@@ -9,7 +9,7 @@ from models.layers.kernels_vision import layer_norm
 from models.layers.ops import KVPool, Taps
 
 # A product that joins the residual has few tiles if there are few tokens. Cut along the inner dimension it fills the device.
-SPLIT_TOKENS = 288
+SPLIT_TOKENS = 304
 SPLITS = 2
 
 

@@ -294,15 +294,13 @@ CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& 
   });
 }
 
-CUTLASS_DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
   int const warp = cutlass::canonical_warp_idx_sync(), lane = cutlass::canonical_lane_idx();
   Ring ring(params, unit, shared, warp, lane);
   int filled = 0;
   if (lane == 0) filled = ring.fill(0, unit.stop - kNewTokens - kTile + 1);
   if (!params.is_beside) wait_for_kernel_ahead();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  launch_kernel_behind();
   if (lane == 0) ring.fill(filled, unit.stop);
   Rows rows(params, unit, lane);
   int const first_end = unit.end(params, 0);
@@ -350,14 +348,8 @@ void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorVie
                       static_cast<int const*>(pages.data_ptr()), floats(partials), floats(sums), static_cast<int*>(arrivals.data_ptr()),
                       static_cast<int>(q.size(1)), static_cast<int>(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
                       static_cast<float>(scale * M_LOG2E), is_beside};
-  cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
   dim3 const grid(static_cast<unsigned>(k.size(1)), static_cast<unsigned>(units.size(0)));
-  cudaLaunchConfig_t const config{grid, dim3(kThreads), sizeof(Shared), get_stream(q.device()), &early, 1};
-  cudaError_t const status = cudaLaunchKernelEx(&config, attend, params);
-  TVM_FFI_ICHECK(status == cudaSuccess) << "attention: " << cudaGetErrorString(status);
+  launch_early(attend, params, grid, kThreads, sizeof(Shared), q.device());
 }
 
 }  // namespace split

@@ -27,4 +27,4 @@ def test_a_chunk_and_its_decodes_fill_a_graph_that_pays(num_decodes: int) -> Non
 
 def test_sizes_around_a_number_of_tokens() -> None:
     assert [step_sizes.largest_step(count) for count in (0, 103, 104, 527, 528, 5000)] == [0, 0, 104, 480, 528, 1024]
-    assert [step_sizes.smallest_step(count) for count in (0, 184, 185, 528, 529, 5000)] == [184, 184, 216, 528, 624, 1024]
+    assert [step_sizes.smallest_step(count) for count in (0, 208, 217, 528, 529, 5000)] == [208, 208, 256, 528, 624, 1024]

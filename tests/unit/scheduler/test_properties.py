@@ -222,8 +222,8 @@ def test_chunks_beside_streams_are_small() -> None:
 
 def test_a_short_prompt_is_spread_over_cheap_steps() -> None:
     """Red if a stream waits for all of a short prompt at once, or if its last tokens are cut ever smaller."""
-    core = make_core(num_blocks=200, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, mixed_step_tokens=344)
-    assert [size for size in prefill_sizes_beside(core, 0, 1, num_prompt=500) if size] == [280 - 8, 184 - 8, 52]
+    core = make_core(num_blocks=200, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, mixed_step_tokens=312)
+    assert [size for size in prefill_sizes_beside(core, 0, 1, num_prompt=500) if size] == [312 - 8, 196]
 
 
 def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
