@@ -126,6 +126,6 @@ class TextModel(nn.Module):
             residual.add_(layer.self_attn.o_proj, out_TX)
             layer.mlp.add_(residual, layer.post_attention_layernorm)
             if i < self.num_deepstack_levels:
-                add_deepstack_(residual.sum_TD, batch.visual, level=i)
+                add_deepstack_(residual.sum_TD, batch.visual, level=i)  # whatever else the sum lacks
         hidden_SD: torch.Tensor = self.norm(residual.sum_TD, residual.take_addends())
         return hidden_SD

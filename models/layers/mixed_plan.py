@@ -1,4 +1,4 @@
-"""How the attention of prompts and that of single tokens share a device's multiprocessors, side by side. Used by `attention_cuda`."""
+"""How the attention of prompts and that of single tokens share a device's multiprocessors, side by side. Called by `prefill_cuda`."""
 
 import numpy as np
 

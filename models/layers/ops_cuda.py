@@ -8,7 +8,8 @@ from models.layers.kernels_text import gemv, gemv_add_, gemv_swiglu, norm_rope_s
 from models.layers.kernels_vision import layer_norm
 from models.layers.ops import KVPool, Taps
 
-# A product that joins the residual has few tiles if there are few tokens. Cut along the inner dimension it fills the device.
+# A product that joins the residual has few tiles if there are few tokens. Cut along the inner dimension it fills the device; with more than
+# SPLIT_TOKENS cuBLAS is as fast (measured on an H200 at the widths of the 8B model).
 SPLIT_TOKENS = 304
 SPLITS = 2
 
