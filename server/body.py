@@ -23,7 +23,7 @@ from server.region import Region
 from server.scan import Scanner
 
 FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
-IDLE_TIMEOUT_S = 30.0
+MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout: memory is reserved for what a client has announced
 MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
 DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
 MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
@@ -61,26 +61,42 @@ class Body:
             self.region.free()
 
 
+class Pace:
+    """How long a client may let us wait: `timeout` seconds at once and in all, and longer in all for what came at MIN_BYTES_PER_S."""
+
+    def __init__(self, started: float, timeout: float):
+        self._started = started
+        self._timeout = timeout
+
+    def patience(self, num_bytes: int) -> float:
+        """Seconds that may pass until so many bytes are here. TimeoutError if they are late."""
+        left = self._started + self._timeout + num_bytes / MIN_BYTES_PER_S - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return min(left, self._timeout)
+
+
 async def read_body(
     receive: Receive, content_length: int | None, direct: DirectReader | None, arena: Arena, config: EngineConfig, client: Client
 ) -> Body:
-    """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (stalled); ClientDisconnect if it is cut."""
+    """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
     if content_length is not None and content_length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
+    pace = Pace(started, config.body_timeout)
     with contextlib.ExitStack() as undo:
         try:
             region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, client, started)
             undo.callback(body.give_up)
-            while await _receive_piece(receive, region, scanner, config.max_body_bytes):
+            while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
                 rest = (content_length or 0) - region.used
                 if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
-                    await _read_directly(direct, rest, body, config.max_images_per_request)
+                    await _read_directly(direct, rest, body, config.max_images_per_request, pace)
                     break
         except TimeoutError:
-            raise RequestError(408, f"The request body stalled for {IDLE_TIMEOUT_S:.0f} seconds.") from None
+            raise RequestError(408, "The request body came too slowly.") from None
         except ArenaTooSmall:
             raise _too_large(arena.size) from None
         except ArenaFull:
@@ -91,9 +107,9 @@ async def read_body(
     return body
 
 
-async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
+async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
     """What the server has read by itself. Returns whether there is more."""
-    async with asyncio.timeout(IDLE_TIMEOUT_S):
+    async with asyncio.timeout(pace.patience(region.used)):
         message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
@@ -107,14 +123,14 @@ async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max
     return more
 
 
-async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int) -> None:
+async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int, pace: Pace) -> None:
     """The last `rest` bytes, from the socket into the region, which has room for them."""
     region, scanner = body.region, body.scanner
     end = region.used + rest
     with direct.take_over(rest):
         while region.used < end:
             piece = region.room[: min(DIRECT_PIECE_BYTES, end - region.used)]
-            await direct.fill(piece, IDLE_TIMEOUT_S)
+            await direct.fill(piece, pace.patience(region.used + len(piece)))
             region.used += len(piece)
             scanner.feed(bytes(piece))
             check_text_bytes(scanner.num_text_bytes)

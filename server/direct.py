@@ -64,17 +64,15 @@ class DirectReader(asyncio.BufferedProtocol):
         finally:
             self._discard_rest()
 
-    async def fill(self, room: memoryview, idle_timeout: float) -> None:
-        """Reads until `room` is full; it must not exceed the rest. TimeoutError if no byte came for that long; ClientDisconnect."""
+    async def fill(self, room: memoryview, timeout: float) -> None:
+        """Reads until `room` is full; it must not exceed the rest. TimeoutError if that takes longer; ClientDisconnect."""
         self._raise_if_lost()
         self._room = room
         self._waiter = asyncio.get_running_loop().create_future()
         self._http.flow.resume_reading()
-        while not self._waiter.done():
-            before = self._rest
-            await asyncio.wait((self._waiter,), timeout=idle_timeout)
-            if not self._waiter.done() and self._rest == before:
-                raise TimeoutError
+        await asyncio.wait((self._waiter,), timeout=timeout)
+        if not self._waiter.done():
+            raise TimeoutError
         self._raise_if_lost()
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 import json
 import os
+import select
 import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +93,50 @@ def test_a_client_that_leaves_in_a_large_body(stack: Stack, share: float) -> Non
     connection.sendall(head_of(len(body)) + body[: int(share * len(body))])
     connection.close()
     assert stack.chat("still there?").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def impatient(model_folder: Path) -> Iterator[Stack]:
+    """A server that waits a second for a body."""
+    running = Stack(model_folder, body_timeout=1)
+    yield running
+    running.close()
+
+
+def is_answered(connection: socket.socket, seconds: float) -> bool:
+    return bool(select.select([connection], [], [], seconds)[0])
+
+
+@pytest.mark.parametrize("num_sent", [0, 1_000_000])
+def test_a_body_that_pauses_is_given_up(impatient: Stack, num_sent: int) -> None:
+    """Red if a client that sends no more keeps the memory that it was promised."""
+    body = body_of(large_image(4_000_000))
+    with connect(impatient) as connection:
+        connection.sendall(head_of(len(body)) + body[:num_sent])
+        status, error = read_answer(connection)
+        assert status == 408 and "too slowly" in str(error)
+        impatient.settle()
+
+
+@pytest.mark.parametrize("length", [100_000, 4_000_000])
+def test_a_body_that_drips_is_given_up(impatient: Stack, length: int) -> None:
+    """Red if a byte now and then is enough to keep it, read by the parser or directly."""
+    body, sent, started = body_of(large_image(length)), 0, time.monotonic()
+    with connect(impatient) as connection:
+        connection.sendall(head_of(len(body)))
+        while not is_answered(connection, 0.1) and time.monotonic() - started < 10:
+            connection.sendall(body[sent : sent + 1])
+            sent += 1
+        assert read_answer(connection)[0] == 408 and time.monotonic() - started < 5
+        impatient.settle()
+
+
+def test_a_body_that_comes_steadily_may_take_longer(impatient: Stack) -> None:
+    """Red if the timeout bounds the whole body: the client is slow, but not that slow."""
+    body = body_of(large_image(2_000_000))
+    with connect(impatient) as connection:
+        connection.sendall(head_of(len(body)))
+        for start in range(0, len(body), 100_000):
+            connection.sendall(body[start : start + 100_000])
+            time.sleep(0.07)
+        assert read_answer(connection)[0] == 200
