@@ -1,8 +1,13 @@
 """Errors that a client sees: one exception that carries an OpenAI error object. Raised all over `server`, shown by the api process."""
 
+import logging
+
 import msgspec
 
+from engine.arena import ArenaFull, ArenaTooSmall
 from engine.messages import ErrorInfo
+
+logger = logging.getLogger(__name__)
 
 
 class RequestError(ValueError):
@@ -21,6 +26,18 @@ def error_type(status: int) -> str:
 def overloaded(message: str, retry_after: int = 1) -> RequestError:
     """503 with `Retry-After`: the same request may succeed later."""
     return RequestError(503, message, code="overloaded", retry_after=retry_after)
+
+
+def error_of(failure: BaseException) -> ErrorInfo:
+    """What the client hears of a request that could not be prepared. One bug of ours fails one request."""
+    if isinstance(failure, RequestError):
+        return failure.info
+    if isinstance(failure, ArenaFull):
+        return overloaded("The server's media memory is full right now.").info
+    if isinstance(failure, ArenaTooSmall):
+        return ErrorInfo(413, "The images of this request exceed the server's media memory.")
+    logger.error("a request could not be prepared", exc_info=failure)
+    return ErrorInfo(500, "The server failed to handle this request.", error_type(500))
 
 
 def error_body(info: ErrorInfo) -> bytes:

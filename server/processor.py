@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from engine.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import (
     API_ARENA,
@@ -38,7 +38,6 @@ from engine.messages import (
     ImageSource,
     ImageSpan,
     Payload,
-    Pixels,
     Region,
     RequestOutput,
     Submit,
@@ -48,10 +47,11 @@ from engine.messages import (
 )
 from server.checkpoint import read_checkpoint
 from server.detokenize import Detokenizer, StopMatcher, TokenTable
-from server.errors import RequestError, error_type, overloaded
+from server.errors import RequestError, error_of, error_type, overloaded
 from server.media import Beginning, LoadedImage, MediaLoader
 from server.prompt import PromptBuilder
 from server.region import Holdings
+from server.wanted import PixelMaker
 from server.warm import warm_up
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event loop sooner than by default
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
-BUG = ErrorInfo(500, "The server failed to handle this request.", error_type(500))
 
 
 @dataclass(slots=True)
@@ -102,6 +101,7 @@ class Processor:
         bodies = child.arena_view(API_ARENA)
         warm_up(self._arena, bodies)
         self._loader = MediaLoader(child.config, self._checkpoint, bodies)
+        self._pixels = PixelMaker(self._loader, self._scheduler, lambda: len(self._requests) + len(self._arrivals) > 1)
         self._prompts = PromptBuilder(self._checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._arrivals: dict[int, Arrival] = {}
@@ -152,7 +152,7 @@ class Processor:
         """Ends an arrival that does not become a request."""
 
         def drop() -> None:
-            self._arrivals.pop(rid).holdings.drop_all()
+            self._drop(self._arrivals.pop(rid).holdings)
             self._send(events, body)
 
         _when_ended(self._arrivals[rid].begun.values(), drop)
@@ -207,9 +207,9 @@ class Processor:
         error: ErrorInfo | None = None
         if not task.cancelled():
             failure = task.exception()
-            error = None if failure is None else _error_of(failure)
+            error = None if failure is None else error_of(failure)
         if task.cancelled() or error is not None or request.is_ended:
-            request.holdings.drop_all()
+            self._drop(request.holdings)
             del self._requests[submit.rid]
         else:
             request.is_in_scheduler = True
@@ -296,7 +296,7 @@ class Processor:
             events.append(Event(rid, error=ABORTED))
 
         def drop() -> None:
-            request.holdings.drop_all()
+            self._drop(request.holdings)
             del self._requests[rid]
 
         _when_ended(request.decodings.values(), drop)
@@ -307,17 +307,11 @@ class Processor:
         request = self._requests.get(rid)
         if request is None or request.is_ended:
             return
-        task = asyncio.create_task(self._loader.decode(index, request.images[index], request.holdings))
-        request.decodings[index] = task
-        task.add_done_callback(lambda task: self._answer(wanted, task))
+        request.decodings[index] = self._pixels.make(wanted, request.images[index], request.holdings)
 
-    def _answer(self, wanted: WantedPixels, task: asyncio.Task[ImageSource]) -> None:
-        """Nobody waits for pixels whose making was cancelled: the request is released."""
-        if task.cancelled():
-            return
-        failure = task.exception()
-        source, error = (task.result(), None) if failure is None else (None, _error_of(failure))
-        self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
+    def _drop(self, holdings: Holdings) -> None:
+        holdings.drop_all()
+        self._pixels.note_room()
 
 
 def _when_ended(tasks: Iterable[asyncio.Task[Any]], then: Callable[[], None]) -> None:
@@ -346,18 +340,6 @@ def _finish(request: Request, output: RequestOutput, text: str, reason: FinishRe
     if not is_stopped:
         rest += request.stops.flush()
     return _full_event(request, output, text + rest, "stop" if is_stopped else reason)
-
-
-def _error_of(failure: BaseException) -> ErrorInfo:
-    """What the client hears of a request that could not be prepared. One bug of ours fails one request."""
-    if isinstance(failure, RequestError):
-        return failure.info
-    if isinstance(failure, ArenaFull):
-        return overloaded("The server's media memory is full right now.").info
-    if isinstance(failure, ArenaTooSmall):
-        return ErrorInfo(413, "The images of this request exceed the server's media memory.")
-    logger.error("a request could not be prepared", exc_info=failure)
-    return BUG
 
 
 async def serve(child: Child) -> None:

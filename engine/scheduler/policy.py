@@ -8,7 +8,7 @@ is in the cache. Younger ones may pass it meanwhile; it keeps its place in the o
 
 An image that came as a file has no pixels until the policy wants them, which it does when the image has to be encoded. A waiting request
 waits for them as for a prefix; a running one (its image was evicted behind its back) computes what lies before the image, and then stalls.
-Either ends, whoever else waits for what: the processor always answers, and a lack of room for pixels is an error, not a wait.
+Either ends, whoever else waits for what: the processor always answers, and waits for room only for so long.
 
 An image whose embedding has left the device for the host is restored: it takes room there, but neither pixels nor encoder budget.
 """

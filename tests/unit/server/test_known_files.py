@@ -121,8 +121,28 @@ def test_a_release_while_files_are_decoded(stack: Stack) -> None:
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
+def test_room_for_pixels_is_waited_for(model_folder: Path) -> None:
+    """Red if a stream whose images must be encoded again ends because others hold the memory just now."""
+    stack = Stack(model_folder, processor_arena_bytes=6 * MIB)
+    try:
+        assert stack.chat(content(LARGE[:1])).status_code == 200
+        others = [Asking(stack, [data]) for data in LARGE[1:3]]
+        asking = Asking(stack, LARGE[:1])
+        assert [span.source.encoding for span in asking.request.images] == ["file"]
+        stack.scheduler.want(asking.request.rid, 0)
+        time.sleep(0.3)
+        assert not stack.scheduler.pixels
+        assert others[0].end().status_code == 200
+        stack.wait_until(lambda: len(stack.scheduler.pixels) == 1)
+        assert stack.scheduler.pixels[0].error is None
+        assert others[1].end().status_code == asking.end().status_code == 200
+        stack.settle()
+    finally:
+        stack.close()
+
+
 def test_no_room_for_pixels_is_a_503(model_folder: Path) -> None:
-    """Red if lack of room for wanted pixels ends in anything but the error of a full media arena, or keeps what was taken."""
+    """Red if lack of room that nobody else can give back ends in anything but the error of a full media arena, or keeps what was taken."""
     stack = Stack(model_folder, processor_arena_bytes=3 * MIB)
     try:
         for data in LARGE[:2]:
