@@ -63,7 +63,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
-    body_timeout: Annotated[int, "seconds that a request body may pause; what takes longer in all must come at 32 KiB/s"] = 30
+    body_timeout: Annotated[
+        int, "seconds that a request body may pause, and may take in all; longer if it comes at 32 KiB/s on average"
+    ] = 30
     max_images_per_request: Annotated[int, "images in one request"] = 128
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB

@@ -62,14 +62,14 @@ class Body:
 
 
 class Pace:
-    """How long a client may let us wait: `timeout` seconds at once and in all, and longer in all for what came at MIN_BYTES_PER_S."""
+    """How long a client may let us wait: `timeout` seconds at once, and in all so many and those that its bytes take at MIN_BYTES_PER_S."""
 
     def __init__(self, started: float, timeout: float):
         self._started = started
         self._timeout = timeout
 
     def patience(self, num_bytes: int) -> float:
-        """Seconds that may pass until so many bytes are here. TimeoutError if they are late."""
+        """Seconds until more than so many bytes must be here. TimeoutError if they are late."""
         left = self._started + self._timeout + num_bytes / MIN_BYTES_PER_S - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -130,7 +130,7 @@ async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images
     with direct.take_over(rest):
         while region.used < end:
             piece = region.room[: min(DIRECT_PIECE_BYTES, end - region.used)]
-            await direct.fill(piece, pace.patience(region.used + len(piece)))
+            await direct.fill(piece, lambda filled: pace.patience(region.used + filled))
             region.used += len(piece)
             scanner.feed(bytes(piece))
             check_text_bytes(scanner.num_text_bytes)

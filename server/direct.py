@@ -9,7 +9,7 @@ read already, it may take the connection over for the rest of the body; after th
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httptools
 from starlette.requests import ClientDisconnect
@@ -64,15 +64,18 @@ class DirectReader(asyncio.BufferedProtocol):
         finally:
             self._discard_rest()
 
-    async def fill(self, room: memoryview, timeout: float) -> None:
-        """Reads until `room` is full; it must not exceed the rest. TimeoutError if that takes longer; ClientDisconnect."""
+    async def fill(self, room: memoryview, patience: Callable[[int], float]) -> None:
+        """Reads until `room` is full; it must not exceed the rest. ClientDisconnect; TimeoutError if nothing comes for the seconds that
+        `patience` gives for so many bytes of the room, or what it raises."""
         self._raise_if_lost()
         self._room = room
         self._waiter = asyncio.get_running_loop().create_future()
         self._http.flow.resume_reading()
-        await asyncio.wait((self._waiter,), timeout=timeout)
-        if not self._waiter.done():
-            raise TimeoutError
+        while not self._waiter.done():
+            before = self._rest
+            await asyncio.wait((self._waiter,), timeout=patience(len(room) - len(self._room)))
+            if not self._waiter.done() and self._rest == before:
+                raise TimeoutError
         self._raise_if_lost()
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, tor
 def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], lengths: list[int], device: torch.device) -> Case:
     """Rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache holds the keys.
 
-    A row of one token is a decode row."""
+    A row of one token is a decode row.
+    """
     text = config.text
     pages = [-(-length // PAGE) for length in lengths]
     num_chunks, num_decodes = sum(count > 1 for count in new), new.count(1)

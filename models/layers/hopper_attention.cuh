@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
   if (blockIdx.x >= Work::num_blocks(params)) return;
   Pipelines pipelines(shared);
   wait_for_kernel_ahead();
-  launch_kernel_behind();
+  launch_kernel_behind();  // not sooner: one that runs beside this kernel counts on what is ahead of both
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers; the others get them
     cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 24 : 32>();

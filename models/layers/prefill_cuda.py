@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from models.batch import AttentionLayout
-from models.layers.attention import Int32s, plan_on_device
+from models.layers.attention import Int32s
 from models.layers.compile_cuda import load_kernel
 from models.layers.kernels_text import num_multiprocessors
 from models.layers.mixed_plan import prefill_blocks
@@ -67,9 +67,6 @@ class PrefillAttention:
         self._max_items = None if num_tokens is None else max_items(num_tokens, num_rows, self._kv_heads, self._tile_tokens)
         self._items = torch.zeros((1, ITEM_FIELDS), dtype=torch.int32, device=k_pool.device)
         self._pages = self._items[0:0, 0]
-
-    def plan(self, layout: AttentionLayout) -> None:
-        plan_on_device(self, layout)
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s]:
         """The items of the layout's prefill rows, see `plan_items`, for as many multiprocessors as its decode rows leave."""

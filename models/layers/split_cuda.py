@@ -40,7 +40,8 @@ class Kernel(Protocol):
     ) -> None:
         """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. units: see `plan_units`. The rest: see `Scratch`.
 
-        `is_beside`: the last kernel before was that of prefill, and may go on while this one runs."""
+        `is_beside`: the last kernel before was that of prefill, and may go on while this one runs.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class SplitAttention:
         groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
         groups[:, 2] += first_page
         units = np.zeros((self._num_units, UNIT_FIELDS), dtype=np.int32)
-        num_free = self._num_multiprocessors - num_taken or self._num_multiprocessors
+        num_free = (self._num_multiprocessors - num_taken) or self._num_multiprocessors
         planned = plan_units(groups, max_units(len(groups), self._kv_heads, BLOCKS * num_free))
         units[: len(planned)] = planned
         return (units,)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.batch import AttentionLayout
-from models.layers.attention import HostPlan, make_attention
+from models.layers.attention import HostPlan, make_attention, plan_on_device
 from models.layers.ops import make_ops
 from models.layers.ops_torch import TorchOps
 from models.layers.segments import make_segment_attention
@@ -154,7 +154,7 @@ def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
         backend, count = PrefillAttention([step.pool], heads[0]), len(step.q)
         q, out = (normal(count + 100, heads[0], head_dim) for _ in range(2))
         q[50:-50], before = step.q, out.clone()
-        backend.plan(step.layout)
+        plan_on_device(backend, step.layout)
         backend.run_into(0, q[50:-50], out[50:-50])
         assert all(close(*pair) for pair in zip(out[50:-50], step.expected(), strict=True)), tokens
         assert out[:50].equal(before[:50]) and out[-50:].equal(before[-50:])
