@@ -10,9 +10,9 @@ import torch
 
 from models.batch import AttentionLayout
 from models.layers.attention import FixedAttention, Int32s, on_device, plan_on_device
+from models.layers.attention_items import num_blocks_of
 from models.layers.ops import KVPool
 from models.layers.prefill_cuda import PrefillAttention
-from models.layers.prefill_plan import num_blocks_of
 from models.layers.split_cuda import SplitAttention
 from models.layers.split_plan import group_tokens, max_token_groups
 
@@ -100,7 +100,7 @@ def make_mixed_attention(pools: Sequence[KVPool], num_heads: int) -> MixedAttent
         num_rows = len(decodes.kv_lens_cpu)
         return SplitAttention.factory(pools, num_heads, num_rows, len(decodes.pages))(num_rows)
 
-    return MixedAttention(pools, PrefillAttention(pools, num_heads), make_decode)
+    return MixedAttention(pools, PrefillAttention.factory(pools, num_heads)(), make_decode)
 
 
 def fixed_attention_factory(
@@ -113,11 +113,11 @@ def fixed_attention_factory(
     size = group_tokens(num_heads, pools[0][0].shape[2])
     max_groups = max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, size)
     make_split = SplitAttention.factory(pools, num_heads, max_groups, (max_prefill_rows + max_decode_rows) * max_blocks)
+    make_prefill = PrefillAttention.factory(pools, num_heads)
 
     def make(num_tokens: int, num_decodes: int, num_rows: int) -> FixedAttention:
         if num_tokens <= MAX_SPLIT_TOKENS:
             return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))
-        prefill = PrefillAttention(pools, num_heads, num_tokens, num_rows)
-        return FixedMixedAttention(pools, num_tokens, prefill, make_split(num_decodes))
+        return FixedMixedAttention(pools, num_tokens, make_prefill(num_tokens, num_rows), make_split(num_decodes))
 
     return make

@@ -12,17 +12,15 @@
 //    scores = q k^T   4 steps of 16         + 1 step
 //    out += p v       64 columns            + 8 columns, in one instruction
 //
-// A kernel is `attend<Work>`. Work says what a block computes; its tiles have numbers, of which block b takes b, b + num_blocks, and so on:
+// A kernel is `attend<Work>`. Work says what an item of its plan is, see `Item`:
 //
-//    Params, with scale_log2              what all blocks read
-//    Work(params, number)                 a tile of queries
-//    num_tiles(params)                    their number
-//    num_blocks(params)                   blocks that compute: the others end at once and leave their multiprocessor to another kernel
+//    Params, with plan and scale_log2     what all blocks read
+//    Work(params, number)                 an Item
 //    num_groups                           groups of 64 rows that have a query: the others pass their turns on
-//    num_kv_tiles, num_unmasked_tiles     tiles of keys, and the first ones, of which every query sees every key
+//    num_unmasked_tiles                   the first tiles of keys, of which every query sees every key
 //    visible(params, row)                 how many keys a query sees
 //    place(params, row)                   where its result is written: null for a row of the tile that is no query
-//    produce(params, shared, pipelines)   run by a warp group: fills the pipelines, keys and values from the last tile to the first
+//    produce(params, shared, pipelines)   run by a warp group: fills the pipelines, keys and values from an item's last tile to its first
 
 #pragma once
 
@@ -40,9 +38,43 @@ constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = TILE_KV, kStages = 2;
 constexpr int kStagesQ = 2;  // the next tile's queries are there when a tile is done
 constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
-constexpr int kThreads = (1 + kGroups) * kGroupThreads;
+constexpr int kComputeThreads = kGroups * kGroupThreads, kComputeWarps = kComputeThreads / 32;
+constexpr int kThreads = kGroupThreads + kComputeThreads;
 constexpr int kWidth = kChunks * kChunk;
 constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);       // copied for a row
+
+// A head with a tile of queries and some tiles of the keys that they see: all, or a part. Of a tile in parts, whoever is done last merges
+// them. Planned on the host, see `attention_items.py`.
+struct Item {
+  int first_token, num_tokens;       // of the tile
+  int first_key, end;                // where the keys begin, and the end of those that the last token sees
+  int head, first_tile, end_tile;    // tiles of keys; none if there is no such item
+  int first_part, part, num_parts;   // the tile's parts have numbers that follow each other
+
+  CUTLASS_DEVICE Item(int4 const* items, int number) {
+    int4 const tile = items[3 * number + 3], keys = items[3 * number + 4], parts = items[3 * number + 5];
+    first_token = tile.x;
+    num_tokens = tile.y;
+    first_key = tile.z;
+    end = tile.w;
+    head = keys.x;
+    first_tile = keys.y;
+    end_tile = keys.z;
+    first_part = parts.x;
+    part = parts.y;
+    num_parts = parts.z;
+  }
+};
+
+// Block b computes items b, b + num_blocks, and so on to the first that is none. Other blocks leave their multiprocessor to another kernel.
+struct Plan {
+  int4 const* items;  // three for the header, three for each
+  float* parts;       // kPartFloats each
+  int* arrivals;      // kComputeWarps for each part, zero before and after
+
+  CUTLASS_DEVICE int num_items() const { return items[0].x; }
+  CUTLASS_DEVICE int num_blocks() const { return items[0].y; }
+};
 
 using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
 using Scores = Shape<Int<kTileQ>, Int<kTileKV>>;
@@ -57,6 +89,9 @@ using Atom = GMMA::Layout_K_SW128_Atom<BFloat16>;
 using LayoutQ = decltype(tile_to_shape(Atom{}, Shape<Int<kTileQ>, Int<kWidth>, Int<kStagesQ>>{}));
 using LayoutKV = decltype(tile_to_shape(Atom{}, Shape<Int<kTileKV>, Int<kWidth>, Int<kStages>>{}));
 using LayoutVt = decltype(composition(LayoutKV{}, make_ordered_layout(Shape<Int<kWidth>, Int<kTileKV>, Int<kStages>>{}, Step<_2, _1, _3>{})));
+
+// Of a thread: its part of the output, tops and sums of its rows.
+constexpr int kPartValues = kTileQ * kHeadDim / kComputeThreads + 4, kPartFloats = kPartValues * kComputeThreads;
 
 using PipelineQ = cutlass::PipelineTmaAsync<kStagesQ>;
 using PipelineKV = cutlass::PipelineTmaAsync<kStages>;
@@ -160,12 +195,11 @@ struct Softmax {
     }
   }
 
-  CUTLASS_DEVICE void finish() {
+  CUTLASS_DEVICE void sum_rows() {
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < 2; ++row) {
       sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
       sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
-      factor[row] = 1 / sum[row];
     }
   }
 
@@ -186,15 +220,64 @@ CUTLASS_DEVICE void mask(typename Work::Params const& params, Work const& work, 
   }
 }
 
-// Writes a tile of the output: pairs of values.
+// Leaves the results of a part where the tile's other parts have theirs. Returns whether all are there now: then they are merged, in their order.
+// Warp by warp, since a row is one warp's.
+template <typename Values>
+CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
+  auto place = [&](int part) { return plan.parts + static_cast<int64_t>(item.first_part + part) * kPartFloats + thread; };
+  float* const mine = place(item.part);
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < size(out); ++i) __stcg(mine + i * kComputeThreads, out(i));
+  CUTLASS_PRAGMA_UNROLL
+  for (int row = 0; row < 2; ++row) {
+    __stcg(mine + (size(out) + row) * kComputeThreads, softmax.top[row]);
+    __stcg(mine + (size(out) + 2 + row) * kComputeThreads, softmax.sum[row]);
+  }
+  __threadfence();
+  __syncwarp();
+  int arrived = 0;
+  if (cutlass::canonical_lane_idx() == 0) {
+    int* const arrivals = plan.arrivals + item.first_part * kComputeWarps + thread / 32;
+    arrived = atomicAdd(arrivals, 1) + 1;
+    if (arrived == item.num_parts) *arrivals = 0;
+  }
+  if (__shfl_sync(~0u, arrived, 0) < item.num_parts) return false;
+  __threadfence();
+  clear(out);
+  CUTLASS_PRAGMA_UNROLL
+  for (int row = 0; row < 2; ++row) softmax.top[row] = Softmax::kLowest, softmax.sum[row] = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int part = 0; part < item.num_parts; ++part) {  // other blocks made these: they are read past L1
+    float const* const theirs = place(part);
+    float weight[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      float const top = __ldcg(theirs + (size(out) + row) * kComputeThreads), sum = __ldcg(theirs + (size(out) + 2 + row) * kComputeThreads);
+      float const next = fmaxf(softmax.top[row], top);
+      softmax.factor[row] = exp2f(softmax.top[row] - next);
+      weight[row] = exp2f(top - next);
+      softmax.top[row] = next;
+      softmax.sum[row] = softmax.sum[row] * softmax.factor[row] + sum * weight[row];
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(out); ++i) {
+      out(i) = out(i) * softmax.factor[i / 2 % 2] + __ldcg(theirs + i * kComputeThreads) * weight[i / 2 % 2];
+    }
+  }
+  return true;
+}
+
+// Writes a tile of the output: pairs of values, divided by their row's sum.
 template <typename Work, typename Values>
-CUTLASS_DEVICE void store(typename Work::Params const& params, Work const& work, Values const& values, int thread) {
+CUTLASS_DEVICE void store(typename Work::Params const& params, Work const& work, Softmax const& softmax, Values const& values, int thread) {
   auto places = MmaPV{}.get_slice(thread).partition_C(make_identity_tensor(Output{}));
+  float const factor[2] = {1 / softmax.sum[0], 1 / softmax.sum[1]};
   __nv_bfloat16* const targets[2] = {work.place(params, get<0>(places(0))), work.place(params, get<0>(places(2)))};
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < size(values); i += 2) {
     if (targets[i / 2 % 2] == nullptr) continue;
-    *reinterpret_cast<__nv_bfloat162*>(targets[i / 2 % 2] + get<1>(places(i))) = __floats2bfloat162_rn(values(i), values(i + 1));
+    *reinterpret_cast<__nv_bfloat162*>(targets[i / 2 % 2] + get<1>(places(i))) =
+        __floats2bfloat162_rn(values(i) * factor[i / 2 % 2], values(i + 1) * factor[i / 2 % 2]);
   }
 }
 
@@ -259,7 +342,7 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
     };
     pipelines.q.consumer_wait(state_q);
     skip_keys();
-    for (int tile = work.num_kv_tiles - 1; tile > 0; --tile) {
+    for (int tile = work.end_tile - 1; tile > work.first_tile; --tile) {
       skip_keys();
       skip_values();
     }
@@ -268,8 +351,9 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
   };
 
   if (group == kGroups - 1) pass_turn();  // group 0 begins
-  for (int number = blockIdx.x, end = Work::num_tiles(params); number < end; number += Work::num_blocks(params)) {
+  for (int number = blockIdx.x, end = params.plan.num_items(); number < end; number += params.plan.num_blocks()) {
     Work const work(params, number);
+    if (work.end_tile == 0) break;
     if (group >= work.num_groups) {
       skip(work);
       continue;
@@ -281,7 +365,7 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
     start_scores();
     pass_turn();
     finish_scores(_0{});
-    int tile = work.num_kv_tiles - 1;
+    int tile = work.end_tile - 1;
     mask(params, work, tile, places, scores);
     softmax.to_weights(scores);
     round_weights();
@@ -299,15 +383,15 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
       round_weights();
     };
     CUTLASS_PRAGMA_NO_UNROLL
-    while (tile > work.num_unmasked_tiles) advance(true_type{});
+    while (tile > max(work.num_unmasked_tiles, work.first_tile)) advance(true_type{});
     CUTLASS_PRAGMA_NO_UNROLL
-    while (tile > 0) advance(false_type{});
+    while (tile > work.first_tile) advance(false_type{});
     release(pipelines.q, state_q);
     start_out();
-    softmax.finish();
+    softmax.sum_rows();
     finish_out();
-    softmax.rescale(out);
-    store(params, work, out, thread);
+    if (work.num_parts > 1 && !merge(params.plan, work, thread, softmax, out)) continue;
+    store(params, work, softmax, out, thread);
   }
 }
 
@@ -315,7 +399,7 @@ template <typename Work>
 __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typename Work::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  if (blockIdx.x >= Work::num_blocks(params)) return;
+  if (blockIdx.x >= params.plan.num_blocks()) return;
   Pipelines pipelines(shared);
   wait_for_kernel_ahead();
   launch_kernel_behind();  // not sooner: one that runs beside this kernel counts on what is ahead of both
@@ -327,6 +411,12 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
     cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 240 : 160>();
     consume<Work>(params, shared, pipelines);
   }
+}
+
+// items (1 + n, 12) int32; the others have room for as many parts as the plan has.
+inline Plan plan_of(ffi::TensorView items, ffi::TensorView parts, ffi::TensorView arrivals) {
+  TVM_FFI_ICHECK(items.IsContiguous() && items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
+  return {static_cast<int4 const*>(items.data_ptr()), static_cast<float*>(parts.data_ptr()), static_cast<int*>(arrivals.data_ptr())};
 }
 
 template <typename Work>

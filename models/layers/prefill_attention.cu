@@ -11,12 +11,12 @@ namespace prefill {
 
 using namespace hopper;
 
-// One KV head with its query heads, and so many tokens of one row of the step as fill a tile. Planned on the host, see `prefill_plan.py`.
-struct Work {
+// One KV head with its query heads, and so many tokens of one row of the step as fill a tile. Keys begin at a place in `pages`.
+struct Work : Item {
   struct Params {
     Source q, k, v;
     __nv_bfloat16* out;
-    int4 const* items;  // two for the header, which begins with the number of items and that of blocks that compute them; two for each
+    Plan plan;
     int const* pages;
     int log2_group;  // of the query heads of a KV head
     int num_heads;   // of queries
@@ -24,23 +24,12 @@ struct Work {
     float scale_log2;
   };
 
-  int first_token, num_tokens, first_page, end, head, num_groups, num_kv_tiles, num_unmasked_tiles;
+  int num_groups, num_unmasked_tiles;
 
-  CUTLASS_DEVICE Work(Params const& params, int number) {
-    int4 const item = params.items[2 * number + 2];
-    first_token = item.x;
-    num_tokens = item.y;
-    first_page = item.z;  // of the row, in `pages`
-    end = item.w;         // of the keys that the last token sees
-    head = params.items[2 * number + 3].x;
+  CUTLASS_DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
     num_groups = ((num_tokens << params.log2_group) + 63) / 64;
-    num_kv_tiles = (end + kTileKV - 1) / kTileKV;
     num_unmasked_tiles = visible(params, 0) / kTileKV;
   }
-
-  CUTLASS_DEVICE static int num_tiles(Params const& params) { return params.items[0].x; }
-
-  CUTLASS_DEVICE static int num_blocks(Params const& params) { return params.items[0].y; }
 
   // Of tokens behind the tile's last one, too: their results are thrown away.
   CUTLASS_DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
@@ -54,7 +43,7 @@ struct Work {
   // Where a key lies in the pool. Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
   CUTLASS_DEVICE int slot(Params const& params, int key) const {
     int const page = min(key, end - 1) >> params.log2_page;
-    return (__ldg(params.pages + first_page + page) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
+    return (__ldg(params.pages + first_key + page) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
   }
 
   // One warp copies keys and queries, another one values: each is as far ahead as its pipeline has room, and its page ids are a tile further.
@@ -75,13 +64,14 @@ struct Work {
   CUTLASS_DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
     int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // of a tile, where this lane's box begins
     auto state = cutlass::make_producer_start_state<PipelineKV>();
-    for (int number = blockIdx.x, total = num_tiles(params); number < total; number += num_blocks(params)) {
+    for (int number = blockIdx.x, total = params.plan.num_items(); number < total; number += params.plan.num_blocks()) {
       Work const work(params, number);
-      int const last = work.num_kv_tiles - 1;
+      if (work.end_tile == 0) break;
+      int const last = work.end_tile - 1;
       int slot = work.slot(params, last * kTileKV + row);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int tile = last; tile >= 0; --tile) {
-        int const next_slot = work.slot(params, max(tile - 1, 0) * kTileKV + row);
+      for (int tile = last; tile >= work.first_tile; --tile) {
+        int const next_slot = work.slot(params, max(tile - 1, work.first_tile) * kTileKV + row);
         if (lane == 0) pipeline.producer_acquire(state);
         __syncwarp();
         if (row < kTileKV) {
@@ -98,16 +88,16 @@ struct Work {
   }
 };
 
-// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; items (n, 8) and pages int32, see `plan_items`.
-void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView pages,
-         int64_t page_size, int64_t num_blocks, double scale) {
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; pages int32; the plan: see `attention_items.py`.
+void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
+         ffi::TensorView arrivals, ffi::TensorView pages, int64_t page_size, int64_t num_blocks, double scale) {
   int const group = static_cast<int>(q.size(1) / k.size(1));
   TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && items.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kTileQ % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   int const box_rows = static_cast<int>(std::min<int64_t>(page_size, kTileKV));
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows),
-                            static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<int4 const*>(items.data_ptr()),
+                            static_cast<__nv_bfloat16*>(out.data_ptr()), plan_of(items, parts, arrivals),
                             static_cast<int const*>(pages.data_ptr()), log2_of(group), static_cast<int>(q.size(1)),
                             log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
   launch<Work>(params, static_cast<int>(num_blocks), q.device());
@@ -115,9 +105,13 @@ void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorVie
 
 int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
 int64_t tile_keys() { return kTileKV; }
+int64_t part_floats() { return kPartFloats; }
+int64_t part_arrivals() { return kComputeWarps; }
 
 }  // namespace prefill
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, prefill::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, prefill::tile_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, prefill::tile_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, prefill::part_floats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, prefill::part_arrivals);

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-TILE_FIELDS = 4  # first query of a tile in its segment, number of queries, first row and length of the segment
-GROUP_ROWS = 64  # of queries, which a group of threads computes; a tile has a few groups
+from models.layers.attention import Int32s
 
 
 class SegmentAttention(Protocol):
@@ -35,25 +34,10 @@ def make_segment_attention(num_heads: int, head_dim: int, device: torch.device) 
     return TorchSegments()
 
 
-def plan_tiles(lengths: npt.NDArray[np.int64], num_heads: int, num_blocks: int, tile_rows: int) -> tuple[npt.NDArray[np.int32], int]:
-    """(n, TILE_FIELDS) int32: what each head computes; and how many of these tiles, which come first, are large: of `tile_rows` queries.
-
-    Blocks compute the large tiles of all heads in full rounds. What is left, less than a round, is cut into small tiles, so that every
-    block has one of them: without them most blocks would be idle in the last round.
-    """
-    per_tile, groups = tile_rows // GROUP_ROWS, -(-lengths // GROUP_ROWS)
-    most = groups // per_tile
-    rounds, rest = divmod(int(groups.sum()) * num_heads, per_tile * num_blocks)
-    small = -(-rest // num_blocks) or per_tile  # groups of a small tile
-    num_large = int(most.sum()) if small == per_tile else min(int(most.sum()), rounds * num_blocks // num_heads)
-    large = np.diff(most.cumsum() * num_large // max(1, int(most.sum())), prepend=0)  # of each segment: its share
-    starts = lengths.cumsum() - lengths
-
-    def tiles(counts: npt.NDArray[np.int64], first_queries: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
-        segment = np.repeat(np.arange(len(lengths)), counts)
-        number = np.arange(len(segment)) - (counts.cumsum() - counts)[segment]
-        query = first_queries[segment] + number * rows
-        return np.stack((query, np.minimum(lengths[segment] - query, rows), starts[segment], lengths[segment]), axis=1)
-
-    rest_of_each = tiles(-(-(groups - large * per_tile) // small), large * tile_rows, small * GROUP_ROWS)
-    return np.concatenate((tiles(large, np.zeros_like(lengths), tile_rows), rest_of_each)).astype(np.int32), num_large
+def segment_tiles(lengths: npt.NDArray[np.int64], tile_rows: int) -> Int32s:
+    """(n, 4): first patch, number of patches (`tile_rows`, or a segment's rest), first patch and length of its segment."""
+    counts, starts = -(-lengths // tile_rows), lengths.cumsum() - lengths
+    segment = np.repeat(np.arange(len(lengths)), counts)
+    before = (np.arange(len(segment)) - (counts.cumsum() - counts)[segment]) * tile_rows  # of the segment's patches, those in earlier tiles
+    rows = np.minimum(lengths[segment] - before, tile_rows)
+    return np.stack((starts[segment] + before, rows, starts[segment], lengths[segment]), axis=1).astype(np.int32)

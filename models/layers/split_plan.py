@@ -1,4 +1,4 @@
-"""How the attention of few query tokens is cut into units of work for `split_attention.cu`. Used by `split_cuda`, `prefill_plan` and
+"""How the attention of few query tokens is cut into units of work for `split_attention.cu`. Used by `split_cuda`, `prefill_cuda` and
 `mixed_plan`."""
 
 from bisect import bisect_left

@@ -142,7 +142,13 @@ def fixed_plan(backend: HostPlan, layout: AttentionLayout) -> Callable[[Attentio
     return plan
 
 
-CHUNKS = {(1,): [1], (300, 1, 0, 129, 32): [300, 700, 0, 1000, 4321], (0, 17, 128, 31): [50, 17, 128, 2063], (2090,): [5000]}
+CHUNKS = {
+    (1,): [1],
+    (300, 1, 0, 129, 32): [300, 700, 0, 1000, 4321],
+    (0, 17, 128, 31): [50, 17, 128, 2063],
+    (2090,): [5000],
+    (200,): [20_000],  # tiles in parts, as many of those above
+}
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (64, 8), (16, 1)])
@@ -151,13 +157,16 @@ def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
     """Rows of any lengths, some empty, in a slice of a larger tensor, pages in any order. Neighbours in the tensor stay as they are."""
     for tokens, lengths in CHUNKS.items():
         step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
-        backend, count = PrefillAttention([step.pool], heads[0]), len(step.q)
+        backend, count = PrefillAttention.factory([step.pool], heads[0])(), len(step.q)
         q, out = (normal(count + 100, heads[0], head_dim) for _ in range(2))
         q[50:-50], before = step.q, out.clone()
         plan_on_device(backend, step.layout)
         backend.run_into(0, q[50:-50], out[50:-50])
         assert all(close(*pair) for pair in zip(out[50:-50], step.expected(), strict=True)), tokens
         assert out[:50].equal(before[:50]) and out[-50:].equal(before[-50:])
+        first = out.clone()
+        backend.run_into(0, q[50:-50], out[50:-50])
+        assert out.equal(first), tokens  # parts are merged in one order, whoever is last
 
 
 def test_large_chunks_in_a_graph() -> None:
@@ -166,7 +175,7 @@ def test_large_chunks_in_a_graph() -> None:
     built = [Step.build(lengths, (32, 8), head_dim=128, tokens=tokens) for tokens, lengths in batches.items()]
     steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
     pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
-    backend, graph = PrefillAttention([(pool[0], pool[1])], 32, num_tokens=300, num_rows=5), torch.cuda.CUDAGraph()
+    backend, graph = PrefillAttention.factory([(pool[0], pool[1])], 32)(num_tokens=300, num_rows=5), torch.cuda.CUDAGraph()
     q, out = steps[0].q.clone(), torch.empty_like(steps[0].q)
     plan = fixed_plan(backend, steps[0].layout)
     backend.run_into(0, q, out)
@@ -225,14 +234,16 @@ def test_both_kernels_side_by_side(decodes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 72])
-@pytest.mark.parametrize("lengths", [[4], [256, 1000, 16, 3520], [129] * 70])
+@pytest.mark.parametrize("lengths", [[4], [256, 1000, 16, 3520], [129] * 70, [3520], [14_400, 300]])
 def test_attention_inside_segments(head_dim: int, lengths: list[int]) -> None:
+    """Also with tiles in parts. The same twice."""
     kvq, angles = normal(sum(lengths), 3, 16, head_dim), torch.rand((sum(lengths), head_dim // 2), device=DEVICE)
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     results = []
     for segments in (TorchSegments(), make_segment_attention(16, head_dim, DEVICE)):
         segments.plan(lengths)
         results.append(segments.run(kvq.clone(), tables))
+        assert segments.run(kvq.clone(), tables).equal(results[-1])
     assert close(results[1], results[0])
 
 

@@ -31,15 +31,29 @@ class PrefillKernel:
     def tile_keys(self) -> int:
         return 32
 
-    def run(self, q, k, v, out, items, pages, page_size, num_blocks, scale) -> None:  # type: ignore[no-untyped-def]
+    def part_floats(self) -> int:
+        return 1
+
+    def part_arrivals(self) -> int:
+        return 1
+
+    def run(self, q, k, v, out, items, parts, arrivals, pages, page_size, num_blocks, scale) -> None:  # type: ignore[no-untyped-def]
         group = q.shape[1] // k.shape[1]
-        for first, count, offset, end, head, *_ in items[1 : 1 + int(items[0, 0])].tolist():
-            key, tokens, heads = torch.arange(end), slice(first, first + count), slice(head * group, (head + 1) * group)
+        values, total = torch.zeros(q.shape, dtype=torch.float64), torch.zeros((*q.shape[:2], 1), dtype=torch.float64)
+        for first, count, offset, end, head, first_tile, end_tile, *_ in items[1 : 1 + int(items[0, 0])].tolist():
+            key, tokens, heads = (
+                torch.arange(first_tile * 32, min(end, end_tile * 32)),
+                slice(first, first + count),
+                slice(head * group, (head + 1) * group),
+            )
             slots = pages[offset + key // page_size].long() * page_size + key % page_size
             hidden = key >= end - count + 1 + torch.arange(count)[:, None]
-            scores = torch.einsum("thk,sk->hts", q[tokens, heads].double(), k[slots, head].double()) * scale
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            out[tokens, heads] = torch.einsum("hts,sk->thk", weights, v[slots, head].double()).to(out.dtype)
+            scores = torch.einsum("thk,sk->ths", q[tokens, heads].double(), k[slots, head].double()) * scale
+            weights = scores.masked_fill(hidden[:, None], -torch.inf).exp()
+            values[tokens, heads] += weights @ v[slots, head].double()
+            total[tokens, heads] += weights.sum(-1, keepdim=True)
+        planned = total[:, 0, 0] > 0
+        out[planned] = (values / total)[planned].to(out.dtype)
 
 
 def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int) -> None:
     split = SplitAttention.factory([pool], HEADS[0], 3, max_pages=200)
     backend: FixedAttention = split(3)
     if num_tokens:
-        backend = FixedMixedAttention([pool], num_tokens, PrefillAttention([pool], HEADS[0], num_tokens, num_rows=3), split(3))
+        backend = FixedMixedAttention([pool], num_tokens, PrefillAttention.factory([pool], HEADS[0])(num_tokens, num_rows=3), split(3))
     memory, eager = Staging(1 << 16, CPU), make_mixed_attention([pool], HEADS[0])
     layouts = [step.layout if num_tokens else step.layout.decode_rows() for step in steps]
     backend.read_from(*plan_into(memory, backend, layouts[0]))

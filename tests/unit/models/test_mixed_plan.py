@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.batch import AttentionLayout
+from models.layers.attention import Int32s
+from models.layers.attention_items import plan_items
 from models.layers.mixed_plan import ENOUGH, KEYS_PER_TILE, TILES_TO_START, prefill_blocks
-from models.layers.prefill_plan import plan_items
+from models.layers.split_plan import token_groups
 from tests.unit.models.attention_step import NOTHING, indptr
 
 PAGE = 16
@@ -21,14 +23,18 @@ def layout_of(prompts: list[tuple[int, int]], decodes: list[int]) -> AttentionLa
     return AttentionLayout(tokens, indptr(lengths).diff(), pages, indptr([1] * int(pages[-1])), NOTHING, len(prompts))
 
 
+def tiles_of(layout: AttentionLayout) -> Int32s:
+    return token_groups(layout.prefill_rows(), TILE_TOKENS)
+
+
 def blocks_of(layout: AttentionLayout) -> int:
-    return prefill_blocks(layout, KV_HEADS, TILE_TOKENS, TILE_KEYS, BLOCKS)
+    return prefill_blocks(layout, tiles_of(layout), KV_HEADS, TILE_KEYS, BLOCKS)
 
 
 def times(layout: AttentionLayout, num_blocks: int) -> tuple[float, float]:
     """In tiles: the slowest block with prompts, and the decode rows on the others."""
-    items = plan_items(layout.prefill_rows(), KV_HEADS, TILE_TOKENS, TILE_KEYS, num_blocks)[1:]
-    costs = -(-items[:, 3] // TILE_KEYS) + TILES_TO_START
+    items = plan_items(tiles_of(layout), KV_HEADS, TILE_KEYS, num_blocks)[1:]
+    costs = items[:, 6] - items[:, 5] + TILES_TO_START
     decodes = KV_HEADS * int(layout.decode_rows().kv_lens_cpu.sum()) / KEYS_PER_TILE
     return max(costs[block::num_blocks].sum() for block in range(num_blocks)), decodes / min(max(1, BLOCKS - num_blocks), ENOUGH * BLOCKS)
 
@@ -41,8 +47,8 @@ def times(layout: AttentionLayout, num_blocks: int) -> tuple[float, float]:
 def test_there_is_somebody_for_each_part(prompts: list[tuple[int, int]], decodes: list[int], num_blocks: int) -> None:
     """Decode rows may come behind; also for rows without tokens, as graphs pad with."""
     layout = layout_of(prompts, decodes)
-    assert 1 <= prefill_blocks(layout, KV_HEADS, TILE_TOKENS, TILE_KEYS, num_blocks) <= num_blocks
-    assert decodes or prefill_blocks(layout, KV_HEADS, TILE_TOKENS, TILE_KEYS, num_blocks) == num_blocks
+    chosen = prefill_blocks(layout, tiles_of(layout), KV_HEADS, TILE_KEYS, num_blocks)
+    assert 1 <= chosen <= num_blocks and (decodes or chosen == num_blocks)
 
 
 @pytest.mark.parametrize("chunk", [(184, 0), (184, 952), (312, 700), (120, 30_000)])
