@@ -30,6 +30,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto' is bfloat16 on GPUs and float32 on CPUs"] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
+    symmetric_memory: Annotated[
+        bool, "sum few tokens over the --tp GPUs through memory that they map from each other, where they can; else by NCCL"
+    ] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
     api_key: Annotated[str | None, "demand this bearer token; default: the environment's ENGINE_API_KEY, else none"] = None
@@ -77,8 +80,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def child_environment() -> dict[str, str]:
-    """What the children inherit: ours, and an allocator that grows its segments instead of leaving holes between image sizes."""
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | dict(os.environ)
+    """What the children inherit: ours, an allocator that grows its segments instead of leaving holes between image sizes, and symmetric
+    memory without the multicast that nothing here uses."""
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"} | dict(os.environ)
 
 
 def parse_bytes(text: str) -> int:

@@ -28,6 +28,7 @@ from models.layers.attention import allocate_pools, make_attention
 from models.layers.compile_cuda import load_kernels
 from models.layers.ops import KVPool
 from models.layers.parallel import TensorParallel
+from models.layers.symmetric import SymmetricSums, peers_are_mapped
 from models.qwen3_vl import Qwen3VL
 from models.weights import init_dummy_weights, load_weights
 
@@ -42,7 +43,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
     config = child.config
     dtype = pick_dtype(config, device)
-    tp = join_ranks(child, rank, device)
+    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
     if device.type == "cuda":
         load_kernels(model_config.text.head_dim, model_config.vision.head_dim)
     model = load_model(child, model_config, tp, dtype, device)
@@ -74,14 +75,24 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def join_ranks(child: Child, rank: int, device: torch.device) -> TensorParallel:
-    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port."""
+def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: torch.device) -> TensorParallel:
+    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port.
+
+    Sums of few tokens, `width` values each, go through memory that GPUs map from each other, if they can.
+    """
     size = child.config.tp
     if size == 1:
         return TensorParallel.single()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{child.run_dir}/ranks", rank=rank, world_size=size)
-    return TensorParallel(rank, size, dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    if device.type != "cuda" or not child.config.symmetric_memory:
+        return TensorParallel(rank, size, group)
+    if not peers_are_mapped(size):
+        child.progress("GPUs cannot read each other's memory: NCCL sums also few tokens")
+        return TensorParallel(rank, size, group)
+    return TensorParallel(rank, size, group, SymmetricSums(group, width, dtype, device))
 
 
 def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> Qwen3VL:

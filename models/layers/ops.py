@@ -47,6 +47,9 @@ class Ops(Protocol):
     def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """residual += x @ weight.T, now (then this returns None) or when the addends are added that this returns."""
 
+    def linear(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T. Written to `out_TD` if that is given."""
+
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
 

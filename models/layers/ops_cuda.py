@@ -44,6 +44,11 @@ class CudaOps:
             residual_TD.addmm_(x_TX, weight_DX.t())
         return None
 
+    def linear(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        if len(x_TX) == 1:
+            return gemv(x_TX, weight_DX, x_TX.dtype, out_1N=out_TD)
+        return torch.mm(x_TX, weight_DX.t(), out=out_TD)
+
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # GEMM, bias and tanh-GELU in one kernel. On CUDA this op's GELU is the tanh one, on a CPU it would be the exact one.
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
@@ -79,4 +84,6 @@ class CudaOps:
 
 def _with(addends: torch.Tensor | None, x_TD: torch.Tensor) -> torch.Tensor:
     """`x_TD`, to which they were added."""
-    return x_TD if addends is None else x_TD.add_(addends.sum(0))
+    for addend_TD in () if addends is None else addends:
+        x_TD.add_(addend_TD)
+    return x_TD

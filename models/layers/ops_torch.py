@@ -30,6 +30,9 @@ class TorchOps:
         residual_TD.add_(F.linear(x_TX, weight_DX))
         return None
 
+    def linear(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(x_TX, weight_DX.t(), out=out_TD)
+
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 

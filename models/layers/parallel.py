@@ -5,6 +5,7 @@ Every rank runs the same code on its share; activations between layers are whole
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,16 @@ from models.layers.ops import Ops
 from models.layers.slots import Slot
 
 
+class SmallSums(Protocol):
+    """Sums of few tokens over the ranks that are faster than those of the group."""
+
+    def room(self, num_tokens: int, width: int) -> torch.Tensor | None:
+        """Where this rank leaves what is to be summed, (T, D), until the sum is read; None if it is too much."""
+
+    def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place: of all of what `room` returned last."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """Rank `rank` of `size`. With one rank every collective is the identity and `group` is None."""
@@ -22,6 +33,7 @@ class TensorParallel:
     rank: int
     size: int
     group: dist.ProcessGroup | None
+    small_sums: SmallSums | None = None
 
     @classmethod
     def single(cls) -> "TensorParallel":
@@ -39,6 +51,13 @@ class TensorParallel:
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def sum_of_linear(self, ops: Ops, x_TX: torch.Tensor, weight_DX: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of x @ weight.T, to be read before the next call."""
+        room_TD = None if self.small_sums is None else self.small_sums.room(len(x_TX), len(weight_DX))
+        if self.small_sums is None or room_TD is None:
+            return self.all_reduce_(ops.linear(x_TX, weight_DX))
+        return self.small_sums.sum_(ops.linear(x_TX, weight_DX, room_TD))
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """The value of rank 0, in place."""
@@ -141,7 +160,7 @@ class RowParallelLinear(nn.Module):
         """residual += the layer's output, as `Ops.linear_add_`: what this returns is still to be added, by the next norm."""
         if self.tp.size == 1:
             return self.ops.linear_add_(x_TX, self.weight, residual_TD)
-        return self.tp.all_reduce_(F.linear(x_TX, self.weight))[None]
+        return self.tp.sum_of_linear(self.ops, x_TX, self.weight)[None]
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
         rows, columns = self.weight.shape

@@ -46,6 +46,7 @@ def test_products(hidden: int, inner: int, tokens: int) -> None:
     assert close(ops.norm_linear(x, norm, 1e-6, gate_up), REFERENCE.norm_linear(x, norm, 1e-6, gate_up))
     assert close(ops.norm_swiglu(x, norm, 1e-6, gate_up), REFERENCE.norm_swiglu(x, norm, 1e-6, gate_up))
     given = torch.empty((tokens, 2 * inner), device=DEVICE)
+    assert close(ops.linear(x, gate_up), REFERENCE.linear(x, gate_up))
     assert close(ops.linear_f32(x, gate_up), REFERENCE.linear_f32(x, gate_up))
     assert close(ops.linear_f32(x, gate_up, given), given) and close(given, REFERENCE.linear_f32(x, gate_up))
     check_residual(h, down, residual, norm, gate_up)

@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 
 from models.config import ModelConfig
 from models.layers.parallel import TensorParallel
+from models.layers.symmetric import SymmetricSums
 from models.qwen3_vl import Qwen3VL
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
@@ -18,13 +19,16 @@ from tests.unit.models.harness import PagedRunner, Prompt
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(600)]
 
 
-def worker(rank: int, size: int, config: ModelConfig, out: Path) -> None:
+def worker(rank: int, size: int, symmetric: bool, config: ModelConfig, out: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = TensorParallel.single()
     if size > 1:
         dist.init_process_group("nccl", init_method=f"file://{out}/rendezvous-{size}", rank=rank, world_size=size)
-        tp = TensorParallel(rank, size, dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        sums = SymmetricSums(group, config.text.hidden_size, torch.bfloat16, device) if symmetric else None
+        tp = TensorParallel(rank, size, group, sums)
     with torch.inference_mode():
         model = Qwen3VL(config, tp, torch.bfloat16, device)
         fill(model, GeneratedSource(config, device), lambda done, total: None)
@@ -56,13 +60,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.fixture(scope="module")
 def one_rank(config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     out = tmp_path_factory.mktemp("one")
-    mp.spawn(worker, args=(1, config, out), nprocs=1)
+    mp.spawn(worker, args=(1, False, config, out), nprocs=1)
     return torch.load(out / "1.pt")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_logits_equal_those_of_one_gpu(config: ModelConfig, one_rank: torch.Tensor, tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "symmetric"), [(2, False), (2, True), (4, True)])
+def test_logits_equal_those_of_one_gpu(config: ModelConfig, one_rank: torch.Tensor, tmp_path: Path, size: int, symmetric: bool) -> None:
+    """Sums of chunks by NCCL; those of few tokens, too, or in symmetric memory."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    mp.spawn(worker, args=(size, config, tmp_path), nprocs=size)
+    mp.spawn(worker, args=(size, symmetric, config, tmp_path), nprocs=size)
     assert relative(torch.load(tmp_path / f"{size}.pt"), one_rank) < TOLERANCE
