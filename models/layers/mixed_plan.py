@@ -4,11 +4,10 @@ import numpy as np
 
 from models.batch import AttentionLayout
 from models.layers.attention import Int32s
-from models.layers.attention_items import TILES_TO_MERGE
+from models.layers.attention_items import TILES_TO_MERGE, TILES_TO_START
 
 # Measured on an H200 while both run, with heads of 128 values.
 KEYS_PER_TILE = 97  # of one KV head: while a block multiplies a tile by its keys, a multiprocessor reads as many for decode rows
-TILES_TO_START = 7  # that an item takes longer than its tiles
 ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
 MANY = 4  # items of a block: dealt by cost, they come out even
 
