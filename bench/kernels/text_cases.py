@@ -32,7 +32,7 @@ def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[
     pools = allocate_pools(text, TensorParallel.single(), POOL_BLOCKS, PAGE, torch.bfloat16, device)[:2]
     yield norm_rope_store(config, ops, pools[0], device)
     prefill = make_attention(pools, text.num_heads)
-    for new, context in ((CHUNK, 0), (1024, CHUNK)):
+    for new, context in ((CHUNK, 0), (1024, CHUNK), (3681, 25_760), (200, 28_000)):  # the last two in parts
         yield attention(config, prefill, [new], [new + context], device)
     for new, decodes in ((192, [1200] * 20), (280, [1200] * 30)):  # side by side
         yield attention(config, prefill, [new, *[1] * len(decodes)], [new + 600, *decodes], device)

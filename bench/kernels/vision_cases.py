@@ -19,7 +19,7 @@ def vision_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterato
     """Everything that runs once per block or once per image."""
     for name in ("720p", "1080p"):
         yield preprocessing(config, ops, device, name)
-    for name, count in (("720p", 1), ("720p", 4), ("2k", 1)):
+    for name, count in (("720p", 1), ("720p", 4), ("1080p", 1), ("2k", 1)):
         yield attention(config, device, name, count)
     num_patches = 4 * patches_of(config, "720p")
     yield layer_norm(config, ops, device, num_patches)
