@@ -41,6 +41,9 @@ class TowerGraphs:
         self._graphs: OrderedDict[Key, TowerGraph] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures. A graph keeps the workspace that cuBLAS has for its stream, and torch hands out the same 32 streams in turn:
+        # a new one for each capture would sooner or later be that of the step graphs, which run at the same time.
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """(1 + L, N, D), a tensor of the caller's own."""
@@ -78,11 +81,11 @@ class TowerGraphs:
         tables = self._tower.tables(key)
         self._tower.plan(key)
         patches_PX = self._tower.empty_patches(key)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # the decoder's threads may allocate meanwhile
             levels = self._tower.compute(patches_PX, tables)
             graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         return TowerGraph(graph, patches_PX, tables, levels)

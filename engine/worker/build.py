@@ -90,7 +90,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: 
     if device.type != "cuda" or not child.config.symmetric_memory:
         return TensorParallel(rank, size, group)
     if not peers_are_mapped(size):
-        child.progress("GPUs cannot read each other's memory: NCCL sums also few tokens")
+        child.progress("GPUs do not share memory as NVLink would let them: NCCL sums also few tokens")
         return TensorParallel(rank, size, group)
     return TensorParallel(rank, size, group, SymmetricSums(group, width, dtype, device))
 

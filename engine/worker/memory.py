@@ -80,6 +80,8 @@ def profile_peak(
     torch.cuda.reset_peak_memory_stats(device)
     unit = model_config.vision.patch_size * model_config.vision.merge_size
     side = int(config.max_num_encoder_tokens**0.5)
+    assert tower_stream is not None
+    tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
     with torch.cuda.stream(tower_stream):
         model.encode([torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)])
     encode_bytes = torch.cuda.max_memory_allocated(device) - weight_bytes

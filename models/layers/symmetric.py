@@ -3,17 +3,27 @@
 A sum of a few rows by NCCL takes longer than the product before it: 72 of them are most of a decode step over four GPUs.
 """
 
+import ctypes
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 MAX_TOKENS = 1024  # of a sum
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUDA's driver interface
 
 
 def peers_are_mapped(size: int) -> bool:
-    """Whether each of the first `size` GPUs can read the memory of every other one."""
+    """Whether each of the first `size` GPUs can use the memory of every other one, atomic operations included: ranks wait for each other by
+    them, and without (over PCIe) would wait for ever."""
     pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
-    return all(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
+    return all(torch.cuda.can_device_access_peer(i, j) and _has_native_atomics(i, j) for i, j in pairs)
+
+
+def _has_native_atomics(device: int, peer: int) -> bool:
+    value = ctypes.c_int()
+    status: int = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, device, peer)
+    return status == 0 and value.value == 1
 
 
 class SymmetricSums:
