@@ -153,9 +153,11 @@ class Child:
 
         def watch() -> None:
             os.read(self.runtime.lifeline_fd, 1)
-            stop()
-            threading.Event().wait(grace)
-            os._exit(1)
+            try:
+                stop()  # RuntimeError if its event loop has ended already
+                threading.Event().wait(grace)
+            finally:
+                os._exit(1)
 
         threading.Thread(target=watch, name="lifeline", daemon=True).start()
 

@@ -102,7 +102,7 @@ class Client:
     def submit(self, message: Submit) -> Stream:
         """Sends a request with a new id. Raises RequestError while the server shuts down; the body is then still the caller's."""
         if self._refusal is not None:
-            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code)
+            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
         self._outbox.send(message)
         if message.body is not None:
             self.num_bodies += 1

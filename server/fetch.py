@@ -5,11 +5,13 @@ followed by hand and checked like the first URL.
 """
 
 import asyncio
+import functools
 import ipaddress
 import os
 import socket
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -45,26 +47,35 @@ def is_public(address: Address) -> bool:
             return False
         if address.ipv4_mapped is not None:
             return True
+        if address.is_site_local:
+            return False
     return address.is_global and not address.is_multicast
 
 
-class PublicResolver(AbstractResolver):
-    """Resolves for one connection and hands out public addresses only: what was checked is what is connected to."""
+class Resolver(AbstractResolver):
+    """Resolves for one connection and hands out public addresses only, unless private ones are allowed: what was checked is what is
+    connected to. In a pool of its own: the event loop's resolves two names at a time, so that slow ones would hold up all others."""
+
+    def __init__(self, allow_private: bool = False) -> None:
+        self._allow_private = allow_private
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT, "resolve")
 
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
+        lookup = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, family=family)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            found = await asyncio.get_running_loop().run_in_executor(self._pool, lookup)
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         results = [
             ResolveResult(hostname=host, host=str(address[0]), port=port, family=kind, proto=proto, flags=numeric)
             for kind, _, proto, _, address in found
-            if is_public(ipaddress.ip_address(str(address[0]).split("%")[0]))
+            if self._allow_private or is_public(ipaddress.ip_address(str(address[0]).split("%")[0]))
         ]
         if not results:
             raise ForbiddenAddress("not globally routable")
         return results
 
     async def close(self) -> None:
-        """Nothing is held."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Fetcher:
@@ -76,7 +87,7 @@ class Fetcher:
         domains = config.allowed_media_domains
         self._domains = None if domains is None else {name.strip().lower() for name in domains.split(",")}
         self._local_root = None if config.allowed_local_media_path is None else os.path.realpath(config.allowed_local_media_path)
-        resolver = None if self._allow_private else PublicResolver()
+        resolver = Resolver(self._allow_private)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=MAX_CONCURRENT)
         self._session = aiohttp.ClientSession(
             connector=connector,

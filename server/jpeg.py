@@ -5,11 +5,16 @@
 Marker codes and segment layouts are those of ITU-T T.81, annex B.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SOF0, DHT, SOI, SOS, DQT, DRI, APP0, APP1, APP14, APP15, COM = 0xC0, 0xC4, 0xD8, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 END_OF_IMAGE = b"\xff\xd9"
+MAX_SCANS = 128  # encoders write ten or so; every scan costs a pass over all pixels, whatever its length
+MAX_SEGMENTS = 4096  # a colour profile may take 255
+FILL_BYTES = re.compile(rb"\xff*")
+MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # with a segment or the end behind it: not a stuffed zero, not a restart
 SAMPLINGS = frozenset({0x11, 0x21, 0x22})  # of the luminance: 4:4:4, 4:2:2, 4:2:0; chrominance is 1x1
 RGB_COMPONENTS = (ord("R"), ord("G"), ord("B"))
 YCC_TRANSFORM = 1
@@ -51,6 +56,21 @@ def has_end(data: memoryview) -> bool:
     return False
 
 
+def has_too_many_scans(data: memoryview) -> bool:
+    """Whether a decoder would read more than MAX_SCANS scans, or MAX_SEGMENTS segments. What lies behind the image's end does not count."""
+    position, num_scans = 2, 0
+    for _ in range(MAX_SEGMENTS):
+        found = MARKER.search(data, position)
+        if found is None or found[1] == END_OF_IMAGE[1:]:
+            return False
+        num_scans += found[1][0] == SOS
+        if num_scans > MAX_SCANS:
+            return True
+        length = data[found.end() : found.end() + 2]
+        position = found.end() + max(2, int.from_bytes(length))
+    return True
+
+
 def parse_plain_jpeg(data: memoryview) -> PlainJpeg | None:
     """The size of a JPEG that may stay encoded, or None if Pillow has to look at it (which may then say that it is broken)."""
     if bytes(data[-2:]) != END_OF_IMAGE:
@@ -69,8 +89,10 @@ def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
-        if marker == 0xFF:  # a fill byte
-            position += 1
+        if marker == 0xFF:  # fill bytes, of which the last one is the marker's
+            run = FILL_BYTES.match(data, position)
+            assert run is not None
+            position = run.end() - 1
             continue
         length = data[position + 2] << 8 | data[position + 3]
         end = position + 2 + length

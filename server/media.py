@@ -29,7 +29,7 @@ from server.base64_text import decode_base64, decode_data_url
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.fetch import Fetcher
-from server.jpeg import has_end, is_jpeg, parse_plain_jpeg
+from server.jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from server.pixels import DecodedSize, decode_rgb, read_orientation, read_size
 from server.region import Holdings, Region
 
@@ -90,6 +90,8 @@ class Inspector:
                 height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
                 self.check_size(height, width)
                 return _Facts(self._identify(data, b"jpeg"), True, height, width, orientation)
+            if has_too_many_scans(data):
+                raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
         height, width = read_size(data)
         self.check_size(height, width)
         return _Facts(self._identify(data, b"rgb"), False, height, width, 1)

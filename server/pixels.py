@@ -4,15 +4,19 @@ Every error of Pillow and its codecs becomes a RequestError in our own words her
 """
 
 import io
+import math
 import struct
 from dataclasses import dataclass
 
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from server.errors import RequestError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 ORIENTATION_TAG = 0x0112
+TILE_TAGS = (322, 323)  # of a TIFF: width and length of its tiles
+MAX_TILE_PIXELS = 1 << 22  # tiles may be larger than the image, and are decoded whole
 TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -38,6 +42,8 @@ class DecodedSize:
 def read_size(data: memoryview) -> tuple[int, int]:
     """(height, width) as the header says, which orientation may swap. Allocates no pixels. RequestError 422 if it is no image."""
     with _open(data) as image:
+        if isinstance(image, TiffImageFile) and _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
+            raise RequestError(422, "its tiles are much larger than the image", code="invalid_image")
         return image.height, image.width
 
 
@@ -67,6 +73,13 @@ def _open(data: memoryview) -> Image.Image:
     except UnidentifiedImageError as error:
         raise RequestError(422, f"it is none of {', '.join(FORMATS)}", code="invalid_image") from error
     except Exception as error:
+        raise RequestError(422, "its header is damaged", code="invalid_image") from error
+
+
+def _tile_pixels(image: TiffImageFile) -> int:
+    try:
+        return math.prod([int(image.tag_v2.get(tag, 0)) for tag in TILE_TAGS])
+    except DAMAGED_METADATA as error:
         raise RequestError(422, "its header is damaged", code="invalid_image") from error
 
 

@@ -95,7 +95,7 @@ class Reply:
         self._metrics.note_response(200)
         self._has_status = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        chunks = [formatter.role_chunk(self._usage)]
+        chunks = [formatter.role_chunk(Usage(events[0].num_prompt_tokens, events[0].num_cached_tokens))]
         while True:
             self._note_progress(events)
             for event in events:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 OPENING = b'"data:'
 MAX_OPENING_BYTES = 272  # longer media types with their parameters do not exist
+STRING_REST = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # ends at the closing quote, or at a last backslash
 HEADER = re.compile(rb'"data:((?:[^"\\,]|\\/)*);base64,')
 
 
@@ -123,10 +124,10 @@ class Scanner:
         if not self._escaped and data.find(b"\\", start, end if end >= 0 else len(data)) < 0:
             return end if end >= 0 else None
         first = start + self._escaped
-        masked = data[first:].replace(b"\\\\", b"..").replace(b'\\"', b"..")
-        end = masked.find(b'"')
-        self._escaped = end < 0 and masked.endswith(b"\\") if masked else False
-        return first + end if end >= 0 else None
+        match = STRING_REST.match(data, first)
+        end = match.end() if match else first  # there is always a match
+        self._escaped = data[end : end + 1] == b"\\"
+        return end if data[end : end + 1] == b'"' else None
 
     def _advance(self, data: bytes) -> None:
         """Moves the string state over text: a quote toggles it unless a backslash escapes it."""

@@ -106,7 +106,9 @@ def _content_tag(value: object) -> str:
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
-Content = Annotated[Annotated[list[Part], Tag("<parts>")] | Annotated[str | None, Tag("<text>")], Discriminator(_content_tag)]
+# Lists that a client may fill with very many bad values fail at the first one.
+Parts = Annotated[list[Part], Field(fail_fast=True), Tag("<parts>")]
+Content = Annotated[Parts | Annotated[str | None, Tag("<text>")], Discriminator(_content_tag)]
 
 
 class Message(_Model):
@@ -134,10 +136,10 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -159,10 +161,10 @@ class ChatRequest(BaseModel):
             return []
         return [value] if isinstance(value, str) else value
 
-    @field_validator("chat_template_kwargs")
+    @field_validator("chat_template_kwargs", mode="before")  # the first bad name is enough: there may be very many
     @classmethod
-    def _allowed_kwargs(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
-        for name in value or {}:
+    def _allowed_kwargs(cls, value: object) -> object:
+        for name in value if isinstance(value, dict) else ():
             if name not in TEMPLATE_KWARGS:
                 raise ValueError(f"'{name[:64]}' is not one of {', '.join(sorted(TEMPLATE_KWARGS))}")
         return value

@@ -1,12 +1,13 @@
 """Model folders and the running stack that the tests of the server share."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from models.scaffold import SHAPES, write_model_folder
 from server.checkpoint import Checkpoint, read_checkpoint
+from tests.unit.server.media_bench import Bench
 from tests.unit.server.stack import Stack
 
 
@@ -27,3 +28,10 @@ def stack(model_folder: Path) -> Iterator[Stack]:
     running = Stack(model_folder)
     yield running
     running.close()
+
+
+@pytest.fixture
+async def bench(checkpoint: Checkpoint) -> AsyncIterator[Bench]:
+    made = Bench(checkpoint)
+    yield made
+    await made.close()

@@ -114,3 +114,26 @@ PLAIN = {
     "comment": jpeg(comment=b"a comment with \xff\xda and \xff\xd9 in it"),
     "icc profile": jpeg(icc_profile=b"p" * 70_000),
 }
+
+
+def segment(marker: int, payload: bytes) -> bytes:
+    """Of a JPEG."""
+    return bytes((0xFF, marker)) + (2 + len(payload)).to_bytes(2) + payload
+
+
+def progressive_jpeg(num_scans: int, num_comments: int = 0, comment: bytes = b"") -> bytes:
+    """Of 640 x 480 pixels, in scans that say nothing."""
+    tables = segment(0xDB, bytes(1) + bytes([1]) * 64)
+    tables += b"".join(segment(0xC4, bytes([kind, 1, *[0] * 15, value])) for kind, value in ((0x00, 0), (0x10, 0xE0)))
+    frame = segment(0xC2, bytes([8, 480 >> 8, 480 & 255, 640 >> 8, 640 & 255, 1, 1, 0x11, 0]))
+    scans = segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) * (num_scans - 1)
+    return b"\xff\xd8" + segment(0xFE, comment) * num_comments + tables + frame + scans + b"\xff\xd9"
+
+
+def tiled_tiff(size: int, tile: int) -> bytes:
+    """Grey, in one compressed tile."""
+    tags = [(256, size), (257, size), (258, 8), (259, 8), (262, 1), (277, 1), (322, tile), (323, tile)]
+    data = zlib.compress(bytes(tile * tile))
+    tags += [(324, 14 + 12 * (len(tags) + 2)), (325, len(data))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + data

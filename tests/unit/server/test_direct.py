@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import MIB, Stack, answer_text
+from tests.unit.server.stack import MIB, Stack, answer_text, hold_silently
 from tests.unit.server.test_stack import image, uri
 
 JPEG = PLAIN["4:2:0"]
@@ -141,3 +141,30 @@ def test_a_body_that_comes_steadily_may_take_longer(impatient: Stack, length: in
             connection.sendall(body[start : start + 100_000])
             time.sleep(pause)
         assert read_answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_offer_to_upgrade_changes_nothing(stack: Stack, is_large: bool, is_cut: bool) -> None:
+    """Red if a client that would like HTTP/2, as Java's always does, gets its body dropped; in one packet with its headers or not."""
+    body = body_of(large_image(1_000_000) if is_large else JPEG)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
+    head = head_of(len(body))[:-2] + offer
+    with connect(stack) as connection:
+        for _ in range(2):
+            connection.sendall(head if is_cut else head + body)
+            time.sleep(0.1 * is_cut)
+            connection.sendall(body if is_cut else b"")
+            assert read_answer(connection)[0] == 200
+
+
+def test_a_client_that_leaves_with_two_requests_under_way(stack: Stack) -> None:
+    """Red if the engine works on for the first of them."""
+    stack.scheduler.script = hold_silently
+    body = body_of(JPEG)
+    count = len(stack.scheduler.requests)
+    connection = connect(stack)
+    connection.sendall(head_of(len(body)) + body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    stack.wait_until(lambda: len(stack.scheduler.requests) > count)
+    connection.close()
+    stack.wait_until(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)

@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import ipaddress
 import socket
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -13,7 +15,7 @@ from engine.arena import ArenaTooSmall
 from engine.config import EngineConfig
 from server import fetch
 from server.errors import RequestError
-from server.fetch import Fetcher, PublicResolver, is_public
+from server.fetch import Fetcher, Resolver, is_public
 
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
@@ -111,15 +113,35 @@ async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.Monk
     """Red if the resolver hands out a private address next to public ones, or leaves the resolution to the connection."""
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("10.0.0.1", "8.8.8.8", "127.0.0.1")]
 
-    async def getaddrinfo(*arguments: object, **options: object) -> list[object]:
-        return list(answers)
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    results = await PublicResolver().resolve("mixed.example", 80)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: list(answers))
+    results = await Resolver().resolve("mixed.example", 80)
     assert [result["host"] for result in results] == ["8.8.8.8"]
     assert all(result["flags"] & socket.AI_NUMERICHOST for result in results)
     answers[:] = answers[:1]
     assert await status_of("http://rebound.example/x") == 400
+
+
+async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a few names that do not resolve keep all others from being resolved."""
+    resolve, release = socket.getaddrinfo, threading.Event()
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "slow.example":
+            release.wait(20)
+        return resolve("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(fetch, "CONNECT_TIMEOUT_S", 0.5)
+    fetcher = Fetcher(EngineConfig(allow_private_media=True))
+    slow = [asyncio.create_task(fetcher.download(f"http://slow.example/{i}", lambda piece: None)) for i in range(8)]
+    await asyncio.sleep(0.1)
+    pieces: list[bytes] = []
+    await asyncio.wait_for(fetcher.download(site.url.replace("127.0.0.1", "quick.example") + "/data", pieces.append), 5)
+    assert b"".join(pieces) == b"payload"
+    failures = await asyncio.wait_for(asyncio.gather(*slow, return_exceptions=True), 10)
+    release.set()
+    await fetcher.close()
+    assert all(isinstance(failure, RequestError) and failure.info.status == 422 for failure in failures)
 
 
 async def test_redirects_are_few_and_checked(site: Site) -> None:

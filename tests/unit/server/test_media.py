@@ -6,76 +6,22 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from engine.arena import Arena, ArenaFull, ArenaTooSmall, ArenaView, create_memfd
-from engine.config import EngineConfig
-from engine.messages import API_ARENA, MediaRef, Region
+from engine.arena import ArenaFull, ArenaTooSmall
+from engine.messages import MediaRef
 from server import media
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.jpeg import parse_plain_jpeg
-from server.media import LoadedImage, MediaLoader
-from server.region import Holdings
+from tests.unit.server.media_bench import SIZE, Bench
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow warns of the damage that these tests are about
-
-MIB = 1 << 20
-SIZE = 8 * MIB
-
-
-class Bench:
-    """A loader between two real arenas, as the processor has it."""
-
-    def __init__(self, checkpoint: Checkpoint, **settings: object):
-        self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
-        self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
-        self.arena = Arena(self.arena_fd, SIZE)
-        self.loader = MediaLoader(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE))  # type: ignore[arg-type]
-        self.holdings = Holdings(self.arena)
-
-    async def close(self) -> None:
-        await self.loader.close()
-        self.holdings.drop_all()
-        self.arena.check()
-        assert self.arena.is_empty()
-        os.close(self.bodies_fd)
-        os.close(self.arena_fd)
-
-    def body(self, text: bytes) -> MediaRef:
-        """Base64 text as the scanner leaves it in the api's arena."""
-        self.bodies.view(0, len(text))[:] = text
-        return MediaRef(Region(API_ARENA, 0, len(text)))
-
-    async def load(self, ref: MediaRef) -> LoadedImage:
-        return await self.loader.load(0, ref, self.holdings, {})
-
-    async def load_bytes(self, data: bytes) -> LoadedImage:
-        return await self.load(self.body(base64.b64encode(data)))
-
-    def bytes_of(self, image: LoadedImage) -> bytes:
-        return bytes(self.arena.view(image.source.region.offset, image.source.region.length))
-
-    async def refusal(self, ref: MediaRef) -> RequestError:
-        """The error of an image that is not accepted: its words must not tell where anything is."""
-        with pytest.raises(RequestError) as caught:
-            await self.load(ref)
-        assert "/" not in caught.value.info.message.replace("file://", "").replace("http(s)", "")
-        assert caught.value.info.message.startswith("Image 1: ")
-        return caught.value
-
-
-@pytest.fixture
-async def bench(checkpoint: Checkpoint) -> AsyncIterator[Bench]:
-    made = Bench(checkpoint)
-    yield made
-    await made.close()
 
 
 def shown(data: bytes) -> np.ndarray:

@@ -127,3 +127,13 @@ def test_eight_megabytes_take_a_moment(body: bytes) -> None:
     elapsed = time.perf_counter() - start
     assert scanner.json(region, keep=()) == body
     assert elapsed < 3
+
+
+def test_many_short_payloads_before_much_text() -> None:
+    """Red if each payload with a backslash costs a pass over the rest of the piece: the event loop stood still for a second."""
+    body = b"[" + b'"data:;base64,\\/",' * 1152 + b'"' + b"x" * 500_000 + b'"]'
+    start = time.perf_counter()
+    scanner, region = feed(body, [], max_references=2000)
+    elapsed = time.perf_counter() - start
+    assert scanner.json(region, keep=()) == body and len(scanner.references) == 1152
+    assert elapsed < 0.3
