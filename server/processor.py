@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event loop sooner than by default
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
+LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
 
 
@@ -104,6 +106,7 @@ class Processor:
         self._pixels = PixelMaker(self._loader, self._scheduler, lambda: len(self._requests) + len(self._arrivals) > 1)
         self._prompts = PromptBuilder(self._checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
+        self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._arrivals: dict[int, Arrival] = {}
         self._requests: dict[int, Request] = {}
 
@@ -122,6 +125,7 @@ class Processor:
                     case EngineOutputs():
                         self._forward(message)
         finally:
+            self._large_prompts.shutdown(wait=False, cancel_futures=True)
             await self._loader.close()
 
     # ---- in: a request is prepared ---------------------------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ class Processor:
 
         if len(submit.messages) < LARGE_MESSAGES_BYTES:
             return job()
-        return await asyncio.to_thread(job)
+        return await asyncio.get_running_loop().run_in_executor(self._large_prompts, job)
 
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt >= self._max_model_len:
