@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -328,3 +329,18 @@ def test_an_ignored_field_full_of_media_is_bounded(stack: Stack) -> None:
     assert stack.http.post("/v1/chat/completions", json=few).status_code == 200
     many = {**few, "metadata": {"icon": uri(b"\xff" * (7 * MIB))}}
     assert error_of(stack.http.post("/v1/chat/completions", json=many)) == (413, None)
+
+
+def test_large_prompts_wait_for_each_other(stack: Stack) -> None:
+    """Red if a prompt whose turn is yet to come is lost, also when clients ahead of it have left."""
+    stack.scheduler.script = answer_text
+    text = json.dumps({"messages": [{"role": "user", "content": "word " * 100_000}]}).encode()
+    clients = [RawClient(stack) for _ in range(4)]
+    for client in clients:
+        client.send(text)
+    for client in clients:
+        client.leave()
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda i: stack.chat("word " * 100_000), range(6)))
+    assert {answer.json()["error"]["code"] for answer in answers} == {"context_length_exceeded"}
+    stack.recover()
