@@ -333,7 +333,6 @@ def test_an_ignored_field_full_of_media_is_bounded(stack: Stack) -> None:
 
 def test_large_prompts_wait_for_each_other(stack: Stack) -> None:
     """Red if a prompt whose turn is yet to come is lost, also when clients ahead of it have left."""
-    stack.scheduler.script = answer_text
     text = json.dumps({"messages": [{"role": "user", "content": "word " * 100_000}]}).encode()
     clients = [RawClient(stack) for _ in range(4)]
     for client in clients:
@@ -343,4 +342,3 @@ def test_large_prompts_wait_for_each_other(stack: Stack) -> None:
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda i: stack.chat("word " * 100_000), range(6)))
     assert {answer.json()["error"]["code"] for answer in answers} == {"context_length_exceeded"}
-    stack.recover()
