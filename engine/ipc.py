@@ -4,6 +4,7 @@ Every child calls `Child.attach()` first. A receiver binds its one inbox; sender
 what is in flight. The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -109,6 +110,19 @@ class AsyncInbox(Generic[T]):
         self._socket.close()
 
 
+class StopFlag:
+    """What signal handlers set. A threading.Event has a lock, at which a second signal that interrupts the handler would wait for ever."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+
 class Child:
     """A child process's view of the engine: its runtime, the arenas, and its line to the launcher."""
 
@@ -153,11 +167,11 @@ class Child:
 
         def watch() -> None:
             os.read(self.runtime.lifeline_fd, 1)
-            try:
-                stop()  # RuntimeError if its event loop has ended already
-                threading.Event().wait(grace)
-            finally:
-                os._exit(1)
+            timer = threading.Timer(grace, os._exit, (1,))  # whatever `stop` does
+            timer.daemon = True
+            timer.start()
+            with contextlib.suppress(RuntimeError):  # its event loop has ended already
+                stop()
 
         threading.Thread(target=watch, name="lifeline", daemon=True).start()
 

@@ -3,11 +3,13 @@
 Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a model that cannot be had.
 """
 
+import functools
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from engine.arena import create_memfd, memory_limit
@@ -29,11 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
     family = Family()
+    _on_interrupt(functools.partial(_leave, family))
     try:
         runtime = make_runtime(config, family)
+        _on_interrupt(_interrupt)
         start_all(family, runtime)
         roles = {"processor", "scheduler", "api"}
         url = family.wait_ready(roles)["api"]
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("%s", problem)
         return 2
     finally:
-        _ignore_interrupts()
+        _on_interrupt(signal.SIG_IGN)
         family.stop()
     return 0
 
@@ -100,13 +102,21 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Once: an impatient second Ctrl-C must not break off the stop that the first one began."""
-    _ignore_interrupts()
+    _on_interrupt(signal.SIG_IGN)
     raise Interrupted
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _leave(family: Family, signum: int, frame: FrameType | None) -> None:
+    """Before there are children. An exception would wait for the threads of a download, until all of it is there."""
+    _on_interrupt(signal.SIG_IGN)
+    logger.info("stopping")
+    family.stop()
+    os._exit(0)
+
+
+def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
 
 
 if __name__ == "__main__":

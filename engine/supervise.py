@@ -55,7 +55,7 @@ class Family:
         path.write_bytes(msgspec.json.encode(runtime))
         command = [sys.executable, "-m", module, str(path), *arguments]
         fds = (*runtime.arena_fds, self.lifeline_fd)
-        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=fds, env=child_environment())))
+        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=fds, env=child_environment(), process_group=0)))
 
     def wait_ready(self, roles: set[str]) -> dict[str, str]:
         """Logs progress until every role has said that it is ready; their texts. Raises ChildDied."""

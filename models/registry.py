@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
@@ -78,5 +79,5 @@ def _reject_unsupported(hub_id: str) -> None:
 def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+    except (httpx.HTTPError, LocalEntryNotFoundError) as error:
         raise ValueError(f"{hub_id} could not be fetched from the hub: {error}") from error

@@ -63,6 +63,9 @@ class ChatEndpoint:
         try:
             body = await read_body(request.receive, length, direct_reader(request.scope), self._arena, self._config, self._client)
             return await self._submit(body)
+        except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
+            self._client.check_open()
+            raise
         finally:
             self.num_reading -= 1
 

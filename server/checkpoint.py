@@ -21,6 +21,7 @@ class Checkpoint:
     image_token_id: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
     chat_template: str
+    special_tokens: dict[str, str]  # as templates name them: `eos_token`
 
     @property
     def tokenizer_file(self) -> Path:
@@ -37,6 +38,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         image_token_id=model.image_token_id,
         num_values_per_image_token=model.num_visual_levels * model.vision.out_hidden_size,
         chat_template=_chat_template(folder),
+        special_tokens=_special_tokens(folder),
     )
 
 
@@ -52,3 +54,11 @@ def _chat_template(folder: Path) -> str:
         if isinstance(template, str):
             return template
     raise ValueError("the model folder has no chat template")
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    named = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    texts = {f"{name}_token": token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -101,14 +101,18 @@ class Client:
 
     def submit(self, message: Submit) -> Stream:
         """Sends a request with a new id. Raises RequestError while the server shuts down; the body is then still the caller's."""
-        if self._refusal is not None:
-            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
+        self.check_open()
         self._outbox.send(message)
         if message.body is not None:
             self.num_bodies += 1
         stream = Stream(message.rid)
         self._streams[message.rid] = stream
         return stream
+
+    def check_open(self) -> None:
+        """Raises RequestError while the server shuts down."""
+        if self._refusal is not None:
+            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
 
     def close(self, stream: Stream) -> None:
         """The client has its answer or is gone; in the latter case the engine is told to stop."""

@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Sequence
 from datetime import datetime
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -50,6 +51,7 @@ class PromptBuilder:
         self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal.encode_special_tokens = True  # special tokens in its input are text
         self._image_token_id = checkpoint.image_token_id
+        self._special_variables = checkpoint.special_tokens
         self._template = _environment().from_string(checkpoint.chat_template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -75,7 +77,8 @@ class PromptBuilder:
 
     def _render(self, messages: Messages, template_kwargs: dict[str, bool | str]) -> str:
         try:
-            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **template_kwargs)
+            variables = {**self._special_variables, **template_kwargs}
+            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
             raise RequestError(400, f"The chat template of this model refuses these messages: {words}", "messages") from None
@@ -130,9 +133,19 @@ class _Shield:
         return re.sub(f"{self._nonce}([0-9]+)x", lambda match: self.originals[int(match[1])], text)
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks, for training, what the assistant says; it shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment in which transformers renders chat templates."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -5,7 +5,6 @@ inbox ──▶ receive ──▶ [next_step ──▶ workers] up to two steps 
 
 import logging
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.ipc import Child, Inbox, Outbox
+from engine.ipc import Child, Inbox, Outbox, StopFlag
 from engine.messages import PROCESSOR_ARENA, Abort, EngineOutputs, EngineRequest, Pixels, StepPlan, StepResult, ToScheduler, WorkerReady
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
@@ -32,7 +31,7 @@ class Scheduler:
     """The process around the core: sockets, heartbeat, log."""
 
     def __init__(self, child: Child, eos_token_ids: frozenset[int]):
-        self.stopping = threading.Event()
+        self.stopping = StopFlag()
         self._child = child
         self._eos_token_ids = eos_token_ids
         self._arena = child.arena_view(PROCESSOR_ARENA)

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig, num_cpus
-from engine.ipc import Child, Inbox, Outbox
+from engine.ipc import Child, Inbox, Outbox, StopFlag
 from engine.messages import StepPlan, StepResult, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.runner import LaunchedStep, Runner
@@ -28,7 +27,7 @@ IDLE_POLL_S = 1.0
 SPIN_S = 20e-6
 
 
-def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | StepResult], stopping: threading.Event) -> None:
+def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | StepResult], stopping: StopFlag) -> None:
     """The loop: a step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     while not stopping.is_set():
@@ -58,7 +57,7 @@ def main() -> None:
     """Entry point of a worker process."""
     rank = int(sys.argv[2])
     child = Child.attach(f"worker-{rank}")
-    stopping = threading.Event()
+    stopping = StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stopping.set)

@@ -49,11 +49,8 @@ class SamplingInputs:
     def stage(cls, draws: Sequence[Draw], staging: Staging) -> "SamplingInputs":
         """Puts what they need into `staging`, whose `copy` comes later. A greedy row needs no noise, so it has no key."""
         params = [draw.params for draw in draws]
-        floats = [
-            (max(p.temperature or 1.0, MIN_TEMPERATURE), float(p.temperature > 0), p.top_p if p.temperature > 0 else 1.0, p.min_p)
-            for p in params
-        ]
-        ints = [(row, p.top_k if p.top_k > 0 else MASK32, _key(p.seed, at) if p.temperature > 0 else 0) for row, p, at in draws]
+        floats = [(max(p.temperature or 1.0, MIN_TEMPERATURE), float(p.temperature > 0), _top_p(p), p.min_p) for p in params]
+        ints = [(row, _top_k(p), _key(p.seed, at) if p.temperature > 0 else 0) for row, p, at in draws]
         temperature, scale, top_p, min_p = staging.put(np.asarray(floats, dtype=np.float32).reshape(-1, 4, 1).transpose(1, 0, 2))
         rows_S, top_k, keys = staging.put(np.asarray(ints, dtype=np.int64).reshape(-1, 3, 1).transpose(1, 0, 2))
         random = [p for p in params if p.temperature > 0]
@@ -105,6 +102,16 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def to_uniform(bits: torch.Tensor) -> torch.Tensor:
     """32 random bits -> float32 in (0, 1), the ends excluded. 23 bits: with 24 the half would be rounded away and the largest be 1."""
     return ((bits >> 9).float() + 0.5) * 2.0**-23
+
+
+def _top_p(params: SamplingParams) -> float:
+    """Where it is off, more than any rounded sum of probabilities: rows beside it may use it."""
+    return params.top_p if params.temperature > 0 and params.top_p < 1 else 2.0
+
+
+def _top_k(params: SamplingParams) -> int:
+    """Where it is off, more than there are tokens. A greedy row keeps all: which of its best ones is first, sorting would decide."""
+    return params.top_k if params.temperature > 0 and params.top_k > 0 else MASK32
 
 
 def _key(seed: int, position: int) -> int:

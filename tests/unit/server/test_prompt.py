@@ -161,6 +161,20 @@ def with_template(checkpoint: Checkpoint, template: str) -> PromptBuilder:
     return PromptBuilder(dataclasses.replace(checkpoint, chat_template=template))
 
 
+def test_what_templates_of_transformers_may_use(checkpoint: Checkpoint, model_folder: Path) -> None:
+    """Red if a template that marks what the assistant says, or names special tokens, renders another prompt than with transformers."""
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role }}\n"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content[0].text }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ message.content[0].text + eos_token }}{% endif %}\n{% endfor %}{{ bos_token }}{{ pad_token }}"
+    )
+    messages = [{"role": role, "content": [text(role)]} for role in ("user", "assistant", "user")]
+    reference = AutoTokenizer.from_pretrained(model_folder)
+    expected = reference.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, return_dict=False)
+    assert reference.eos_token_id in expected
+    assert with_template(checkpoint, template).encode(messages, 0, {}) == expected
+
+
 def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
     """Red if chat_template_kwargs are lost."""
     builder = with_template(checkpoint, "{% if enable_thinking %}yes{% else %}no{% endif %}")

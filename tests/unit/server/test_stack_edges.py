@@ -314,6 +314,21 @@ def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, endin
     stack.close()
 
 
+def test_half_a_body_at_the_end(model_folder: Path) -> None:
+    """Red if a client that is still sending when the server stops gets anything but a 503."""
+    stack = Stack(model_folder)
+    client = RawClient(stack)
+    client.send(b'{"messages": [', length=1_000_000)
+    time.sleep(0.3)
+    stack.processes["api"].send_signal(signal.SIGTERM)
+    client.socket.settimeout(10)
+    answer = client.socket.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in answer and b"retry-after" in answer.lower()
+    assert stack.processes["api"].wait(10) == 0
+    client.leave()
+    stack.close()
+
+
 def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
     """Red if the processor keeps serving after its bookkeeping broke: a release of a request that it does not know."""
     stack = Stack(model_folder)

@@ -54,6 +54,21 @@ def test_rows_do_not_influence_each_other() -> None:
     assert mixed[1] == sample(logits[1:2], stage([random], [5]))[0]
 
 
+def test_ties_and_tails_do_not_depend_on_neighbours() -> None:
+    """Red if sorting for a row with top-k or top-p decides between a greedy row's best tokens, or cuts the tail of a row without."""
+    generator = torch.Generator().manual_seed(2)
+    greedy, all_tokens = SamplingParams(temperature=0.0, top_k=1), SamplingParams(temperature=1.0)
+    for position in range(50):
+        logits = torch.randn((1, 2000), generator=generator)
+        logits[0, torch.randperm(2000, generator=generator)[:3]] = 20
+        other = SamplingParams(temperature=1.0, top_k=1, top_p=0.5, seed=position)
+        both = sample(logits.expand(2, -1), stage([greedy, other], [position] * 2))
+        assert both[0] == sample(logits, stage([greedy], [position]))[0]
+    flat = torch.randn((1, 150_000), generator=generator) * 3
+    kept = filter_logits(flat.expand(2, -1), stage([all_tokens, SamplingParams(temperature=1.0, top_p=0.5)], [1, 1]))
+    assert kept[0].isfinite().all() and not kept[1].isfinite().all()
+
+
 def test_noise_changes_with_seed_and_position() -> None:
     """Red if two positions, or two seeds, share their noise."""
     rows = [(1, 10), (1, 11), (2, 10), (1, 10)]

@@ -1,0 +1,18 @@
+"""A hub that cannot be had is an error in words."""
+
+import httpx
+import pytest
+
+from models import registry
+
+
+@pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow")])
+def test_a_connection_that_breaks_is_a_value_error(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the launcher ends with a traceback instead of a line."""
+
+    def download(*arguments: object, **options: object) -> str:
+        raise failure
+
+    monkeypatch.setattr(registry, "snapshot_download", download)
+    with pytest.raises(ValueError, match="could not be fetched from the hub"):
+        registry._download("Qwen/Qwen3-VL-8B-Instruct", ("*",))
