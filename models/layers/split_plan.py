@@ -1,5 +1,5 @@
-"""How the attention of few query tokens is cut into units of work for `split_attention.cu`. Used by `split_cuda`, `prefill_cuda` and
-`mixed_plan`."""
+"""How the attention of few query tokens is cut into units of work for `split_attention.cu`. Used by `split_cuda`; tiles of
+larger chunks are its groups of tokens, too (`prefill_cuda`)."""
 
 from bisect import bisect_left
 

@@ -103,6 +103,7 @@ def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> Non
     chunks = chunks_of(stack.chat("x", stream=True, stream_options=options, timings=True).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # type: ignore[index]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] > 1
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1  # type: ignore[index]
     timings = chunks[-1]["timings"]
     assert {"receive_ms", "prepare_ms", "queue_ms", "prefill_ms", "reply_ms", "device_encode_ms"} <= timings.keys()  # type: ignore[attr-defined]
     assert stack.chat("x", timings=True).json()["timings"]["prepare_ms"] > 0
