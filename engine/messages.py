@@ -4,9 +4,10 @@
 |-----------------------|-------------------------------|----------------------------------------------------------------------------|
 | api -> processor      | Payload, Submit, Abort        | the small JSON of a request; its media as regions of the api arena or URLs |
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
-| processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
+| processor -> scheduler| Upcoming, EngineRequest,      | prompt ids as a region, image spans with their bytes as regions            |
+|                       | Pixels, Abort                 |                                                                            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
-| scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
+| scheduler -> worker   | StepPlan, Prefetch            | diffs and pointers: the same bytes to every rank                           |
 | worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
 
@@ -155,6 +156,14 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     source: ImageSource
 
 
+class Upcoming(msgspec.Struct, tag=True, frozen=True):
+    """An image of a request that may follow: what lies at `source` stays there until then, or until the request has ended unsent."""
+
+    rid: int
+    hash: bytes
+    source: ImageSource
+
+
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
 
@@ -216,6 +225,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     images_skipped: int = 0  # every token came from the prefix cache
     images_evicted: int = 0
     images_restored: int = 0  # from host memory; not hits
+    images_prefetched: int = 0  # of the encoded ones: read before the plan came
     images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
     preemptions: int = 0
 
@@ -264,10 +274,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     visual: list[VisualRef]
 
 
+class Prefetch(msgspec.Struct, tag=True, frozen=True):
+    """Read this image now: a plan may name it by `number`. It takes the place of the one before."""
+
+    number: int
+    source: ImageSource
+
+
 class Encode(msgspec.Struct, frozen=True, array_like=True):
     image_id: int
     source: ImageSource
     grid: tuple[int, int, int]
+    prefetch: int | None = None  # the number under which it was read
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
@@ -331,4 +349,5 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult
+ToScheduler = Upcoming | EngineRequest | Pixels | Abort | WorkerReady | StepResult
+ToWorker = StepPlan | Prefetch

@@ -52,7 +52,7 @@ class LoadedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class Facts:
     """What the header says. Sizes of a plain JPEG are after orientation, those of other files before."""
 
     hash: bytes
@@ -62,7 +62,7 @@ class _Facts:
     orientation: int
 
 
-Beginning = asyncio.Task[tuple[Region, _Facts]]
+Beginning = asyncio.Task[tuple[Region, Facts]]
 
 
 class Inspector:
@@ -79,7 +79,7 @@ class Inspector:
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
-    def inspect(self, data: memoryview) -> _Facts:
+    def inspect(self, data: memoryview) -> Facts:
         """Raises RequestError 400 or 422 in words that follow "Image n: "."""
         if is_jpeg(data):
             if not has_end(data):
@@ -89,12 +89,12 @@ class Inspector:
                 orientation = read_orientation(data) if plain.has_metadata else 1
                 height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
                 self.check_size(height, width)
-                return _Facts(self._identify(data, b"jpeg"), True, height, width, orientation)
+                return Facts(self._identify(data, b"jpeg"), True, height, width, orientation)
             if has_too_many_scans(data):
                 raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
         height, width = read_size(data)
         self.check_size(height, width)
-        return _Facts(self._identify(data, b"rgb"), False, height, width, 1)
+        return Facts(self._identify(data, b"rgb"), False, height, width, 1)
 
     def check_size(self, height: int, width: int) -> None:
         """Limits on pixels, shape and tokens; all are the same for an image and its transpose."""
@@ -138,7 +138,7 @@ class MediaLoader:
         await self._fetcher.close()
 
     def begin(self, payload: WireRegion, holdings: Holdings) -> Beginning:
-        """Decodes an image of a body that still arrives. Before anything is given back, the task must have ended."""
+        """Decodes an image, also of a body that still arrives. Before anything is given back, the task must have ended."""
         task = asyncio.create_task(self._take_payload(payload, holdings))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if `load` asks for it
         return task
@@ -148,7 +148,7 @@ class MediaLoader:
         RequestError, ArenaFull or ArenaTooSmall."""
         with _named(index):
             if ref.payload is not None:
-                encoded, facts = await self._go_on(ref.payload, holdings, begun.get(ref.payload.offset))
+                encoded, facts = await self._go_on(ref.payload, holdings, begun[ref.payload.offset])
             else:
                 encoded = await self._fetch(ref.url or "", holdings)
                 facts = await _run(self._media_pool, lambda: self._inspector.inspect(encoded.view))
@@ -160,19 +160,19 @@ class MediaLoader:
         with _named(index):
             return await self._decode(image.file, image.hash, image.source.height * image.source.width, holdings)
 
-    async def _go_on(self, payload: WireRegion, holdings: Holdings, begun: Beginning | None) -> tuple[Region, _Facts]:
-        if begun is not None:
-            with contextlib.suppress(ArenaFull):  # there may be room by now
-                return await begun
-        return await self._take_payload(payload, holdings)
+    async def _go_on(self, payload: WireRegion, holdings: Holdings, begun: Beginning) -> tuple[Region, Facts]:
+        try:
+            return await begun
+        except ArenaFull:  # there may be room by now
+            return await self._take_payload(payload, holdings)
 
-    async def _take_payload(self, payload: WireRegion, holdings: Holdings) -> tuple[Region, _Facts]:
+    async def _take_payload(self, payload: WireRegion, holdings: Holdings) -> tuple[Region, Facts]:
         """Base64 from a request body, decoded into our arena and looked at in one go."""
         text = self._bodies.view(payload.offset, payload.length)
         encoded = holdings.take(3 * (payload.length // 4 + 1))
         room = encoded.room
 
-        def job() -> tuple[int, _Facts]:
+        def job() -> tuple[int, Facts]:
             data = decode_base64(text)
             # numpy copies without the interpreter lock; a slice assignment would hold it, and with it the other threads and the event loop
             np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
@@ -195,11 +195,11 @@ class MediaLoader:
         encoded.trim()
         return encoded
 
-    async def _finish(self, encoded: Region, facts: _Facts, holdings: Holdings) -> LoadedImage:
+    async def _finish(self, encoded: Region, facts: Facts, holdings: Holdings) -> LoadedImage:
         """Leaves a plain JPEG and a known file as they are; anything else becomes RGB and its encoded bytes are given back."""
         file = None
         if facts.stays_encoded:
-            source = _source("jpeg", encoded, facts.height, facts.width, facts.orientation)
+            source = jpeg_source(encoded, facts)
         elif facts.hash in self._upright_sizes:
             self._upright_sizes.move_to_end(facts.hash)
             size = self._upright_sizes[facts.hash]
@@ -221,6 +221,11 @@ class MediaLoader:
         if len(self._upright_sizes) > NUM_REMEMBERED:
             self._upright_sizes.popitem(last=False)
         return _source("rgb", pixels, size.height, size.width)
+
+
+def jpeg_source(encoded: Region, facts: Facts) -> ImageSource:
+    """A plain JPEG, which stays as it is."""
+    return _source("jpeg", encoded, facts.height, facts.width, facts.orientation)
 
 
 def _source(encoding: Literal["rgb", "jpeg", "file"], region: Region, height: int, width: int, orientation: int = 1) -> ImageSource:

@@ -1,6 +1,6 @@
 """The processor process: media, prompts and detokenisation. `python -m server.processor RUNTIME.json`, started by the launcher.
 
-    Payload ──▶ base64, hash ┐
+    Payload ──▶ base64, hash ┬▶ Upcoming ──────────────────────▶ scheduler
     Submit ──▶ prepare: media + prompt ──▶ EngineRequest ──▶ scheduler
                                                                  │
     Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┤
@@ -44,12 +44,13 @@ from engine.messages import (
     Submit,
     ToProcessor,
     ToScheduler,
+    Upcoming,
     WantedPixels,
 )
 from server.checkpoint import read_checkpoint
 from server.detokenize import Detokenizer, StopMatcher, TokenTable
 from server.errors import RequestError, error_of, error_type, overloaded
-from server.media import Beginning, LoadedImage, MediaLoader
+from server.media import Beginning, LoadedImage, MediaLoader, jpeg_source
 from server.prompt import PromptBuilder
 from server.region import Holdings
 from server.wanted import PixelMaker
@@ -69,6 +70,7 @@ class Arrival:
 
     holdings: Holdings
     begun: dict[int, Beginning] = field(default_factory=dict)
+    num_announced: int = 0  # images at the beginning of the body that the scheduler knows of
 
 
 @dataclass(slots=True)
@@ -117,7 +119,7 @@ class Processor:
                 message = await self._inbox.recv()
                 match message:
                     case Payload():
-                        self._begin(message)
+                        self._begin(message.rid, message.payload)
                     case Submit():
                         self._accept(message)
                     case Abort():
@@ -130,10 +132,21 @@ class Processor:
 
     # ---- in: a request is prepared ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, message: Payload) -> None:
-        """An image is decoded while the rest of its body arrives."""
-        arrival = self._arrival(message.rid)
-        arrival.begun[message.payload.offset] = self._loader.begin(message.payload, arrival.holdings)
+    def _begin(self, rid: int, payload: Region) -> None:
+        """An image is decoded, perhaps while the rest of its body arrives."""
+        arrival = self._arrival(rid)
+        beginning = arrival.begun[payload.offset] = self._loader.begin(payload, arrival.holdings)
+        beginning.add_done_callback(lambda _: self._announce(rid, arrival))
+
+    def _announce(self, rid: int, arrival: Arrival) -> None:
+        """Tells the scheduler of the arrival's plain JPEGs in their order: workers may read the first before they get a plan."""
+        for beginning in [*arrival.begun.values()][arrival.num_announced :]:
+            if not beginning.done() or beginning.cancelled() or beginning.exception() is not None:
+                return
+            arrival.num_announced += 1
+            encoded, facts = beginning.result()
+            if facts.stays_encoded:
+                self._scheduler.send(Upcoming(rid, facts.hash, jpeg_source(encoded, facts)))
 
     def _arrival(self, rid: int) -> Arrival:
         if rid not in self._arrivals:
@@ -146,6 +159,9 @@ class Processor:
             error = overloaded("The server has as many requests as it can queue.").info
             self._refuse(submit.rid, [Event(submit.rid, error=error)], submit.body)
             return
+        for media in submit.media:
+            if media.payload is not None and media.payload.offset not in arrival.begun:
+                self._begin(submit.rid, media.payload)
         del self._arrivals[submit.rid]
         request = Request(submit, arrival.holdings, arrival.begun, Detokenizer(self._tokens), StopMatcher(submit.stop))
         self._requests[submit.rid] = request

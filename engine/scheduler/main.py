@@ -13,7 +13,18 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag
-from engine.messages import PROCESSOR_ARENA, Abort, EngineOutputs, EngineRequest, Pixels, StepPlan, StepResult, ToScheduler, WorkerReady
+from engine.messages import (
+    PROCESSOR_ARENA,
+    Abort,
+    EngineOutputs,
+    EngineRequest,
+    Pixels,
+    StepResult,
+    ToScheduler,
+    ToWorker,
+    Upcoming,
+    WorkerReady,
+)
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -37,7 +48,7 @@ class Scheduler:
         self._arena = child.arena_view(PROCESSOR_ARENA)
         self._inbox: Inbox[ToScheduler] = Inbox(child.run_dir, "scheduler", ToScheduler)
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
-        self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
+        self._workers: list[Outbox[ToWorker]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
         self._last_heartbeat = 0.0
         self._checked = False
@@ -84,6 +95,9 @@ class Scheduler:
                 case EngineRequest():
                     region = message.prompt
                     core.add(message, np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32))
+                case Upcoming():
+                    if (prefetch := core.prefetch(message)) is not None:
+                        self._send_to_workers(prefetch)
                 case Pixels():
                     core.take_pixels(message)
                 case Abort():
@@ -95,16 +109,20 @@ class Scheduler:
             message = self._inbox.recv_ready()
 
     def _send(self, step: PlannedStep) -> None:
-        """The same bytes to every rank."""
-        data = self._encoder.encode(step.plan)
-        for worker in self._workers:
-            worker.send_bytes(data)
+        num_bytes = self._send_to_workers(step.plan)
         if logger.isEnabledFor(logging.DEBUG):
             plan = step.plan
             num_tokens = sum(chunk.length for chunk in plan.chunks)
             num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes) - len(plan.restores)
-            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), len(plan.restores), num_hit, len(data))
+            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), len(plan.restores), num_hit, num_bytes)
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d restored, %d hit, plan of %d bytes", *sizes)
+
+    def _send_to_workers(self, message: ToWorker) -> int:
+        """The same bytes to every rank; their number."""
+        data = self._encoder.encode(message)
+        for worker in self._workers:
+            worker.send_bytes(data)
+        return len(data)
 
     def _flush(self, core: SchedulerCore) -> None:
         """Sends what has gathered, and once a second (or when all is done) a heartbeat with statistics."""

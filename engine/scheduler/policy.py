@@ -348,10 +348,19 @@ class _StepBuilder:
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
             return
-        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, self._take_prefetched(request, span)))
         self.encoded[entry.image_id] = span.hash
         self.num_encoder_tokens += span.length
         request.wire.stages.images_encoded += 1
+
+    def _take_prefetched(self, request: Request, span: ImageSpan) -> int | None:
+        """The number under which workers have read this image. Another request's bytes of the same image may be gone by now."""
+        prefetched = self.state.prefetched
+        if prefetched is None or (prefetched.rid, prefetched.hash) != (request.rid, span.hash):
+            return None
+        self.state.prefetched = None
+        self.state.counters.images_prefetched += 1
+        return prefetched.number
 
 
 def _end(span: ImageSpan) -> int:

@@ -33,7 +33,17 @@ class Counters:
     images_hit: int = 0
     images_skipped: int = 0
     images_restored: int = 0
+    images_prefetched: int = 0
     preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """The one image that workers have read, or will have when a plan comes: `number`, for the request that brings it."""
+
+    number: int
+    rid: int
+    hash: bytes
 
 
 @dataclass(slots=True)
@@ -50,6 +60,7 @@ class State:
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     counters: Counters = field(default_factory=Counters)
     num_steps: int = 0
+    prefetched: Prefetched | None = None
 
     def check(self) -> None:
         """Asserts every invariant that relates requests, blocks, images and rows."""

@@ -45,32 +45,46 @@ class ImageReader:
         self._decoder = decoder
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy = bytearray()
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
+        return self._read_on_stream(sources, [self._bytes(source) for source in sources])
+
+    def read_copy(self, source: ImageSource) -> torch.Tensor | None:
+        """As `read`, of bytes that may be overwritten meanwhile: then the pixels are anything, or None."""
+        if self._stream is not None:
+            self._stream.synchronize()  # the decoder may still read the copy before this one
+        self._copy = bytearray(self._bytes(source))
+        (pixels,) = self._read_on_stream([source], [memoryview(self._copy)])
+        return pixels
+
+    def _read_on_stream(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if self._stream is None:
-            return self._read(sources)
+            return self._read(sources, payloads)
         with torch.cuda.stream(self._stream):
-            pixels = self._read(sources)
+            pixels = self._read(sources, payloads)
             if any(source.orientation != 1 for source in sources):
                 self._stream.synchronize()  # what was turned was read from the decoder's own memory, which is free again now
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pixels
 
-    def _read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
+    def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
-        encoded = [source for source in sources if source.encoding == "jpeg"]
-        decoded = iter(self._decoder.decode([self._bytes(source) for source in encoded]))
-        return [self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source) for source in sources]
+        pairs = list(zip(sources, payloads, strict=True))
+        decoded = iter(self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"]))
+        return [
+            self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source, payload) for source, payload in pairs
+        ]
 
     def _bytes(self, source: ImageSource) -> memoryview:
         return self._arena.view(source.region.offset, source.region.length)
 
-    def _rgb(self, source: ImageSource) -> torch.Tensor:
-        flat = torch.frombuffer(self._bytes(source), dtype=torch.uint8)
+    def _rgb(self, source: ImageSource, payload: memoryview) -> torch.Tensor:
+        flat = torch.frombuffer(payload, dtype=torch.uint8)
         return flat.view(source.height, source.width, 3).to(self._device, non_blocking=True)
 
     @staticmethod

@@ -28,6 +28,7 @@ from engine.messages import (
     Stages,
     Status,
     ToScheduler,
+    Upcoming,
     WantedPixels,
 )
 
@@ -55,6 +56,7 @@ class FakeScheduler:
         self.arrivals: list[float] = []
         self.held: set[int] = set()
         self.pixels: list[Pixels] = []
+        self.upcoming: list[Upcoming] = []
 
     def start(self) -> None:
         self._thread.start()
@@ -97,6 +99,8 @@ class FakeScheduler:
                 self.script(self, message)
             elif isinstance(message, Pixels):
                 self.pixels.append(message)
+            elif isinstance(message, Upcoming):
+                self.upcoming.append(message)
             elif isinstance(message, Abort):
                 self.aborted.append(message.rid)
                 if message.rid in self.held:
