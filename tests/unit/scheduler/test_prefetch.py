@@ -66,7 +66,7 @@ def test_nothing_is_read_early_while_there_is_work() -> None:
 
 @pytest.mark.parametrize("rid", [1, 2])
 def test_bytes_belong_to_the_request_that_brought_them(rid: int) -> None:
-    """Red if pixels for a request that has ended unsent, whose bytes may have been overwritten meanwhile, are taken for an equal image's."""
+    """Red if pixels for a request that ended unsent, whose bytes may have been overwritten meanwhile, are taken for an equal image's."""
     sim = simulation()
     prefetch = announce(sim, 1, b"a")
     assert prefetch is not None
