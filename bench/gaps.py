@@ -75,7 +75,7 @@ class Bench:
         """What happens while a request arrives: its first image is read. `prefill` comes next."""
         self._arrived = self._request(rid, jpegs, resolution)
         wire, _ = self._arrived
-        prefetch = self._core.prefetch(Upcoming(rid, wire.images[0].hash, wire.images[0].source))
+        prefetch = self._core.prefetch(Upcoming(rid, wire.images[0].source))
         assert prefetch is not None, "something is left of the request before"
         self._runner.prefetch(prefetch)
         torch.cuda.synchronize()

@@ -157,10 +157,10 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Upcoming(msgspec.Struct, tag=True, frozen=True):
-    """An image of a request that may follow: what lies at `source` stays there until then, or until the request has ended unsent."""
+    """An image of a request that may follow, if it was not seen before: the first one of a request. What lies at `source` stays there
+    until the request comes, or until it has ended unsent."""
 
     rid: int
-    hash: bytes
     source: ImageSource
 
 

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
 FIRST_DOWNLOAD_BYTES = 1 << 20
+FINGERPRINT_BYTES = 64
 NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is decoded once more
 
 
@@ -52,17 +53,28 @@ class LoadedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class _Header:
     """What the header says. Sizes of a plain JPEG are after orientation, those of other files before."""
 
-    hash: bytes
     stays_encoded: bool
     height: int
     width: int
-    orientation: int
+    orientation: int = 1
 
 
-Beginning = asyncio.Task[tuple[Region, Facts]]
+@dataclass(frozen=True, slots=True)
+class Glimpse:
+    """What is known of an image before its hash. `source` is that of a plain JPEG, which stays as it is.
+
+    Different images may have one `fingerprint`: it is good for guesses only.
+    """
+
+    fingerprint: bytes
+    source: ImageSource | None
+
+
+_Facts = tuple[bytes, _Header]  # the image's hash, and what its header says
+Beginning = asyncio.Task[tuple[Region, _Facts]]
 
 
 class Inspector:
@@ -79,7 +91,12 @@ class Inspector:
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
-    def inspect(self, data: memoryview) -> Facts:
+    def inspect(self, data: memoryview) -> _Facts:
+        """The hash and the header. Errors as `read_header`."""
+        header = self.read_header(data)
+        return self.identify(data, header), header
+
+    def read_header(self, data: memoryview) -> _Header:
         """Raises RequestError 400 or 422 in words that follow "Image n: "."""
         if is_jpeg(data):
             if not has_end(data):
@@ -89,12 +106,12 @@ class Inspector:
                 orientation = read_orientation(data) if plain.has_metadata else 1
                 height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
                 self.check_size(height, width)
-                return Facts(self._identify(data, b"jpeg"), True, height, width, orientation)
+                return _Header(True, height, width, orientation)
             if has_too_many_scans(data):
                 raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
         height, width = read_size(data)
         self.check_size(height, width)
-        return Facts(self._identify(data, b"rgb"), False, height, width, 1)
+        return _Header(False, height, width)
 
     def check_size(self, height: int, width: int) -> None:
         """Limits on pixels, shape and tokens; all are the same for an image and its transpose."""
@@ -110,10 +127,10 @@ class Inspector:
         except ValueError as error:
             raise RequestError(400, str(error), code="invalid_image") from None
 
-    def _identify(self, data: memoryview, decoder: bytes) -> bytes:
+    def identify(self, data: memoryview, header: _Header) -> bytes:
         """sha256 over length-framed fields, so that no two different inputs can read the same."""
         digest = hashlib.sha256()
-        for field in (decoder, self._parameters):
+        for field in (b"jpeg" if header.stays_encoded else b"rgb", self._parameters):
             digest.update(len(field).to_bytes(8, "little") + field)
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
@@ -137,9 +154,12 @@ class MediaLoader:
         self._processing_pool.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    def begin(self, payload: WireRegion, holdings: Holdings) -> Beginning:
-        """Decodes an image, also of a body that still arrives. Before anything is given back, the task must have ended."""
-        task = asyncio.create_task(self._take_payload(payload, holdings))
+    def begin(self, payload: WireRegion, holdings: Holdings, note: Callable[[Glimpse], None]) -> Beginning:
+        """Decodes an image, also of a body that still arrives. Before anything is given back, the task must have ended.
+
+        `note` is called in the event loop, before the hash is there, unless the image is refused.
+        """
+        task = asyncio.create_task(self._take_payload(payload, holdings, note))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if `load` asks for it
         return task
 
@@ -160,23 +180,28 @@ class MediaLoader:
         with _named(index):
             return await self._decode(image.file, image.hash, image.source.height * image.source.width, holdings)
 
-    async def _go_on(self, payload: WireRegion, holdings: Holdings, begun: Beginning) -> tuple[Region, Facts]:
+    async def _go_on(self, payload: WireRegion, holdings: Holdings, begun: Beginning) -> tuple[Region, _Facts]:
         try:
             return await begun
         except ArenaFull:  # there may be room by now
-            return await self._take_payload(payload, holdings)
+            return await self._take_payload(payload, holdings, lambda _: None)
 
-    async def _take_payload(self, payload: WireRegion, holdings: Holdings) -> tuple[Region, Facts]:
+    async def _take_payload(self, payload: WireRegion, holdings: Holdings, note: Callable[[Glimpse], None]) -> tuple[Region, _Facts]:
         """Base64 from a request body, decoded into our arena and looked at in one go."""
         text = self._bodies.view(payload.offset, payload.length)
         encoded = holdings.take(3 * (payload.length // 4 + 1))
         room = encoded.room
+        loop = asyncio.get_running_loop()
 
-        def job() -> tuple[int, Facts]:
+        def job() -> tuple[int, _Facts]:
             data = decode_base64(text)
             # numpy copies without the interpreter lock; a slice assignment would hold it, and with it the other threads and the event loop
             np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
-            return len(data), self._inspector.inspect(room[: len(data)])
+            kept = room[: len(data)]
+            header = self._inspector.read_header(kept)
+            source = _jpeg_source(encoded.offset, len(data), header) if header.stays_encoded else None
+            loop.call_soon_threadsafe(note, Glimpse(_fingerprint(kept), source))
+            return len(data), (self._inspector.identify(kept, header), header)
 
         encoded.used, facts = await _run(self._media_pool, job)
         encoded.trim()
@@ -195,19 +220,20 @@ class MediaLoader:
         encoded.trim()
         return encoded
 
-    async def _finish(self, encoded: Region, facts: Facts, holdings: Holdings) -> LoadedImage:
+    async def _finish(self, encoded: Region, facts: _Facts, holdings: Holdings) -> LoadedImage:
         """Leaves a plain JPEG and a known file as they are; anything else becomes RGB and its encoded bytes are given back."""
         file = None
-        if facts.stays_encoded:
-            source = jpeg_source(encoded, facts)
-        elif facts.hash in self._upright_sizes:
-            self._upright_sizes.move_to_end(facts.hash)
-            size = self._upright_sizes[facts.hash]
+        digest, header = facts
+        if header.stays_encoded:
+            source = _jpeg_source(encoded.offset, encoded.used, header)
+        elif digest in self._upright_sizes:
+            self._upright_sizes.move_to_end(digest)
+            size = self._upright_sizes[digest]
             file, source = encoded, _source("file", encoded, size.height, size.width)
         else:
-            source = await self._decode(encoded, facts.hash, facts.height * facts.width, holdings)
+            source = await self._decode(encoded, digest, header.height * header.width, holdings)
         grid = self._inspector.grid(source.height, source.width)
-        return LoadedImage(facts.hash, source, grid, self._inspector.geometry.num_tokens(grid), file)
+        return LoadedImage(digest, source, grid, self._inspector.geometry.num_tokens(grid), file)
 
     async def _decode(self, encoded: Region, digest: bytes, num_pixels: int, holdings: Holdings) -> ImageSource:
         pixels = holdings.take(3 * num_pixels)
@@ -223,13 +249,18 @@ class MediaLoader:
         return _source("rgb", pixels, size.height, size.width)
 
 
-def jpeg_source(encoded: Region, facts: Facts) -> ImageSource:
-    """A plain JPEG, which stays as it is."""
-    return _source("jpeg", encoded, facts.height, facts.width, facts.orientation)
+def _jpeg_source(offset: int, length: int, header: _Header) -> ImageSource:
+    return ImageSource("jpeg", WireRegion(PROCESSOR_ARENA, offset, length), header.height, header.width, header.orientation)
 
 
-def _source(encoding: Literal["rgb", "jpeg", "file"], region: Region, height: int, width: int, orientation: int = 1) -> ImageSource:
-    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width, orientation)
+def _source(encoding: Literal["rgb", "file"], region: Region, height: int, width: int) -> ImageSource:
+    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width)
+
+
+def _fingerprint(data: memoryview) -> bytes:
+    """The length, and some bytes of the middle and of the end: where encoders do not write what they always write."""
+    middle = len(data) // 2
+    return len(data).to_bytes(8, "little") + bytes(data[middle : middle + FINGERPRINT_BYTES]) + bytes(data[-FINGERPRINT_BYTES:])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The processor process: media, prompts and detokenisation. `python -m server.processor RUNTIME.json`, started by the launcher.
 
-    Payload ──▶ base64, hash ┬▶ Upcoming ──────────────────────▶ scheduler
+    Payload ──▶ base64, hash ┬▶ Upcoming ────────▶ scheduler
     Submit ──▶ prepare: media + prompt ──▶ EngineRequest ──▶ scheduler
                                                                  │
     Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┤
@@ -44,13 +44,13 @@ from engine.messages import (
     Submit,
     ToProcessor,
     ToScheduler,
-    Upcoming,
     WantedPixels,
 )
+from server.arrivals import Arrivals
 from server.checkpoint import read_checkpoint
 from server.detokenize import Detokenizer, StopMatcher, TokenTable
 from server.errors import RequestError, error_of, error_type, overloaded
-from server.media import Beginning, LoadedImage, MediaLoader, jpeg_source
+from server.media import Beginning, LoadedImage, MediaLoader
 from server.prompt import PromptBuilder
 from server.region import Holdings
 from server.wanted import PixelMaker
@@ -62,15 +62,6 @@ SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event lo
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
-
-
-@dataclass(slots=True)
-class Arrival:
-    """What is known of a request before its Submit: images that are worked on, by the offset of their payload."""
-
-    holdings: Holdings
-    begun: dict[int, Beginning] = field(default_factory=dict)
-    num_announced: int = 0  # images at the beginning of the body that the scheduler knows of
 
 
 @dataclass(slots=True)
@@ -109,7 +100,7 @@ class Processor:
         self._prompts = PromptBuilder(self._checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals = Arrivals(self._arena, self._loader, self._scheduler)
         self._requests: dict[int, Request] = {}
 
     async def run(self) -> None:
@@ -119,7 +110,7 @@ class Processor:
                 message = await self._inbox.recv()
                 match message:
                     case Payload():
-                        self._begin(message.rid, message.payload)
+                        self._arrivals.begin(message.rid, message.payload)
                     case Submit():
                         self._accept(message)
                     case Abort():
@@ -132,37 +123,15 @@ class Processor:
 
     # ---- in: a request is prepared ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, rid: int, payload: Region) -> None:
-        """An image is decoded, perhaps while the rest of its body arrives."""
-        arrival = self._arrival(rid)
-        beginning = arrival.begun[payload.offset] = self._loader.begin(payload, arrival.holdings)
-        beginning.add_done_callback(lambda _: self._announce(rid, arrival))
-
-    def _announce(self, rid: int, arrival: Arrival) -> None:
-        """Tells the scheduler of the arrival's plain JPEGs in their order: workers may read the first before they get a plan."""
-        for beginning in [*arrival.begun.values()][arrival.num_announced :]:
-            if not beginning.done() or beginning.cancelled() or beginning.exception() is not None:
-                return
-            arrival.num_announced += 1
-            encoded, facts = beginning.result()
-            if facts.stays_encoded:
-                self._scheduler.send(Upcoming(rid, facts.hash, jpeg_source(encoded, facts)))
-
-    def _arrival(self, rid: int) -> Arrival:
-        if rid not in self._arrivals:
-            self._arrivals[rid] = Arrival(Holdings(self._arena))
-        return self._arrivals[rid]
-
     def _accept(self, submit: Submit) -> None:
-        arrival = self._arrival(submit.rid)
         if len(self._requests) >= self._config.max_queued_requests:
             error = overloaded("The server has as many requests as it can queue.").info
             self._refuse(submit.rid, [Event(submit.rid, error=error)], submit.body)
             return
         for media in submit.media:
-            if media.payload is not None and media.payload.offset not in arrival.begun:
-                self._begin(submit.rid, media.payload)
-        del self._arrivals[submit.rid]
+            if media.payload is not None:
+                self._arrivals.begin(submit.rid, media.payload)
+        arrival = self._arrivals.pop(submit.rid)
         request = Request(submit, arrival.holdings, arrival.begun, Detokenizer(self._tokens), StopMatcher(submit.stop))
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
@@ -175,7 +144,7 @@ class Processor:
             self._drop(self._arrivals.pop(rid).holdings)
             self._send(events, body)
 
-        _when_ended(self._arrivals[rid].begun.values(), drop)
+        _when_ended(self._arrivals.get(rid).begun.values(), drop)
 
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""

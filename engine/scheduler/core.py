@@ -78,13 +78,12 @@ class SchedulerCore:
         self.state.waiting.append(request)
 
     def prefetch(self, upcoming: Upcoming) -> Prefetch | None:
-        """What the caller must send to every rank, if anything: the first image of a request that is going to be encoded, while nothing
-        else is to be done. Otherwise images are read while a step runs, and that costs nothing."""
-        last, source = self.state.prefetched, upcoming.source
-        is_worth = source.height * source.width <= MAX_PREFETCHED_PIXELS and not self.state.images.knows(upcoming.hash)
-        if self._requests or not is_worth or (last is not None and last.rid == upcoming.rid):
+        """What the caller must send to every rank, if anything: an image is read while nothing else is to be done. Otherwise images are
+        read while a step runs, and that costs nothing."""
+        source = upcoming.source
+        if self._requests or source.height * source.width > MAX_PREFETCHED_PIXELS:
             return None
-        self.state.prefetched = Prefetched(self._num_prefetched, upcoming.rid, upcoming.hash)
+        self.state.prefetched = Prefetched(self._num_prefetched, upcoming.rid, source)
         self._num_prefetched += 1
         return Prefetch(self.state.prefetched.number, source)
 

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from engine.messages import WantedPixels
+from engine.messages import ImageSource, WantedPixels
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.request import Request, Status
@@ -39,11 +39,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The one image that workers have read, or will have when a plan comes: `number`, for the request that brings it."""
+    """The one image that workers have read, or will have when a plan comes: `number`, for the request that brings these bytes."""
 
     number: int
     rid: int
-    hash: bytes
+    source: ImageSource
 
 
 @dataclass(slots=True)

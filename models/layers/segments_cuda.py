@@ -1,6 +1,7 @@
 """`SegmentAttention` on a kernel of our own for Hopper, `segment_attention.cu`. Made by `make_segment_attention`."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from models.layers.kernels_vision import rotate_
 from models.layers.segments import segment_tiles
 
 MAX_ITEMS = 1 << 18  # of one encode: three million patches with 16 heads
+MAX_CACHED_PLANS = 128  # of 20 to 400 kB each; the device waits while one is made
 
 
 class Kernel(attention_items.Kernel, Protocol):
@@ -42,13 +44,17 @@ class HopperSegments:
         self._scale = head_dim**-0.5
         self._kernel: Kernel = load_kernel("segment_attention", head_dim)
         self._memory = PartMemory.allocate(self._kernel, self._num_blocks, device)
+        self._stage = lru_cache(MAX_CACHED_PLANS)(self._stage_items)
         self._items = torch.zeros((MAX_ITEMS, ITEM_FIELDS), dtype=torch.int32, device=device)  # at a fixed address, for CUDA graphs
 
     def plan(self, lengths: Sequence[int]) -> None:
+        staged = self._stage(tuple(lengths))
+        self._items[: len(staged)].copy_(staged, non_blocking=True)  # torch reuses pinned memory only when its copy is done
+
+    def _stage_items(self, lengths: tuple[int, ...]) -> torch.Tensor:
+        """The plan, in pinned memory."""
         tiles = segment_tiles(np.asarray(lengths), self._kernel.tile_rows())
-        items = plan_items(tiles, self._num_heads, self._kernel.tile_keys(), self._num_blocks)
-        staged = torch.from_numpy(items).pin_memory()
-        self._items[: len(items)].copy_(staged, non_blocking=True)  # torch reuses pinned memory only when its copy is done
+        return torch.from_numpy(plan_items(tiles, self._num_heads, self._kernel.tile_keys(), self._num_blocks)).pin_memory()
 
     def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
         rotate_(kvq_P3HK, cos_sin_PK)

@@ -40,7 +40,9 @@ class Bench:
         return MediaRef(Region(API_ARENA, 0, len(text)))
 
     async def load(self, ref: MediaRef) -> LoadedImage:
-        return await self.loader.load(0, ref, self.holdings, {})
+        payload = ref.payload
+        begun = {} if payload is None else {payload.offset: self.loader.begin(payload, self.holdings, lambda _: None)}
+        return await self.loader.load(0, ref, self.holdings, begun)
 
     async def load_bytes(self, data: bytes) -> LoadedImage:
         return await self.load(self.body(base64.b64encode(data)))

@@ -10,7 +10,7 @@ import pytest
 from engine.messages import Region
 from server.body import Body
 from server.scan import Scanner
-from tests.unit.server.pictures import PLAIN, pixels, save
+from tests.unit.server.pictures import PLAIN, jpeg, pixels, save
 from tests.unit.server.stack import MIB, Stack, answer_text, hold
 from tests.unit.server.test_direct import body_of, connect, head_of, large_image, read_answer
 from tests.unit.server.test_stack import image, uri
@@ -58,32 +58,38 @@ def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
 
 
 def test_the_scheduler_hears_of_images_before_the_body_ends(stack: Stack) -> None:
-    """Red if workers cannot read an image until the last one is here, or are told of one that needs no reading: a PNG becomes RGB here."""
+    """Red if workers cannot read an image until the last one is here, are told of one that needs no reading (a PNG becomes RGB here), or of
+    more than the first."""
     pictures = images()
-    pictures.insert(1, save(pixels(), "PNG"))
+    pictures.insert(0, save(pixels(), "PNG"))
     body = body_of(*pictures)
     stack.scheduler.upcoming.clear()
     connection = connect(stack)
     connection.sendall(head_of(len(body)) + body[: -MIB // 2])
-    stack.wait_until(lambda: len(stack.scheduler.upcoming) == NUM_IMAGES - 1)
-    jpegs = [pictures[0], *pictures[2:]]
-    assert [stack.scheduler.bytes_at(upcoming.source.region) for upcoming in stack.scheduler.upcoming] == jpegs[:-1]
+    stack.wait_until(lambda: len(stack.scheduler.upcoming) > 0)
+    (upcoming,) = stack.scheduler.upcoming
+    assert stack.scheduler.bytes_at(upcoming.source.region) == pictures[1]
     connection.sendall(body[-MIB // 2 :])
     assert read_answer(connection)[0] == 200
     request = stack.scheduler.requests[-1]
-    announced = [(upcoming.rid, upcoming.hash, upcoming.source) for upcoming in stack.scheduler.upcoming]
-    assert announced == [(request.rid, span.hash, span.source) for span in request.images if span.source.encoding == "jpeg"]
+    assert stack.scheduler.upcoming == [upcoming]
+    assert (upcoming.rid, upcoming.source) == (request.rid, request.images[1].source)
     connection.close()
 
 
-def test_images_of_a_small_body_are_announced_too(stack: Stack) -> None:
-    """Red if only images of bodies that take long to arrive can be read early, or if a bad one is announced."""
+def test_the_first_new_image_is_announced(stack: Stack) -> None:
+    """Red if a conversation's old image is read again, if its new one is not because the old one comes first, if a small body's images are
+    not announced, or bad ones are."""
+    old, new = jpeg(pixels(seed=1)), jpeg(pixels(seed=2), orientation=6)
     stack.scheduler.upcoming.clear()
-    assert stack.chat([image(uri(JPEG)), image(uri(JPEG[:-2]))]).status_code == 422
-    assert stack.chat([image(uri(JPEG)), image(uri(JPEG))]).status_code == 200
-    rid = stack.scheduler.requests[-1].rid
-    assert [upcoming.rid for upcoming in stack.scheduler.upcoming if upcoming.rid == rid] == [rid, rid]
-    assert len(stack.scheduler.upcoming) <= 3
+    assert stack.chat([image(uri(new[:-2])), image(uri(old))]).status_code == 422
+    assert stack.scheduler.upcoming == []
+    assert stack.chat([image(uri(old)), image(uri(old))]).status_code == 200
+    assert stack.chat([image(uri(old)), image(uri(old))]).status_code == 200
+    assert stack.chat([image(uri(old)), image(uri(new)), image(uri(old))]).status_code == 200
+    first, _, last = stack.scheduler.requests[-3:]
+    announced = [(upcoming.rid, upcoming.source) for upcoming in stack.scheduler.upcoming]
+    assert announced == [(first.rid, first.images[0].source), (last.rid, last.images[1].source)]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.99])
