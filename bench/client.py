@@ -20,12 +20,12 @@ class Answer:
     started: float = 0.0
     sent: float = 0.0  # body serialised, about to be written
     written: float = 0.0  # its last byte with the kernel
-    token_times: list[float] = field(default_factory=list)  # clock readings of chunks with text
+    token_times: list[float] = field(default_factory=list)  # clock readings of chunks with text, of the thoughts or the answer
     finished: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)  # the server's stages, when it is ours
     error: str | None = None
-    text: str = ""
+    text: str = ""  # without the thoughts
 
     @property
     def ttft(self) -> float:
@@ -137,7 +137,7 @@ class ChatClient:
             answer.error = str(chunk["error"])[:300]
         answer.usage = chunk.get("usage") or answer.usage
         answer.timings = chunk.get("timings") or answer.timings
-        text = chunk["choices"][0].get("delta", {}).get("content") if chunk.get("choices") else None
-        if text:
+        delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
+        if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # servers name thoughts in two ways
             answer.token_times.append(now)
-            answer.text += text
+        answer.text += delta.get("content") or ""

@@ -3,7 +3,7 @@
     python -m bench.probe --url http://127.0.0.1:8000 --resolutions 720p,1080p,2k --max-images 64
 
 Rules: uniform-noise JPEGs (quality 85), fresh at every step, images first, then 256 text tokens, temperature 0, 32 tokens out, ignore_eos,
-streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty `delta.content`; it is given with the client's
+streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty text; it is given with the client's
 own serialisation inside ("ttft") and after it ("ttft sent"), and in the consecutive parts of bench/breakdown.py.
 """
 

@@ -116,6 +116,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     rid: int
     text: str = ""
     num_tokens: int = 0  # generated tokens so far
+    is_reasoning: bool = False  # the text, and all the tokens so far, are thoughts
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     num_prompt_tokens: int = 0

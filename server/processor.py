@@ -48,10 +48,11 @@ from engine.messages import (
 )
 from server.arrivals import Arrivals
 from server.checkpoint import read_checkpoint
-from server.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.detokenize import TokenTable
 from server.errors import RequestError, error_of, error_type, overloaded
 from server.media import Beginning, LoadedImage, MediaLoader
 from server.prompt import PromptBuilder
+from server.reasoning import OutputText, ThinkTokens
 from server.region import Holdings
 from server.wanted import PixelMaker
 from server.warm import warm_up
@@ -71,8 +72,7 @@ class Request:
     submit: Submit
     holdings: Holdings
     begun: dict[int, Beginning]
-    text: Detokenizer
-    stops: StopMatcher
+    text: OutputText
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     images: list[LoadedImage] = field(default_factory=list)
     decodings: dict[int, asyncio.Task[ImageSource]] = field(default_factory=dict)  # by index: files whose pixels the scheduler wants
@@ -99,6 +99,7 @@ class Processor:
         self._pixels = PixelMaker(self._loader, self._scheduler, lambda: len(self._requests) + len(self._arrivals) > 1)
         self._prompts = PromptBuilder(self._checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
+        self._think = ThinkTokens.of(self._prompts.tokenizer)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._arrivals = Arrivals(self._arena, self._loader, self._scheduler)
         self._requests: dict[int, Request] = {}
@@ -132,7 +133,7 @@ class Processor:
             if media.payload is not None:
                 self._arrivals.begin(submit.rid, media.payload)
         arrival = self._arrivals.pop(submit.rid)
-        request = Request(submit, arrival.holdings, arrival.begun, Detokenizer(self._tokens), StopMatcher(submit.stop))
+        request = Request(submit, arrival.holdings, arrival.begun, OutputText(self._tokens, self._think, submit.stop))
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
         request.task.add_done_callback(lambda task: _when_ended(request.begun.values(), lambda: self._hand_over(request, task)))
@@ -162,6 +163,7 @@ class Processor:
         region = request.holdings.take(4 * num_prompt)
         region.append(prompt.ids.tobytes())
         request.num_prompt_tokens = num_prompt
+        request.text.read_prompt(prompt.ids)
         spans = [
             ImageSpan(image.hash, start, image.num_tokens, image.grid, image.source)
             for image, start in zip(images, prompt.starts, strict=True)
@@ -254,7 +256,7 @@ class Processor:
         hidden = request.submit.params.stop_token_ids if final == "stop" else ()  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
-            text, is_stopped = request.stops.push("" if is_last and token_id in hidden else request.text.push(token_id))
+            text, is_stopped = request.text.push(token_id, is_hidden=is_last and token_id in hidden)
             request.num_tokens += 1
             if is_stopped:
                 self._stop_early(request, output)
@@ -264,7 +266,7 @@ class Processor:
                 events.append(_finish(request, output, text, final))
                 return
             is_first = request.num_tokens == 1
-            events.append(_full_event(request, output, text) if is_first else Event(request.submit.rid, text, request.num_tokens))
+            events.append(_full_event(request, output, text) if is_first else _event(request, text))
         if output.error is not None:
             request.is_ended = True
             events.append(Event(request.submit.rid, error=output.error))
@@ -314,10 +316,15 @@ def _when_ended(tasks: Iterable[asyncio.Task[Any]], then: Callable[[], None]) ->
     asyncio.gather(*running, return_exceptions=True).add_done_callback(lambda _: then())
 
 
+def _event(request: Request, text: str) -> Event:
+    """An event between the first and the last."""
+    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning)
+
+
 def _full_event(request: Request, output: RequestOutput, text: str, reason: FinishReason | None = None) -> Event:
     """The first or last event of a request: with the counts that its usage needs."""
-    rid, num_prompt = request.submit.rid, request.num_prompt_tokens
-    return Event(rid, text, request.num_tokens, reason, None, num_prompt, output.num_cached_tokens, output.stages)
+    rid, num_tokens, num_prompt = request.submit.rid, request.num_tokens, request.num_prompt_tokens
+    return Event(rid, text, num_tokens, request.text.is_reasoning, reason, None, num_prompt, output.num_cached_tokens, output.stages)
 
 
 def _finish(request: Request, output: RequestOutput, text: str, reason: FinishReason) -> Event:
@@ -325,9 +332,7 @@ def _finish(request: Request, output: RequestOutput, text: str, reason: FinishRe
     request.is_ended = True
     if reason in ("abort", "error"):
         return Event(request.submit.rid, error=ABORTED)
-    rest, is_stopped = request.stops.push(request.text.flush())
-    if not is_stopped:
-        rest += request.stops.flush()
+    rest, is_stopped = request.text.flush()
     return _full_event(request, output, text + rest, "stop" if is_stopped else reason)
 
 

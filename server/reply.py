@@ -18,7 +18,7 @@ from engine.messages import ErrorInfo, Event, Stages
 from server.client import Client, Stream, is_terminal
 from server.errors import error_body
 from server.metrics import Metrics
-from server.sse import DONE, ChunkFormatter, Usage, completion_json, error_chunk, stage_times, timings_json
+from server.sse import DONE, ChunkFormatter, Usage, completion_json, error_chunk, message_json, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
@@ -111,7 +111,7 @@ class Reply:
         is_token = event.num_tokens > self._usage.num_generated and event.finish_reason is None
         self._usage.note(event)
         if event.text or is_token:
-            chunks.append(formatter.token_chunk(event.text, self._usage))
+            chunks.append(formatter.token_chunk(event.text, event.is_reasoning, self._usage))
         if event.error is not None:
             self._reason = "error"
             chunks.append(error_chunk(event.error))
@@ -122,12 +122,13 @@ class Reply:
 
     async def _write_document(self, events: list[Event], scope: Scope, receive: Receive, send: Send) -> None:
         options = self._options
-        texts: list[str] = []
+        content: list[str] = []
+        reasoning: list[str] = []
         while True:
             self._note_progress(events)
             for event in events:
                 self._usage.note(event)
-                texts.append(event.text)
+                (reasoning if event.is_reasoning else content).append(event.text)
             last = events[-1]
             if is_terminal(last):
                 break
@@ -137,9 +138,8 @@ class Reply:
             await self._refuse(last.error, scope, receive, send)
             return
         self._metrics.note_response(200)
-        body = completion_json(
-            options.completion_id, options.created, options.model, "".join(texts), self._reason, self._usage, self._timings()
-        )
+        message = message_json("".join(content), "".join(reasoning), self._usage)
+        body = completion_json(options.completion_id, options.created, options.model, message, self._reason, self._usage, self._timings())
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _note_progress(self, events: list[Event]) -> None:

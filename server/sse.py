@@ -1,6 +1,6 @@
 """The bytes of a chat completion: SSE chunks of a stream, or one JSON document. Called by `server/chat.py`.
 
-The hot path is `token_chunk`: everything but the text is formatted once per stream.
+The hot path is `token_chunk`: everything but the text is formatted once per stream. Fields of thoughts are only in answers that have some.
 """
 
 import msgspec
@@ -28,19 +28,23 @@ class Usage(msgspec.Struct):
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
+    num_reasoning: int = 0  # of the generated ones
 
     def note(self, event: Event) -> None:
         self.num_prompt = event.num_prompt_tokens or self.num_prompt
         self.num_cached = event.num_cached_tokens or self.num_cached
         self.num_generated = event.num_tokens or self.num_generated
+        if event.is_reasoning:
+            self.num_reasoning = event.num_tokens
 
     def json(self) -> dict[str, object]:
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_generated,
             "total_tokens": self.num_prompt + self.num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
+        return usage | {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning}} if self.num_reasoning else usage
 
 
 def stage_times(stages: Stages, started: float) -> dict[str, float]:
@@ -70,17 +74,19 @@ class ChunkFormatter:
         self._continuous_usage = continuous_usage
         self._include_usage = include_usage
         prefix = _encode(self._head)[:-1]
-        self._token_head = b"data: " + prefix + b',"choices":[{"index":0,"delta":{"content":'
+        self._token_head = b"data: " + prefix + b',"choices":[{"index":0,"delta":{'
         self._token_tail = b'},"logprobs":null,"finish_reason":null}]'
         self._plain_end = (b',"usage":null' if include_usage else b"") + b"}\n\n"
 
     def role_chunk(self, usage: Usage) -> bytes:
         return self._choice_chunk({"role": "assistant", "content": ""}, None, usage, {})
 
-    def token_chunk(self, text: str, usage: Usage) -> bytes:
+    def token_chunk(self, text: str, is_reasoning: bool, usage: Usage) -> bytes:
         """One token's text; it may be empty while the text waits for the rest of a character or of a stop string."""
         end = b',"usage":' + _encode(usage.json()) + b"}\n\n" if self._continuous_usage else self._plain_end
-        return self._token_head + _encode(text) + self._token_tail + end
+        value = _encode(text)
+        delta = b'"reasoning":' + value + b',"reasoning_content":' + value if is_reasoning else b'"content":' + value
+        return self._token_head + delta + self._token_tail + end
 
     def finish_chunk(self, reason: str, usage: Usage, timings: dict[str, object]) -> bytes:
         return self._choice_chunk({}, reason, usage, {} if self._include_usage else timings)
@@ -103,11 +109,17 @@ def error_chunk(info: ErrorInfo) -> bytes:
     return b"data: " + error_body(info) + b"\n\n"
 
 
+def message_json(content: str, reasoning: str, usage: Usage) -> dict[str, object]:
+    """The message of a response that is not streamed. One that thought and came to no answer has no content."""
+    if not usage.num_reasoning:
+        return {"role": "assistant", "content": content, "refusal": None}
+    return {"role": "assistant", "content": content or None, "refusal": None, "reasoning": reasoning, "reasoning_content": reasoning}
+
+
 def completion_json(
-    completion_id: str, created: int, model: str, text: str, reason: str, usage: Usage, timings: dict[str, object]
+    completion_id: str, created: int, model: str, message: dict[str, object], reason: str, usage: Usage, timings: dict[str, object]
 ) -> bytes:
     """The body of a response that is not streamed."""
-    message = {"role": "assistant", "content": text, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
     head = {"id": completion_id, "object": "chat.completion", "created": created, "model": model}
     return _encode({**head, "choices": [choice], "usage": usage.json(), **timings})

@@ -7,13 +7,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from models.demo import CHECKPOINT
 from models.demo.questions import encode
 from models.demo.scenes import Item, Scene
 from models.demo.smalltalk import ABOUT
+from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.browser import CHROMIUM, Page, open_page
 from tests.e2e.serving import Engine, serve
+from tests.unit.server.stack import Stack, answer_ids
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
 
@@ -177,6 +180,24 @@ async def ask_without_key(page: Page) -> None:
     await page.type("hello")
     await page.press("Enter")
     assert "API key" in await page.wait("document.getElementById('problem').textContent")
+
+
+@needs_browser
+async def test_thoughts_stand_apart(tmp_path: Path) -> None:
+    """Red if what a model thinks is not shown, is shown in its answer, or becomes part of the conversation."""
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    stack = Stack(tmp_path)
+    stack.scheduler.script = answer_ids(tokenizer.encode("<think>\nHm,\nwell.\n</think>\n\nYes.").ids)
+    try:
+        async with open_page(stack.url + "/") as page:
+            await page.wait("document.querySelector('#status.good')")
+            await ask(page, "really?")
+            assert await page.evaluate(ANSWERS) == ["Yes."]
+            assert await page.evaluate("document.querySelector('.thoughts').textContent") == "Hm,\nwell.\n"
+            assert await page.evaluate("messages.at(-1)") == {"role": "assistant", "content": "Yes."}
+    finally:
+        stack.close()
 
 
 def test_the_page_allows_itself_only(engine: Engine) -> None:

@@ -78,6 +78,36 @@ async def test_a_body_arrives_whole(echo: Echo, url: str, num_bytes: int) -> Non
     assert answer.started < answer.sent < answer.written < answer.token_times[0]
 
 
+THINKING = (b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n', *(
+    b'data: {"choices": [{"delta": %s}]}\n\n' % delta for delta in (
+        b'{"reasoning": ""}', b'{"reasoning": "so"}', b'{"reasoning_content": " it"}', b'{"reasoning": " is", "reasoning_content": " is"}',
+        b'{"content": ""}', b'{"content": "yes"}', b"{}",
+    )
+))  # fmt: skip
+
+
+async def think(request: web.Request) -> web.StreamResponse:
+    """An answer behind thoughts, named as several servers name them."""
+    await request.read()
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"".join(THINKING) + b"data: [DONE]\n\n")
+    return response
+
+
+@pytest.fixture
+async def thinking_url() -> AsyncIterator[str]:
+    async for address in serve(think):
+        yield address
+
+
+async def test_thoughts_are_timed_but_not_the_answer(thinking_url: str) -> None:
+    """Red if the first token of a model that thinks is the first one of its answer, or if thoughts are taken for the answer."""
+    async with ChatClient(thinking_url) as client:
+        answer = await client.chat(body("x"))
+    assert (len(answer.token_times), answer.text, answer.error) == (4, "yes", None)
+
+
 async def test_a_buffer_is_kept_for_the_next_request(echo: Echo, url: str) -> None:
     """Red if every body gets fresh memory, or what is left of a longer one before it is sent too."""
     async with ChatClient(url) as client:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from models.scaffold import SHAPES, write_model_folder
+from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
 from tests.unit.server.media_bench import Bench
 from tests.unit.server.stack import Stack
@@ -15,6 +16,16 @@ from tests.unit.server.stack import Stack
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_model_folder(folder, SHAPES["tiny"], weights="none", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def thinking_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose generation prompt opens the thoughts, as that of Qwen3-VL's Thinking ones does."""
+    folder = tmp_path_factory.mktemp("thinking")
+    for file in model_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{- '<think>\\n' if add_generation_prompt -}}\n")
     return folder
 
 

@@ -1,0 +1,157 @@
+"""The real api and processor of a checkpoint that thinks: reasoning and content as clients of the API see them, streamed and not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from engine.messages import EngineRequest, RequestOutput, Stages
+from server.checkpoint import Checkpoint
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids
+from tests.unit.server.test_stack import chunks_of, ids_of
+
+OUTPUT = "Hm, ein 🙂.\n</think>\n\nGrüße!"
+THOUGHTS, ANSWER = "Hm, ein 🙂.\n", "Grüße!"
+
+
+@pytest.fixture(scope="module")
+def thinker(thinking_folder: Path) -> Iterator[Stack]:
+    running = Stack(thinking_folder)
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def clean(thinker: Stack) -> Iterator[None]:
+    """Every test leaves both arenas empty."""
+    thinker.scheduler.aborted.clear()
+    yield
+    thinker.settle()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
+
+
+@pytest.fixture(scope="module")
+def end(tokenizer: Tokenizer) -> int:
+    token_id: int = tokenizer.token_to_id("<|im_end|>")
+    return token_id
+
+
+def num_thoughts(tokenizer: Tokenizer, output: str) -> int:
+    """Tokens up to the end marker."""
+    return len(ids_of(tokenizer, output.split("</think>")[0])) + 1
+
+
+def deltas(stack: Stack, **fields: object) -> list[dict[str, Any]]:
+    return [chunk["choices"][0]["delta"] for chunk in chunks_of(stack.chat("x", stream=True, **fields).text)]  # type: ignore[index]
+
+
+def joined(parts: list[dict[str, Any]], name: str) -> str:
+    return "".join(part.get(name, "") for part in parts)
+
+
+def message_of(stack: Stack, **fields: object) -> dict[str, Any]:
+    return dict(stack.chat("x", **fields).json()["choices"][0]["message"])
+
+
+def test_openai_python_reads_a_document(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
+    """Red if a document mixes the parts, lacks one of the two names, or does not count the thoughts."""
+    thinker.scheduler.script = answer_ids([*ids_of(tokenizer, OUTPUT), end])
+    client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "x"}])
+    message = answer.choices[0].message
+    assert message.model_extra == {"reasoning": THOUGHTS, "reasoning_content": THOUGHTS}
+    assert (message.content, answer.choices[0].finish_reason) == (ANSWER, "stop")
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == num_thoughts(tokenizer, OUTPUT)
+    assert answer.usage.completion_tokens == len(ids_of(tokenizer, OUTPUT)) + 1
+
+
+@pytest.mark.parametrize("step", [1, 4, 100])
+def test_a_stream_has_one_chunk_a_token(thinker: Stack, tokenizer: Tokenizer, end: int, step: int) -> None:
+    """Red if tokens are merged or left out at the boundary, if a chunk has both parts, or if a chunk of the thoughts has content."""
+    ids = ids_of(tokenizer, OUTPUT)
+    thinker.scheduler.script = answer_ids([*ids, end], step=step)
+    role, *tokens, finish = deltas(thinker)
+    assert role == {"role": "assistant", "content": ""} and finish == {}
+    count = num_thoughts(tokenizer, OUTPUT)
+    assert len(tokens) == len(ids)
+    assert all(part.keys() == {"reasoning", "reasoning_content"} for part in tokens[:count])
+    assert all(part.keys() == {"content"} for part in tokens[count:])
+    assert joined(tokens, "reasoning") == joined(tokens, "reasoning_content") == THOUGHTS
+    assert joined(tokens, "content") == ANSWER
+
+
+def test_usage_counts_thoughts_so_far(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
+    """Red if the count goes on behind the thoughts, or stands in the usage before there is one."""
+    thinker.scheduler.script = answer_ids([*ids_of(tokenizer, OUTPUT), end])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(thinker.chat("x", stream=True, stream_options=options).text)
+    counts = [chunk["usage"].get("completion_tokens_details", {}).get("reasoning_tokens") for chunk in chunks]  # type: ignore[attr-defined]
+    total = num_thoughts(tokenizer, OUTPUT)
+    assert counts == [None, *range(1, total), *[total] * (len(chunks) - total)]
+
+
+@pytest.mark.parametrize("output", ["on and on", "on and on</think>", "on and on</think>\n\n"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_thoughts_without_an_answer(thinker: Stack, tokenizer: Tokenizer, end: int, output: str, ends: bool) -> None:
+    """Red if an answer that was cut off in its thoughts, or ended with them, has content, or loses thoughts."""
+    thinker.scheduler.script = answer_ids([*ids_of(tokenizer, output), *[end] * ends], reason="stop" if ends else "length")
+    choice = thinker.chat("x").json()["choices"][0]
+    assert choice["finish_reason"] == ("stop" if ends else "length")
+    assert choice["message"]["content"] is None and choice["message"]["reasoning"] == "on and on"
+    parts = deltas(thinker)
+    assert joined(parts, "reasoning") == "on and on" and joined(parts, "content") == ""
+
+
+def test_an_end_behind_the_thoughts_is_none_of_them(thinker: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a stop token that follows the thoughts at once is counted with them."""
+    *thoughts, stop = ids_of(tokenizer, "so</think>x")
+    thinker.scheduler.script = answer_ids([*thoughts, stop])
+    answer = thinker.chat("x", stop_token_ids=[stop]).json()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(thoughts)}
+    assert answer["choices"][0]["message"]["content"] is None
+
+
+def test_stop_strings_end_either_part(thinker: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a stop string in the thoughts is ignored, if its request goes on in the scheduler, or if a held back text changes its part."""
+    ids = ids_of(tokenizer, "a EN</think>D b END c")
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        scheduler.held.add(request.rid)
+        for i, token_id in enumerate(ids):
+            scheduler.send([RequestOutput(request.rid, [token_id], stages=Stages() if i == 0 else None)], [])
+
+    thinker.scheduler.script = script
+    for num_aborted, (stop, reasoning, content) in enumerate((("END", "a EN", "D b "), ("a", "", None), (" EN", "a", None)), 1):
+        message = message_of(thinker, stop=stop)
+        assert (message["reasoning"], message["content"]) == (reasoning, content)
+        thinker.wait_until(lambda n=num_aborted: len(thinker.scheduler.aborted) == n)  # type: ignore[misc]
+
+
+def test_a_model_that_opens_its_thoughts_itself(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
+    """Red if a first `<think>` is shown, or if one that a client typed does what the model's does."""
+    thinking = [*ids_of(tokenizer, "<think>\n" + OUTPUT), end]
+    for ids, content, reasoning in ((thinking, ANSWER, THOUGHTS), (thinking[1:], f"\n{OUTPUT}", None)):
+        stack.scheduler.script = answer_ids(ids)
+        message = dict(stack.chat("<think>\n").json()["choices"][0]["message"])
+        assert message["content"] == content
+        assert message.get("reasoning") == message.get("reasoning_content") == reasoning
+
+
+def test_other_answers_know_nothing_of_thoughts(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
+    """Red if the answer of a model that does not think has a field more than OpenAI's, or null for an empty text."""
+    stack.scheduler.script = answer_ids([end])
+    answer = stack.chat("<think>").json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
+    stack.scheduler.script = answer_ids([*ids_of(tokenizer, "\nok"), end])
+    chunks = chunks_of(stack.chat("x", stream=True, stream_options={"include_usage": True}).text)
+    assert [chunk["choices"][0]["delta"].keys() for chunk in chunks[1:-2]] == [{"content"}] * (len(chunks) - 3)  # type: ignore[index]
+    assert chunks[-1]["usage"].keys() == answer["usage"].keys()  # type: ignore[attr-defined]
