@@ -58,8 +58,12 @@ class ImageReader:
         """As `read`, of bytes that may be overwritten meanwhile: then the pixels are anything, or None."""
         if self._stream is not None:
             self._stream.synchronize()  # the decoder may still read the copy before this one
-        self._copy = bytearray(self._bytes(source))
-        (pixels,) = self._read_on_stream([source], [memoryview(self._copy)])
+        payload = self._bytes(source)
+        if len(payload) > len(self._copy):
+            self._copy = bytearray(len(payload))  # kept: new memory would cost as much as the copy
+        copy = memoryview(self._copy)[: len(payload)]
+        copy[:] = payload
+        (pixels,) = self._read_on_stream([source], [copy])
         return pixels
 
     def _read_on_stream(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:

@@ -53,6 +53,7 @@ def test_an_early_read_is_of_a_copy(encoding: Literal["jpeg", "rgb"]) -> None:
     def overwrite() -> None:
         arena.view(0, len(data))[:] = bytes(len(data))
 
+    reader.read_copy(ImageSource("rgb", Region(1, 0, 12), 2, 2))  # a smaller one before
     decoder.meanwhile = overwrite
     read = reader.read_copy(source)
     overwrite()
