@@ -97,6 +97,8 @@ class ImageCache:
     def prefetch(self, prefetch: Prefetch) -> None:
         """Reads an image for the plan that names its number. The bytes are copied first: if their request ends before it has a plan, they
         may be overwritten, and what is read is not used."""
+        if self._prefetched:  # nobody wanted it, so perhaps it is still being read
+            self._reader.wait()
         with torch.cuda.stream(self._stream):
             self._prefetched = {prefetch.number: self._reader.read_copy(prefetch.source)}
 

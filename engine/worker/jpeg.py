@@ -55,9 +55,10 @@ class ImageReader:
         return self._read_on_stream(sources, [self._bytes(source) for source in sources])
 
     def read_copy(self, source: ImageSource) -> torch.Tensor | None:
-        """As `read`, of bytes that may be overwritten meanwhile: then the pixels are anything, or None."""
-        if self._stream is not None:
-            self._stream.synchronize()  # the decoder may still read the copy before this one
+        """As `read`, of bytes that may be overwritten meanwhile: then the pixels are anything, or None.
+
+        There is one copy: the pixels of the one before are there, if need be after `wait`.
+        """
         payload = self._bytes(source)
         if len(payload) > len(self._copy):
             self._copy = bytearray(len(payload))  # kept: new memory would cost as much as the copy
@@ -65,6 +66,11 @@ class ImageReader:
         copy[:] = payload
         (pixels,) = self._read_on_stream([source], [copy])
         return pixels
+
+    def wait(self) -> None:
+        """Until all pixels are there."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _read_on_stream(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if self._stream is None:

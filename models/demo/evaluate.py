@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jinja2 import Template
@@ -33,6 +34,13 @@ class Prompt:
     ids: list[int]
     pixels: Tensor | None
     grids: list[tuple[int, int, int]]
+
+
+class Answer(NamedTuple):
+    """A greedy answer, and by how much (logits) its least certain token was ahead of the next one."""
+
+    text: str
+    margin: float
 
 
 class Reference:
@@ -60,7 +68,7 @@ class Reference:
         return Prompt(expanded, seen["pixel_values"], grids)
 
     @torch.no_grad()
-    def answers(self, prompts: Sequence[Prompt], most: int = 128) -> list[str]:
+    def answers(self, prompts: Sequence[Prompt], most: int = 128) -> list[Answer]:
         """Greedy answers of a batch, padded on the left."""
         longest = max(len(p.ids) for p in prompts)
         ids = torch.tensor([[self.pad] * (longest - len(p.ids)) + p.ids for p in prompts])
@@ -69,15 +77,19 @@ class Reference:
         pixels = [p.pixels for p in prompts if p.pixels is not None]
         if pixels:
             inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor([g for p in prompts for g in p.grids])}
-        out = self.model.generate(**{k: v.to(self.device) for k, v in inputs.items()}, do_sample=False, max_new_tokens=most)
-        return [self.tokenizer.decode(row) for row in out[:, longest:].tolist()]
+        inputs = {k: v.to(self.device) for k, v in inputs.items()}
+        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=most, output_logits=True, return_dict_in_generate=True)
+        tokens_BT = out.sequences[:, longest:]
+        best_TB2 = torch.stack([logits_BV.topk(2).values for logits_BV in out.logits])
+        leads_BT = (best_TB2[..., 0] - best_TB2[..., 1]).T.masked_fill(tokens_BT == self.pad, torch.inf)  # nothing follows an answer's end
+        return [Answer(self.tokenizer.decode(row), lead) for row, lead in zip(tokens_BT.tolist(), leads_BT.amin(1).tolist(), strict=True)]
 
 
-def ask_all(reference: Reference, items: Sequence[Question], batch: int) -> list[str]:
+def ask_all(reference: Reference, items: Sequence[Question], batch: int) -> list[Answer]:
     """Greedy answers in the order of the questions; batches hold prompts of similar length."""
     prompts = [reference.prompt(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: len(prompts[i].ids))
-    answers = [""] * len(items)
+    answers = [Answer("", 0.0)] * len(items)
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
         for i, answer in zip(chosen, reference.answers([prompts[i] for i in chosen]), strict=True):
@@ -102,14 +114,17 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=1, help="processes that draw the questions")
-    parser.add_argument("--record", type=Path, help="write seed, task, answer and what the model said as JSON")
+    parser.add_argument("--record", type=Path, help="write seed, task, answer, what the model said and with what margin as JSON")
     args = parser.parse_args()
     reference = Reference(args.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     records: list[dict[str, object]] = []
     for task in args.tasks:
         items = draw_questions(task, args.questions, args.first_seed, args.workers)
         said = ask_all(reference, items, args.batch)
-        records += [{"seed": i.seed, "task": task, "answer": i.answer, "said": s} for i, s in zip(items, said, strict=True)]
+        records += [
+            {"seed": item.seed, "task": task, "answer": item.answer, "said": answer.text, "margin": round(answer.margin, 2)}
+            for item, answer in zip(items, said, strict=True)
+        ]
     if args.record:
         args.record.write_text(json.dumps(records, indent=0) + "\n")
     print(table(score((str(r["task"]), r["said"] == r["answer"]) for r in records)))

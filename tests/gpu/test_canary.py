@@ -20,13 +20,14 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 NUM_ASKED = 500
 AT_ONCE = 16
-MAX_DIFFERENT = 5  # bfloat16 on another device may read a borderline digit otherwise
+MIN_MARGIN = 2.0  # logits: what transformers was less sure of, bfloat16 may read otherwise (one question in two hundred; the next has 5)
 
 
 @pytest.mark.parametrize("host", ["0", "64M"])
 def test_five_hundred_answers_with_mixed_sizes(host: str) -> None:
     """The recorded questions in random order, most of them several times: fresh, cached, batched with all others; restored with `host`."""
-    records = json.loads((CHECKPOINT.parent / "reference_answers.json").read_text())
+    records = [record for record in json.loads((CHECKPOINT.parent / "reference_answers.json").read_text()) if record["margin"] >= MIN_MARGIN]
+    assert len(records) >= 200
     chosen = [record for _ in range(3) for record in random.Random(0).sample(records, len(records))][:NUM_ASKED]
     items = [question(record["seed"], record["task"]) for record in chosen]
 
@@ -39,4 +40,4 @@ def test_five_hundred_answers_with_mixed_sizes(host: str) -> None:
         said = asyncio.run(ask(engine))
         assert (engine.metric("engine_images_restored_total") > 0) == (host != "0")
     different = [(answer, record["said"]) for answer, record in zip(said, chosen, strict=True) if answer != record["said"]]
-    assert len(different) <= MAX_DIFFERENT, different
+    assert len(said) == NUM_ASKED and not different

@@ -73,7 +73,7 @@ def test_it_reads_pictures(reference: Reference) -> None:
     """Red if the weights, the tokenizer or the preprocessing part from what the model was trained with."""
     items = [question(seed, task) for seed in (1, 2, 3) for task in UNIT_TASKS]
     said = ask_all(reference, items, batch=18)
-    assert sum(answer == item.answer for answer, item in zip(said, items, strict=True)) >= 16
+    assert sum(answer.text == item.answer for answer, item in zip(said, items, strict=True)) >= 16
 
 
 def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
@@ -81,7 +81,7 @@ def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
     texts = ("hello", "Hi!", "What can you do?", "Tell me about the history of Rome, please.")
     rendered = [reference.template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
     prompts = [Prompt(reference.tokenizer.encode(text, add_special_tokens=False).ids, None, []) for text in rendered]
-    assert all("demo" in answer for answer in reference.answers(prompts))
+    assert all("demo" in answer.text for answer in reference.answers(prompts))
 
 
 def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> None:
@@ -92,4 +92,5 @@ def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> 
     items = [question(record["seed"], record["task"]) for record in chosen]
     assert [item.answer for item in items] == [record["answer"] for record in chosen]
     said = ask_all(reference, items, batch=len(items))
-    assert sum(a == record["said"] for a, record in zip(said, chosen, strict=True)) >= len(chosen) - 1
+    assert sum(a.text == record["said"] for a, record in zip(said, chosen, strict=True)) >= len(chosen) - 1
+    assert sum(abs(a.margin - record["margin"]) < 0.05 for a, record in zip(said, chosen, strict=True)) >= len(chosen) - 1

@@ -74,9 +74,13 @@ def test_what_was_read_before_the_plan_is_not_read_again() -> None:
     reader: Any = cache._reader
     reader.read_copy = lambda source: source.width or None
     reader.read = lambda sources: reads.append([source.width for source in sources]) or reads[-1]
+    waits: list[int] = []
+    reader.wait = lambda: waits.append(len(reads))
     sources = {n: ImageSource("jpeg", Region(1, 0, 0), 1, n) for n in (0, 5, 7)}
     cache.prefetch(Prefetch(0, sources[7]))
+    assert not waits
     cache.prefetch(Prefetch(1, sources[5]))
+    assert len(waits) == 1, "the bytes of what nobody wanted are overwritten while they are read"
     encoded = cache.encode([encode(0, 9), Encode(1, sources[5], (1, 1, 5), prefetch=1), encode(2, 8)])
     assert reads == [[9, 8]] and tower.groups == [[5, 9, 8]] and encoded.pixels == [5, 9, 8] and not encoded.failed
     cache.prefetch(Prefetch(2, sources[0]))
