@@ -26,7 +26,9 @@ MIN_MARGIN = 2.0  # logits: what transformers was less sure of, bfloat16 may rea
 @pytest.mark.parametrize("host", ["0", "64M"])
 def test_five_hundred_answers_with_mixed_sizes(host: str) -> None:
     """The recorded questions in random order, most of them several times: fresh, cached, batched with all others; restored with `host`."""
-    records = [record for record in json.loads((CHECKPOINT.parent / "reference_answers.json").read_text()) if record["margin"] >= MIN_MARGIN]
+    records = [
+        record for record in json.loads((CHECKPOINT.parent / "reference_answers.json").read_text()) if record["margin"] >= MIN_MARGIN
+    ]
     assert len(records) >= 200
     chosen = [record for _ in range(3) for record in random.Random(0).sample(records, len(records))][:NUM_ASKED]
     items = [question(record["seed"], record["task"]) for record in chosen]
