@@ -94,7 +94,7 @@ class Checked:
         for token_id in self._builder.encode(item.template_messages(), len(item.pictures), {}):
             if token_id == self._image_token_id:
                 picture = next(pictures)
-                identity = self._inspector.inspect(memoryview(picture.data)).hash
+                identity, _ = self._inspector.inspect(memoryview(picture.data))
                 parts += [text, in_process.Picture(identity, np.asarray(picture.open()))]
                 text = []
             else:
