@@ -28,6 +28,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"
     ] = "auto"
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto' is bfloat16 on GPUs and float32 on CPUs"] = "auto"
+    quantization: Annotated[
+        Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' is as the checkpoint says"
+    ] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     symmetric_memory: Annotated[

@@ -32,6 +32,7 @@ class TextConfig:
     rope_theta: float
     mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to head_dim / 2
     max_position_embeddings: int
+    is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class ModelConfig:
         vision = _vision(config["vision_config"])
         text = config["text_config"]
         return cls(
-            text=_text(text),
+            text=_text(text, _is_fp8(config.get("quantization_config"))),
             vision=vision,
             geometry=_geometry(_read_json(folder / "preprocessor_config.json", required=False), vision),
             sampling=_sampling(generation),
@@ -139,8 +140,6 @@ def _reject_unsupported(config: Mapping[str, Any]) -> None:
         raise ValueError("mixture-of-experts checkpoints (qwen3_vl_moe) are not supported yet")
     if model_type != "qwen3_vl":
         raise ValueError(f"model_type must be qwen3_vl, got {model_type!r}")
-    if "quantization_config" in config:
-        raise ValueError("quantized checkpoints are not supported yet")
     text, vision = config["text_config"], config["vision_config"]
     for found, supported, name in (
         (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),
@@ -161,7 +160,19 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _text(config: Mapping[str, Any]) -> TextConfig:
+def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether the weights are as in the published FP8 checkpoints. ValueError if they are quantized otherwise."""
+    if quantization is None:
+        return False
+    for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128]), ("activation_scheme", "dynamic"), ("fmt", "e4m3")):
+        if (found := quantization.get(name, supported)) != supported:
+            raise ValueError(f"quantization_config.{name} must be {supported!r}, got {found!r}")
+    if not {"quant_method", "weight_block_size"} <= quantization.keys():
+        raise ValueError("quantization_config must name quant_method and weight_block_size")
+    return True
+
+
+def _text(config: Mapping[str, Any], is_fp8: bool) -> TextConfig:
     rope = _rope(config)
     section = tuple(rope.get("mrope_section", (24, 20, 20)))
     if len(section) != 3 or sum(section) != config["head_dim"] // 2:
@@ -178,6 +189,7 @@ def _text(config: Mapping[str, Any]) -> TextConfig:
         rope_theta=float(rope["rope_theta"]),
         mrope_section=section,
         max_position_embeddings=config["max_position_embeddings"],
+        is_fp8=is_fp8,
     )
 
 

@@ -53,6 +53,10 @@ class Qwen3VL(nn.Module):
         parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
+    def quantize_(self) -> None:
+        """Makes the decoder's matrices float8; once, before anything is captured."""
+        self.language_model.quantize_()
+
     def prepare(self, is_busy: bool = False) -> bool:
         """Work that pays later, for a time when the host has nothing to launch: False if there is none. Takes a few tens of milliseconds.
 

@@ -34,7 +34,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     """The folder of `model`: the demo of this project, a given one, or one downloaded into the hub library's cache (progress on stderr).
 
     A published size with dummy weights needs no network: the scaffold writes its files below `cache_dir`. ValueError for what is
-    neither a folder, an alias nor a hub id, for FP8 and mixture-of-experts checkpoints, and when the download fails.
+    neither a folder, an alias nor a hub id, for mixture-of-experts checkpoints, and when the download fails.
     """
     if model == "demo":
         return ResolvedModel(CHECKPOINT, model)
@@ -46,7 +46,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
         folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
-        write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0)
+        write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0, is_fp8=hub_id.endswith("-FP8"))
         return ResolvedModel(folder, model)
     patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
     return ResolvedModel(_download(hub_id, patterns), model)
@@ -68,8 +68,6 @@ def _published_size(hub_id: str) -> str | None:
 
 
 def _reject_unsupported(hub_id: str) -> None:
-    if hub_id.endswith("-FP8"):
-        raise ValueError(f"{hub_id}: FP8 checkpoints are not supported yet, use the bfloat16 one")
     if any(hub_id.startswith(f"Qwen/Qwen3-VL-{size}-") for size in MOE_SIZES):
         raise ValueError(f"{hub_id}: mixture-of-experts checkpoints are not supported yet")
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):

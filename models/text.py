@@ -6,6 +6,7 @@ from torch import nn
 from models.batch import ForwardBatch
 from models.config import ModelConfig, TextConfig
 from models.layers.attention import AttentionBackend
+from models.layers.fp8 import Input
 from models.layers.norm import RMSNorm
 from models.layers.ops import KVPool, Ops
 from models.layers.parallel import (
@@ -16,6 +17,7 @@ from models.layers.parallel import (
     VocabParallelEmbedding,
     even_part,
     kv_heads_of,
+    quantize_,
 )
 from models.layers.rotary import MRope
 from models.splice import add_deepstack_, splice_
@@ -28,7 +30,7 @@ class Residual:
         self.sum_TD = sum_TD
         self._addends_STD: torch.Tensor | None = None
 
-    def add_(self, layer: RowParallelLinear, x_TX: torch.Tensor) -> None:
+    def add_(self, layer: RowParallelLinear, x_TX: Input) -> None:
         """Adds the layer's output. The addends of the one before have been taken."""
         assert self._addends_STD is None
         self._addends_STD = layer.add_(x_TX, self.sum_TD)
@@ -52,10 +54,11 @@ class SelfAttention(nn.Module):
             Part("k_proj", total_kv, first_kv * head_dim, num_kv * head_dim),
             Part("v_proj", total_kv, first_kv * head_dim, num_kv * head_dim),
         )
-        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
+        stored = None if config.is_fp8 else dtype
+        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, dtype, device)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, stored, device)
 
     def store_and_query(
         self, residual: Residual, norm: RMSNorm, cos_sin_TK: torch.Tensor, pool: KVPool, slots_T: torch.Tensor
@@ -73,8 +76,9 @@ class MLP(nn.Module):
         super().__init__()
         self.ops = ops
         parts = [even_part(name, config.intermediate_size, tp) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, dtype, device)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, dtype, device)
+        stored = None if config.is_fp8 else dtype
+        self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, stored, device)
 
     def add_(self, residual: Residual, norm: RMSNorm) -> None:
         """residual += MLP(norm(residual))."""
@@ -106,6 +110,12 @@ class TextModel(nn.Module):
         self._layers = [DecoderLayer(text, tp, ops, dtype, device) for _ in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, ops, dtype, device)
+
+    def quantize_(self) -> None:
+        """Makes the layers' matrices float8, as the published FP8 checkpoints are. Embeddings and head stay as they are."""
+        for layer in self._layers:
+            for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+                quantize_(linear)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """(S, D): normalised hidden states of `batch.logits_indices`; the keys and values of all tokens are in the pool afterwards.

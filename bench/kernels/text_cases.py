@@ -1,6 +1,7 @@
 """Cases of the decoder: prefill of a large chunk, and decoding."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -8,6 +9,7 @@ from bench.kernels.timing import Case, copies
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.layers.attention import AttentionBackend, allocate_pools, make_attention
+from models.layers.fp8 import BlockScaled
 from models.layers.ops import Ops
 from models.layers.parallel import TensorParallel
 from models.layers.split_cuda import SplitAttention
@@ -18,6 +20,8 @@ PAGE = 16
 POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
 EPS = 1e-6
 BF16 = 2
+
+Product = Callable[[torch.Tensor, Any], object]
 
 
 def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[Case]:
@@ -45,12 +49,27 @@ def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[
 
 
 def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:
-    """The matrix products of a layer with the norms, activation and residual that go with them; the head where it is used."""
+    """The matrix products of a layer with the norms, activation and residual that go with them, the head where it is used; then those of a
+    layer in float8, which tensor cores multiply twice as fast. Its "down" rounds its input, which SwiGLU does in a model."""
+    for name, (rows, width, product) in layer_products(config, ops, device, num_tokens).items():
+        num_bytes, x = rows * width * BF16, torch.randn((num_tokens, width), dtype=torch.bfloat16, device=device)
+        weights = [torch.randn((rows, width), dtype=torch.bfloat16, device=device) for _ in range(copies(num_bytes))]
+        calls = [lambda w=w, x=x, product=product: product(x, w) for w in weights]
+        shape, flops = f"{num_tokens} x {width} x {rows}", 2.0 * num_tokens * rows * width
+        yield Case(name, shape, flops, num_bytes, calls)
+        if name != "head":
+            rounded = [BlockScaled.quantized(weight) for weight in weights]
+            calls = [lambda w=w, x=x, product=product: product(x, w) for w in rounded]
+            yield Case(f"float8: {name}", shape, flops / 2, num_bytes // BF16, calls)
+
+
+def layer_products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> dict[str, tuple[int, int, Product]]:
+    """(output width, input width, what is called with an input and a weight) by name."""
     text = config.text
     attended = text.num_heads * text.head_dim
     norm = torch.ones(text.hidden_size, dtype=torch.bfloat16, device=device)
     residual = torch.zeros((num_tokens, text.hidden_size), dtype=torch.bfloat16, device=device)
-    shapes: dict[str, tuple[int, int, Callable[[torch.Tensor, torch.Tensor], object]]] = {
+    shapes: dict[str, tuple[int, int, Product]] = {
         "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.norm_linear(x, norm, EPS, w)),
         "o, residual": (text.hidden_size, attended, lambda x, w: ops.linear_add_(x, w, residual)),
         "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.norm_swiglu(x, norm, EPS, w)),
@@ -58,12 +77,7 @@ def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: in
     }
     if num_tokens < CHUNK:
         shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: ops.linear_f32(x, w)
-    for name, (rows, width, product) in shapes.items():
-        num_bytes = rows * width * BF16
-        weights = [torch.randn((rows, width), dtype=torch.bfloat16, device=device) for _ in range(copies(num_bytes))]
-        x = torch.randn((num_tokens, width), dtype=torch.bfloat16, device=device)
-        calls = [lambda w=w, x=x, product=product: product(x, w) for w in weights]
-        yield Case(name, f"{num_tokens} x {width} x {rows}", 2.0 * num_tokens * rows * width, num_bytes, calls)
+    return shapes
 
 
 def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> Case:

@@ -6,6 +6,7 @@ Everything that depends on the kind of device is decided here, so that the step 
 import io
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -98,11 +99,15 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: 
 def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> Qwen3VL:
     """The model with its weights, read or made up."""
     started = time.monotonic()
-    model = Qwen3VL(model_config, tp, dtype, device)
-    if child.config.load_format == "dummy":
+    is_dummy = child.config.load_format == "dummy"
+    stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 and not is_dummy))
+    model = Qwen3VL(stored, tp, dtype, device)
+    if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
+    if not stored.text.is_fp8 and (model_config.text.is_fp8 or child.config.quantization == "fp8"):
+        model.quantize_()
     child.progress(f"weights are on {device} after {time.monotonic() - started:.1f} s")
     return model
 

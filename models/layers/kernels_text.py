@@ -1,4 +1,4 @@
-"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; matrix times vector. Called by `ops_cuda`.
+"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. Called by `ops_cuda`.
 
 All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
 """
@@ -11,27 +11,52 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.layers.fp8 import GroupScaled
 from models.layers.ops import KVPool
 
 MAX_HEADS_PER_PROGRAM = 8
 NORM_WARPS = 8
 SWIGLU_BLOCK = 1024
-GEMV_PROGRAMS = 4  # on each multiprocessor
-GEMV_WARPS = 8
-GEMV_ROWS = 4
-GEMV_BLOCK = 4096  # values of a long vector at once
-GEMV_MAX_BLOCK = 8192  # up to here a vector is kept whole
 
 
 @triton.jit
+def _store(
+    value: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    token: tl.tensor,
+    first: tl.tensor,
+    scale_stride: tl.tensor,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
+    if SCALED:
+        groups = tl.reshape(value, (BLOCK // 128, 128))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
+        group = first // 128 + tl.arange(0, BLOCK // 128)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = group < WIDTH // 128
+        tl.store(out + token * WIDTH + column, (groups / scale[:, None]).to(tl.float8e4nv), inside[:, None])
+        tl.store(scales + group * scale_stride + token, scale, inside)
+    else:
+        column = first + tl.arange(0, BLOCK)
+        tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
 def _rms_norm(
     x: tl.tensor,
     weight: tl.tensor,
     addends: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     eps: tl.tensor,
     addend_size: tl.tensor,
+    scale_stride: tl.tensor,
     ADDENDS: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -51,21 +76,54 @@ def _rms_norm(
         tl.store(x + place, whole, inside)
         value = whole.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
-    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+    if SCALED:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    _store(value, out, scales, tl.program_id(0).to(tl.int64), 0, scale_stride, SCALED, WIDTH, BLOCK)
 
 
-@triton.jit
-def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["scale_stride"])
+def _swiglu(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    scale_stride: tl.tensor,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """One program: BLOCK values of one token. With OVERLAP it starts while the kernel before it ends."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) % BLOCKS * BLOCK
+    column = first + tl.arange(0, BLOCK)
     inside = column < WIDTH
     if OVERLAP:
         gdc_wait()
     gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
-    tl.store(out + token * WIDTH + column, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), inside)
+    value = gate / (1 + tl.exp(-gate)) * up
+    if SCALED:
+        value = value.to(gate_up.dtype.element_ty).to(tl.float32)
+    _store(value, out, scales, token, first, scale_stride, SCALED, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    scale_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: one token. With OVERLAP it starts while the kernel before it ends."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + token * WIDTH + column, column < WIDTH, 0.0).to(tl.float32)
+    _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # a slice of a staging buffer: must not compile anew
@@ -119,98 +177,73 @@ def _norm_rope_store(
     tl.store(target + HALF, upper.to(q_out.dtype.element_ty))
 
 
-@triton.jit
-def _fetch(place: tl.tensor, row: tl.tensor, column: tl.tensor, OUT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
-    return tl.load(place, mask=(row < OUT)[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def _gemv(
-    x: tl.tensor,
-    norm_weight: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    eps: tl.tensor,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
-    """One program: every num_programs-th group of ROWS values of the result; the vector stays in registers if it is one block wide.
-
-    The next weights are under way while the last ones are multiplied. With OVERLAP the program starts while the kernel before it still
-    runs: it fetches its first weights, which nobody writes, and only then waits for the vector.
-    """
-    column = tl.arange(0, BLOCK)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    step = tl.num_programs(0) * ROWS
-    place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    gate = _fetch(place, row, column, OUT, WIDTH)
-    up = gate
-    if GATED:
-        up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    value = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-        value = value * scale * tl.load(norm_weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    for _ in range(tl.program_id(0) * ROWS, OUT, step):
-        total = tl.zeros([ROWS, BLOCK], tl.float32)
-        for block in tl.static_range(BLOCKS):
-            first = ((block + 1) % BLOCKS) * BLOCK  # column of the weights that come next, which may be those of the next group
-            coming = row
-            if block + 1 == BLOCKS:
-                place += step.to(tl.int64) * WIDTH
-                coming = row + step
-            next_gate = _fetch(place + first, coming, first + column, OUT, WIDTH)
-            next_up = next_gate
-            if GATED:
-                next_up = _fetch(place + OUT * WIDTH, coming, column, OUT, WIDTH)
-            total += gate.to(tl.float32) * value[None, :]
-            if BLOCKS > 1:
-                value = tl.load(x + first + column, mask=first + column < WIDTH, other=0.0).to(tl.float32)
-            gate = next_gate
-        result = tl.sum(total, 1)
-        if GATED:
-            result = result / (1 + tl.exp(-result)) * tl.sum(up.to(tl.float32) * value[None, :], 1)
-            up = next_up
-        if ADD:
-            result += tl.load(out + row, mask=row < OUT, other=0.0).to(tl.float32)
-        tl.store(out + row, result.to(out.dtype.element_ty), mask=row < OUT)
-        row += step
-
-
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
     """As `Ops.rms_norm`, for contiguous tensors."""
+    out_TD = torch.empty_like(x_TD)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, out_TD)
+    return out_TD
+
+
+def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
+    """The same, rounded to float8."""
+    num_tokens, width = x_TD.shape
+    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, out.padded, out.scales)
+    return out
+
+
+def _launch_norm(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    addends_STD: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
     num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
-    out_TD, width = torch.empty_like(x_TD), x_TD.shape[1]
-    if len(x_TD):
-        _rms_norm[(len(x_TD),)](
-            x_TD, weight_D, addends, out_TD, eps, x_TD.numel(),
-            ADDENDS=num_addends, WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda,
+    num_tokens, width = x_TD.shape
+    if num_tokens:
+        _rms_norm[(num_tokens,)](
+            x_TD, weight_D, addends, out_TD, x_TD if scales is None else scales, eps, x_TD.numel(), len(out_TD),
+            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda,
             num_warps=NORM_WARPS, **launch_early(x_TD),
         )  # fmt: skip
-    return out_TD
 
 
 def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of the last dimension, of a contiguous tensor with at least one token."""
-    assert gate_up_TX.is_contiguous()
-    width = gate_up_TX.shape[1] // 2
-    out_TI = gate_up_TX.new_empty((len(gate_up_TX), width))
-    _swiglu[(len(out_TI) * triton.cdiv(width, SWIGLU_BLOCK),)](
-        gate_up_TX, out_TI, WIDTH=width, BLOCK=SWIGLU_BLOCK, OVERLAP=out_TI.is_cuda, **launch_early(out_TI)
-    )
+    out_TI = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
+    _launch_swiglu(gate_up_TX, out_TI)
     return out_TI
+
+
+def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
+    """The same, rounded to float8."""
+    out = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
+    _launch_swiglu(gate_up_TX, out.padded, out.scales)
+    return out
+
+
+def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+    assert gate_up_TX.is_contiguous()
+    num_tokens, width = len(gate_up_TX), out_TI.shape[1]
+    _swiglu[(num_tokens * triton.cdiv(width, SWIGLU_BLOCK),)](
+        gate_up_TX, out_TI, gate_up_TX if scales is None else scales, len(out_TI),
+        SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, OVERLAP=out_TI.is_cuda, **launch_early(out_TI),
+    )  # fmt: skip
+
+
+def quantized(x_TD: torch.Tensor) -> GroupScaled:
+    """As `GroupScaled.quantized`, for a contiguous tensor with at least one token."""
+    assert x_TD.is_contiguous()
+    num_tokens, width = x_TD.shape
+    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    _quantize[(num_tokens,)](
+        x_TD, out.padded, out.scales, len(out.padded),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda, num_warps=NORM_WARPS, **launch_early(x_TD),
+    )  # fmt: skip
+    return out
 
 
 def norm_rope_store(
@@ -235,48 +268,6 @@ def norm_rope_store(
         HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, OVERLAP=qkv_TX.is_cuda, num_warps=2, **launch_early(qkv_TX),
     )  # fmt: skip
     return q_THK
-
-
-def gemv(
-    x_1D: torch.Tensor,
-    weight_ND: torch.Tensor,
-    dtype: torch.dtype,
-    norm: tuple[torch.Tensor, float] | None = None,
-    out_1N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """norm(x) @ weight.T as `dtype` for one token, in `out_1N` if that is given; `norm` is (weight, eps) of an RMSNorm, or None."""
-    if out_1N is None:
-        out_1N = x_1D.new_empty((1, len(weight_ND)), dtype=dtype)
-    _launch_gemv(x_1D, norm, weight_ND, out_1N, gated=False, add=False)
-    return out_1N
-
-
-def gemv_swiglu(x_1D: torch.Tensor, weight_ND: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
-    """silu(g) * u for one token, where g and u are the halves of norm(x) @ weight.T."""
-    out_1I = x_1D.new_empty((1, len(weight_ND) // 2))
-    _launch_gemv(x_1D, norm, weight_ND, out_1I, gated=True, add=False)
-    return out_1I
-
-
-def gemv_add_(x_1D: torch.Tensor, weight_ND: torch.Tensor, residual_1N: torch.Tensor) -> None:
-    """residual += x @ weight.T for one token."""
-    _launch_gemv(x_1D, None, weight_ND, residual_1N, gated=False, add=True)
-
-
-def _launch_gemv(
-    x_1D: torch.Tensor, norm: tuple[torch.Tensor, float] | None, weight_ND: torch.Tensor, out_1N: torch.Tensor, gated: bool, add: bool
-) -> None:
-    assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
-    norm_weight, eps = norm or (x_1D, 0.0)
-    width, num_out = x_1D.shape[1], out_1N.shape[1]
-    block = triton.next_power_of_2(width) if width <= GEMV_MAX_BLOCK else GEMV_BLOCK
-    assert width <= block or (norm is None and not gated), "a norm and a gate need the whole vector at once"
-    rows = 1 if gated else GEMV_ROWS
-    _gemv[(min(GEMV_PROGRAMS * num_multiprocessors(x_1D.device), triton.cdiv(num_out, rows)),)](
-        x_1D, norm_weight, weight_ND, out_1N, eps,
-        OUT=num_out, WIDTH=width, NORM=norm is not None, GATED=gated, ADD=add, OVERLAP=x_1D.is_cuda,
-        ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **launch_early(x_1D),
-    )  # fmt: skip
 
 
 def launch_early(x: torch.Tensor) -> dict[str, bool]:

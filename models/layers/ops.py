@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from models.layers.fp8 import Input, Weight
+
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
 
 PIXEL_OFFSET = 128  # patches hold pixel - 128
@@ -28,6 +30,8 @@ class Taps:
 class Ops(Protocol):
     """Methods that end in an underscore change an argument in place, as said there.
 
+    A `Weight` may be float8: then the input of the product is rounded as `fp8.GroupScaled` says, unless it was before.
+
     What a norm reads may lack addends (S, T, D), which `linear_add_` has left: their sum over S is added to it first, in place.
     """
 
@@ -35,19 +39,19 @@ class Ops(Protocol):
         """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
 
     def norm_linear(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """rms_norm(x, norm, eps, addends) @ weight.T."""
 
     def norm_swiglu(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> Input:
         """silu(first half) * second half of the last dimension of rms_norm(x, norm, eps, addends) @ weight.T."""
 
-    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """residual += x @ weight.T, now (then this returns None) or when the addends are added that this returns."""
 
-    def linear(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
         """x @ weight.T. Written to `out_TD` if that is given."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

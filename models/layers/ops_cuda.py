@@ -2,9 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from torch.nn.functional import ScalingType, scaled_mm
 
+from models.layers.fp8 import BlockScaled, GroupScaled, Input, Weight
+from models.layers.kernels_fp8 import MOST_TOKENS, multiply, multiply_in_parts
+from models.layers.kernels_gemv import gemv, gemv_add_, gemv_swiglu
 from models.layers.kernels_pixels import resample, resample_to_patches_
-from models.layers.kernels_text import gemv, gemv_add_, gemv_swiglu, norm_rope_store, rms_norm, swiglu
+from models.layers.kernels_text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
 from models.layers.kernels_vision import layer_norm
 from models.layers.ops import KVPool, Taps
 
@@ -12,6 +16,7 @@ from models.layers.ops import KVPool, Taps
 # SPLIT_TOKENS cuBLAS is as fast (measured on an H200 at the widths of the 8B model).
 SPLIT_TOKENS = 304
 SPLITS = 2
+FEW_TOKENS = 64  # up to here our float8 product is faster than cuBLAS's also if it may not be cut
 
 
 class CudaOps:
@@ -21,20 +26,28 @@ class CudaOps:
         return rms_norm(x_TD, weight_D, eps, addends)
 
     def norm_linear(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if isinstance(weight_ND, BlockScaled):
+            return _multiply(rms_norm_quantized(x_TD, norm_D, eps, addends), weight_ND)
         if len(x_TD) == 1:
             return gemv(_with(addends, x_TD), weight_ND, x_TD.dtype, (norm_D, eps))
         return F.linear(rms_norm(x_TD, norm_D, eps, addends), weight_ND)
 
     def norm_swiglu(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> Input:
+        if isinstance(weight_ND, BlockScaled):
+            return swiglu_quantized(self.norm_linear(x_TD, norm_D, eps, weight_ND, addends))
         if len(x_TD) == 1:
             return gemv_swiglu(_with(addends, x_TD), weight_ND, (norm_D, eps))
-        return swiglu(F.linear(rms_norm(x_TD, norm_D, eps, addends), weight_ND))
+        return swiglu(self.norm_linear(x_TD, norm_D, eps, weight_ND, addends))
 
-    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        if isinstance(weight_DX, BlockScaled):
+            rounded = _rounded(x_TX)
+            return multiply_in_parts(rounded, weight_DX) if len(rounded) <= MOST_TOKENS else _multiply(rounded, weight_DX)[None]
+        assert isinstance(x_TX, torch.Tensor)
         if len(x_TX) == 1:
             gemv_add_(x_TX, weight_DX, residual_TD)
         elif len(x_TX) <= SPLIT_TOKENS:
@@ -44,7 +57,11 @@ class CudaOps:
             residual_TD.addmm_(x_TX, weight_DX.t())
         return None
 
-    def linear(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(weight_DX, BlockScaled):
+            y_TD = _multiply(_rounded(x_TX), weight_DX)
+            return y_TD if out_TD is None else out_TD.copy_(y_TD)
+        assert isinstance(x_TX, torch.Tensor)
         if len(x_TX) == 1:
             return gemv(x_TX, weight_DX, x_TX.dtype, out_1N=out_TD)
         return torch.mm(x_TX, weight_DX.t(), out=out_TD)
@@ -80,6 +97,20 @@ class CudaOps:
         self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
     ) -> None:
         resample_to_patches_(image_HWC, axis, taps, patch_size, merge_size, out_PX)
+
+
+def _rounded(x_TK: Input) -> GroupScaled:
+    return x_TK if isinstance(x_TK, GroupScaled) else quantized(x_TK)
+
+
+def _multiply(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
+    """x @ weight.T in bfloat16, added up in float32: of more than a few tokens, cuBLAS's products of 1 x 128 and 128 x 128 blocks."""
+    if len(x_TK) <= FEW_TOKENS:
+        return multiply(x_TK, weight_NK, torch.bfloat16)
+    weight_KN, weight_scales = weight_NK.transposed
+    scales = x_TK.scales, ScalingType.BlockWise1x128, weight_scales, ScalingType.BlockWise128x128
+    y_TN = scaled_mm(x_TK.padded, weight_KN, *scales, output_dtype=torch.bfloat16)
+    return y_TN if len(y_TN) == len(x_TK) else y_TN[: len(x_TK)]
 
 
 def _with(addends: torch.Tensor | None, x_TD: torch.Tensor) -> torch.Tensor:

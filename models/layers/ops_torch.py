@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from models.layers.fp8 import BlockScaled, GroupScaled, Input, Weight
 from models.layers.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Taps
 
 
@@ -16,21 +17,25 @@ class TorchOps:
         return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D).to(x_TD.dtype)
 
     def norm_linear(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return F.linear(self.rms_norm(x_TD, norm_D, eps, addends), weight_ND)
+        return self.linear(self.rms_norm(x_TD, norm_D, eps, addends), weight_ND)
 
     def norm_swiglu(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: torch.Tensor, addends: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> Input:
         gate, up = self.norm_linear(x_TD, norm_D, eps, weight_ND, addends).chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def linear_add_(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
-        residual_TD.add_(F.linear(x_TX, weight_DX))
+    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        residual_TD.add_(self.linear(x_TX, weight_DX))
         return None
 
-    def linear(self, x_TX: torch.Tensor, weight_DX: torch.Tensor, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        assert isinstance(x_TX, torch.Tensor), "nothing here rounds the input of a product before it is multiplied"
+        if isinstance(weight_DX, BlockScaled):
+            y_TD = (GroupScaled.quantized(x_TX).dequantized() @ weight_DX.dequantized().t()).to(x_TX.dtype)
+            return y_TD if out_TD is None else out_TD.copy_(y_TD)
         return torch.mm(x_TX, weight_DX.t(), out=out_TD)
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from models.layers.fp8 import BLOCK, BlockScaled, Input, Weight
 from models.layers.ops import Ops
 from models.layers.slots import Slot
 
@@ -52,7 +53,7 @@ class TensorParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def sum_of_linear(self, ops: Ops, x_TX: torch.Tensor, weight_DX: torch.Tensor) -> torch.Tensor:
+    def sum_of_linear(self, ops: Ops, x_TX: Input, weight_DX: Weight) -> torch.Tensor:
         """The sum over the ranks of x @ weight.T, to be read before the next call."""
         room_TD = None if self.small_sums is None else self.small_sums.room(len(x_TX), len(weight_DX))
         if self.small_sums is None or room_TD is None:
@@ -128,35 +129,63 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+def empty_weight(rows: int, columns: int, dtype: torch.dtype | None, device: torch.device) -> Weight:
+    """An uninitialised matrix; `dtype` None is float8 in scaled blocks."""
+    return BlockScaled.empty(rows, columns, device) if dtype is None else empty_parameter(rows, columns, dtype=dtype, device=device)
+
+
+def quantize_(layer: "FusedColumnParallelLinear | RowParallelLinear") -> None:
+    """The layer's matrix becomes float8 in scaled blocks."""
+    matrix = layer.weight
+    assert isinstance(matrix, nn.Parameter)
+    del layer.weight  # a registered parameter does not give way to anything else
+    layer.weight = BlockScaled.quantized(matrix)
+
+
+def weight_slots(name: str, weight: Weight, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[Slot]:
+    """Rows `target_rows` of `weight` are these rows and columns of the checkpoint's matrix of this shape, and of its scales."""
+    if not isinstance(weight, BlockScaled):
+        yield Slot(f"{name}.weight", shape, (rows, columns), weight.data[target_rows])
+        return
+    yield Slot(f"{name}.weight", shape, (rows, columns), weight.values[target_rows])
+    num_blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    yield Slot(f"{name}.weight_scale_inv", num_blocks, (_blocks(rows), _blocks(columns)), weight.scales[_blocks(target_rows)])
+
+
+def _blocks(values: slice) -> slice:
+    return slice(values.start // BLOCK, values.stop // BLOCK)
+
+
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one matrix, their rows one after the other; its user multiplies."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
         self.parts = tuple(parts)
-        self.weight = empty_parameter(sum(part.rows for part in parts), in_features, dtype=dtype, device=device)
+        self.weight = empty_weight(sum(part.rows for part in parts), in_features, dtype, device)
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
         """The matrices are siblings of this layer in the checkpoint."""
         parent = prefix.rpartition(".")[0]
-        row = 0
+        row, width = 0, self.weight.shape[1]
         for part in self.parts:
-            shape = (part.total_rows, self.weight.shape[1])
-            index = (slice(part.start, part.start + part.rows),)
-            yield Slot(f"{parent}.{part.name}.weight", shape, index, self.weight.data[row : row + part.rows])
+            rows, target_rows = slice(part.start, part.start + part.rows), slice(row, row + part.rows)
+            yield from weight_slots(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
             row += part.rows
 
 
 class RowParallelLinear(nn.Module):
     """Each rank holds some input columns; the outputs are summed over the ranks and join the residual: (T, in / size) -> (T, out)."""
 
-    def __init__(self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.ops = ops
-        self.weight = empty_parameter(out_features, tp.share(in_features, "in_features"), dtype=dtype, device=device)
+        self.weight = empty_weight(out_features, tp.share(in_features, "in_features"), dtype, device)
 
-    def add_(self, x_TX: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+    def add_(self, x_TX: Input, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """residual += the layer's output, as `Ops.linear_add_`: what this returns is still to be added, by the next norm."""
         if self.tp.size == 1:
             return self.ops.linear_add_(x_TX, self.weight, residual_TD)
@@ -164,8 +193,8 @@ class RowParallelLinear(nn.Module):
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
         rows, columns = self.weight.shape
-        index = (slice(None), slice(self.tp.rank * columns, (self.tp.rank + 1) * columns))
-        yield Slot(f"{prefix}.weight", (rows, columns * self.tp.size), index, self.weight.data)
+        share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
+        yield from weight_slots(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -67,6 +67,13 @@ def _vision_config(shape: Shape) -> dict[str, object]:
     }
 
 
+def quantization_json() -> dict[str, object]:
+    """What config.json has besides if the decoder's matrices are float8."""
+    kept = ["lm_head", "model.visual"]
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return {"quantization_config": {**scheme, "modules_to_not_convert": kept}}
+
+
 def generation_config_json(shape: Shape) -> dict[str, object]:
     """generation_config.json: stop tokens and the sampling that the published Instruct checkpoints recommend."""
     ids = special_token_ids(shape.num_base_tokens)

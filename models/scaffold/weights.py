@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.config import ModelConfig, TextConfig, VisionConfig
+from models.layers.fp8 import BlockScaled
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -48,12 +49,24 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: random_tensor(name, shapes[name], seed, dtype, torch.device("cpu")) for name in names}
+        if config.text.is_fp8:
+            tensors = _quantized(tensors)
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
+        weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
         total = sum(_num_bytes(shape, dtype) for shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The decoder's matrices as float8 values and scales, the others as they are."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        is_matrix = name.startswith("model.language_model.layers.") and name.endswith("_proj.weight")
+        matrix = BlockScaled.quantized(tensor) if is_matrix else None
+        stored |= {name: tensor} if matrix is None else {name: matrix.values, f"{name}_scale_inv": matrix.scales.contiguous()}
+    return stored
 
 
 def torch_dtype(name: str) -> torch.dtype:

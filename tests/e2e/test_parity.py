@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 
@@ -79,3 +80,15 @@ def test_same_text_as_transformers(tiny: Path, expected: list[str], chunk: int, 
         assert answers(engine, at_once=False) == expected, "cached, alone"
         assert encoded == len({seed for _, seeds in conversations() for seed in seeds})
         assert engine.metric("engine_images_encoded_total") == encoded, "a cached image was encoded again"
+
+
+def test_an_fp8_checkpoint_and_rounding_at_the_start_answer_alike(tiny: Path, tmp_path: Path) -> None:
+    """Red if `--quantization fp8` does nothing, or other than to make of a checkpoint what the published FP8 checkpoints are."""
+    write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=0, is_fp8=True)
+    asked = [with_pictures(conversation) for conversation in conversations()]
+    answers = []
+    for folder, flags in ((tmp_path / "fp8", []), (tiny, ["--quantization", "fp8"]), (tiny, [])):
+        with serve(folder, *flags) as engine:
+            answers.append([engine.text(None, messages=messages, max_tokens=MAX_TOKENS, ignore_eos=True) for messages in asked])
+    assert answers[0] == answers[1]
+    assert answers[1] != answers[2]

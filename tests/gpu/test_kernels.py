@@ -9,6 +9,7 @@ import torch
 
 from models.batch import AttentionLayout
 from models.layers.attention import HostPlan, make_attention, plan_on_device
+from models.layers.fp8 import BlockScaled, GroupScaled
 from models.layers.ops import make_ops
 from models.layers.ops_torch import TorchOps
 from models.layers.segments import make_segment_attention
@@ -18,6 +19,7 @@ from tests.gpu.generated import config_of
 from tests.unit.models.attention_step import Step
 
 if torch.cuda.is_available():
+    from models.layers import kernels_text
     from models.layers.attention_cuda import fixed_attention_factory
     from models.layers.prefill_cuda import PrefillAttention  # needs Triton, which a CPU machine may lack
     from models.layers.split_cuda import Scratch, SplitAttention
@@ -50,6 +52,39 @@ def test_products(hidden: int, inner: int, tokens: int) -> None:
     assert close(ops.linear_f32(x, gate_up), REFERENCE.linear_f32(x, gate_up))
     assert close(ops.linear_f32(x, gate_up, given), given) and close(given, REFERENCE.linear_f32(x, gate_up))
     check_residual(h, down, residual, norm, gate_up)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), WIDTHS)
+@pytest.mark.parametrize("tokens", [1, 2, 17, 61, 100, 301])
+def test_float8_products(hidden: int, inner: int, tokens: int) -> None:
+    """Red if cuBLAS does not take a number of tokens or a width whose scales need padding, or rows of padding get into the result."""
+    ops = make_ops(DEVICE)
+    scale = torch.logspace(-2, 2, hidden, device=DEVICE).bfloat16()
+    x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden), normal(tokens, hidden)
+    gate_up, down = BlockScaled.quantized(normal(2 * inner, hidden) * scale), BlockScaled.quantized(normal(hidden, inner))
+    assert close(ops.norm_linear(x, norm, 1e-6, gate_up), REFERENCE.norm_linear(x, norm, 1e-6, gate_up))
+    assert close(ops.linear(h, down), REFERENCE.linear(h, down))
+    ours, theirs = ops.norm_swiglu(x, norm, 1e-6, gate_up), REFERENCE.norm_swiglu(x, norm, 1e-6, gate_up)
+    assert isinstance(theirs, torch.Tensor) and isinstance(ours, GroupScaled)
+    assert close(ours.dequantized(), GroupScaled.quantized(theirs).dequantized())
+    given = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=DEVICE)
+    assert close(ops.linear(h, down, given), given) and close(given, REFERENCE.linear(h, down))
+    expected = residual.clone()
+    REFERENCE.linear_add_(h, down, expected)
+    addends = ops.linear_add_(h, down, residual)
+    ops.rms_norm(residual, norm, 1e-6, addends)
+    assert close(residual, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 333])
+def test_rounding_to_float8(tokens: int) -> None:
+    """Red if a value becomes another one than torch makes of it, or zeros become anything else."""
+    x = normal(tokens, 4096) * torch.logspace(-6, 6, 4096, device=DEVICE).bfloat16()
+    x[0, 128:256] = 0
+    ours, theirs = kernels_text.quantized(x), GroupScaled.quantized(x)
+    assert (ours.values.view(torch.uint8) != theirs.values.view(torch.uint8)).float().mean() < 1e-3  # what lies on an edge
+    torch.testing.assert_close(ours.scales[:tokens], theirs.scales[:tokens], rtol=1e-6, atol=0)
+    assert not ours.dequantized()[0, 128:256].any()
 
 
 def check_residual(h: torch.Tensor, down: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, gate_up: torch.Tensor) -> None:

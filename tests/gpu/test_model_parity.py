@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 SHAPE = "8B"
 TOLERANCE = 2e-2
+FLOAT8_TOLERANCE = 8e-2
 PROMPTS: dict[str, list[Part]] = {
     "text": [list(range(1000, 151_000, 371))],
     "one image": [[151_644, 872], smooth_image(480, 640), list(range(5000, 90_000, 1703))],
@@ -86,6 +87,25 @@ def whole(model: Qwen3VL, prompt: Prompt) -> torch.Tensor:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_equal_transformers(model: Qwen3VL, expected: dict[str, torch.Tensor], name: str) -> None:
     assert relative(whole(model, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
+
+
+def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(device: torch.device, tmp_path: Path) -> None:
+    """Eight layers. Red if float8 products are of other weights, or a token's result depends on how many are computed with it."""
+    config = config_of(SHAPE, tmp_path)
+    config = replace(config, text=replace(config.text, num_layers=8))
+    few = Qwen3VL(config, TensorParallel.single(), torch.bfloat16, device)
+    fill(few, GeneratedSource(config, device), lambda done, total: None)
+    prompt = Prompt.build(config, PROMPTS["one image"])
+    with torch.inference_mode():
+        expected = whole(few, prompt)
+        few.quantize_()
+        rounded = whole(few, prompt)
+        assert 5e-3 < relative(rounded, expected) < FLOAT8_TOLERANCE
+        runner = runner_of(few)
+        session = runner.start(prompt)
+        counts = [200, len(prompt.ids) - 209, 2, 3, 1, 1, 1, 1]
+        parts = [runner.step([(session, count)], num_prefill_rows=1, want="all") for count in counts]
+    assert relative(torch.cat(parts), rounded) < FLOAT8_TOLERANCE
 
 
 @pytest.mark.parametrize("chunk", [64, 301])

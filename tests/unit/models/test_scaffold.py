@@ -117,7 +117,7 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
     [
         ({"model_type": "qwen3_vl_moe"}, "mixture-of-experts"),
         ({"model_type": "llama"}, "llama"),
-        ({"quantization_config": {}}, "quantized"),
+        ({"quantization_config": {}}, "quantization_config must name quant_method"),
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ({"text_config": {"attention_bias": True}}, "attention_bias"),
         ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "yarn"),
@@ -144,6 +144,8 @@ def test_registry(tmp_path: Path, published: Path) -> None:
     resolved = resolve("Qwen3-VL-4B", "dummy", tmp_path)
     assert resolved.name == "Qwen3-VL-4B" and ModelConfig.from_folder(resolved.folder).text.hidden_size == 2560
     assert resolve(str(published), "auto", tmp_path).folder == published
-    for model, message in (("Qwen3-VL-8B-FP8", "FP8"), ("Qwen/Qwen3-VL-30B-A3B-Instruct", "mixture"), ("nonsense", "nonsense")):
+    for alias, is_fp8 in (("Qwen3-VL-8B-FP8", True), ("Qwen3-VL-8B-Thinking-FP8", True), ("Qwen3-VL-8B", False)):
+        assert ModelConfig.from_folder(resolve(alias, "dummy", tmp_path).folder).text.is_fp8 == is_fp8
+    for model, message in (("Qwen/Qwen3-VL-30B-A3B-Instruct", "mixture"), ("nonsense", "nonsense")):
         with pytest.raises(ValueError, match=message):
             resolve(model, "auto", tmp_path)

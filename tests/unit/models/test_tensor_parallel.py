@@ -10,8 +10,9 @@ import torch.multiprocessing as mp
 from models.config import ModelConfig
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
 from models.weights import load_weights
-from tests.unit.models.harness import CPU, SEVERAL_TURNS, PagedRunner, Prompt
+from tests.unit.models.harness import CPU, SEVERAL_TURNS, PagedRunner, Prompt, load
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:
@@ -54,6 +55,17 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     assert tp.broadcast_(torch.tensor([rank + 7])).tolist() == [7]
     torch.save(all_logits(model), out / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
+    """Red if a rank takes another one's scales. What lies between two values of float8 may go either way, so the tolerance is wider."""
+    folder = tmp_path / "fp8"
+    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=1, is_fp8=True)
+    mp.spawn(worker, args=(2, folder, tmp_path), nprocs=2)
+    expected = all_logits(load(folder))
+    for rank in range(2):
+        ours = torch.load(tmp_path / f"{rank}.pt")
+        assert float((ours - expected).norm() / expected.norm()) < 1.5e-2
 
 
 @pytest.mark.parametrize("size", [2, 4])

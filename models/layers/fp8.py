@@ -1,0 +1,115 @@
+"""Matrices in float8 with a scale for each block of 128 x 128, as the published FP8 checkpoints store them. Used by the decoder's layers.
+
+A product rounds its input to float8, too, with a scale for each token and 128 neighbouring values, and adds up in float32: the scheme of
+transformers' `finegrained_fp8`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+BLOCK = 128
+LARGEST = 448.0  # of float8_e4m3fn
+LEAST_SCALE = 1e-30  # of a group that is all zeros
+SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A matrix (N, K): float8_e4m3fn values, each to be multiplied by its block's scale, float32 (N / 128, K / 128), padded."""
+
+    values: torch.Tensor
+    padded_scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "BlockScaled":
+        """ValueError if the blocks are not whole."""
+        if rows % BLOCK or columns % BLOCK:
+            raise ValueError(
+                f"a rank's share of a matrix, {rows} x {columns}, is not made of blocks of {BLOCK} x {BLOCK}, as float8 is scaled"
+            )
+        values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
+        padded = -(-columns // BLOCK // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        return cls(values, torch.zeros((rows // BLOCK, padded), device=device))
+
+    @classmethod
+    def quantized(cls, matrix_NK: torch.Tensor) -> "BlockScaled":
+        """Each block's largest value becomes the largest that there is."""
+        rows, columns = matrix_NK.shape
+        made = cls.empty(rows, columns, matrix_NK.device)
+        for start in range(0, rows, BLOCK):  # a stripe at a time: float32 copies of whole matrices would not fit beside them
+            stripe = matrix_NK[start : start + BLOCK].float().unflatten(1, (-1, BLOCK))
+            scale = (stripe.abs().amax((0, 2)) / LARGEST).clamp_(min=LEAST_SCALE)
+            made.scales[start // BLOCK].copy_(scale)
+            made.values[start : start + BLOCK].copy_((stripe / scale[:, None]).flatten(1))
+        return made
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """(N / 128, K / 128)."""
+        return self.padded_scales[:, : self.values.shape[1] // BLOCK]
+
+    @cached_property
+    def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and padded scales as cuBLAS takes them. Kept: the host would take as long to make them as to launch a product."""
+        return self.values.t(), self.padded_scales.t()
+
+    def dequantized(self) -> torch.Tensor:
+        """(N, K) in float32."""
+        rows, columns = self.shape
+        blocks = self.values.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK) * self.scales[:, None, :, None]
+        return blocks.view(rows, columns)
+
+
+Weight = torch.Tensor | BlockScaled
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScaled:
+    """Inputs (T, K) of a product: float8_e4m3fn values, each to be multiplied by its group's scale, float32 (T, K / 128), column-major.
+
+    `padded` are the values with up to three rows more, which hold anything, as do their scales: columns of scales are so far apart.
+    """
+
+    padded: torch.Tensor
+    scales: torch.Tensor
+    num_tokens: int
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.padded[: self.num_tokens]
+
+    @classmethod
+    def empty(cls, num_tokens: int, width: int, device: torch.device) -> "GroupScaled":
+        num_rows = -(-num_tokens // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        padded = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=device)
+        return cls(padded, torch.empty((width // BLOCK, num_rows), device=device).t(), num_tokens)
+
+    @classmethod
+    def quantized(cls, x_TK: torch.Tensor) -> "GroupScaled":
+        """Each group's largest value becomes the largest that there is: transformers' `act_quant`."""
+        num_tokens, width = x_TK.shape
+        made = cls.empty(num_tokens, width, x_TK.device)
+        groups = x_TK.float().unflatten(1, (-1, BLOCK))
+        scales = (groups.abs().amax(2) / LARGEST).clamp_(min=LEAST_SCALE)
+        made.scales[:num_tokens].copy_(scales)
+        made.values.copy_((groups / scales[:, :, None]).flatten(1))
+        return made
+
+    def dequantized(self) -> torch.Tensor:
+        """(T, K) in float32."""
+        return (self.values.float().unflatten(1, (-1, BLOCK)) * self.scales[: self.num_tokens, :, None]).flatten(1)
+
+
+Input = torch.Tensor | GroupScaled

@@ -1,0 +1,161 @@
+"""FP8 checkpoints: our decoder against transformers' with the same weights, inputs of products rounded by a few lines of our own.
+
+transformers multiplies float8 with kernels for GPUs only. Scales are as in its `FP8Linear`: one for 128 x 128 weights, and one for 128
+inputs of a token. What lies between two values of float8 may go either way, and then later tokens differ a little: so medians are compared.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Qwen3VLForConditionalGeneration
+
+from models.config import ModelConfig
+from models.layers.fp8 import BlockScaled
+from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
+from tests.unit.models import reference
+from tests.unit.models.harness import ONE_IMAGE, TEXT, PagedRunner, Prompt, load
+
+LAYERS = "model.language_model.layers."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with its decoder's matrices in float8."""
+    made = tmp_path_factory.mktemp("fp8")
+    write_model_folder(made, SHAPES["tiny"], weights="random", seed=1, is_fp8=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Qwen3VL:
+    return load(folder)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To float8 and back, 128 neighbouring values at a time."""
+    groups = x.reshape(-1, 128)
+    scale = groups.abs().max(dim=1, keepdim=True).values / torch.finfo(torch.float8_e4m3fn).max
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
+
+
+def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Each of the decoder's matrices, multiplied out by Kronecker products."""
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name: tensors[name].float() * torch.kron(tensors[f"{name}_scale_inv"].float(), torch.ones(128, 128))
+        for name in tensors
+        if f"{name}_scale_inv" in tensors
+    }
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny_folder: Path, folder: Path) -> Qwen3VLForConditionalGeneration:
+    """transformers' model with the matrices of the FP8 checkpoint."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    matrices = whole_weights(folder)
+    assert len(matrices) == 7 * model.config.text_config.num_hidden_layers
+    for name, matrix in matrices.items():
+        model.get_parameter(name).data.copy_(matrix)
+    return model
+
+
+def logits_of(model: Qwen3VL, prompt: Prompt, chunk: int = 1 << 30) -> torch.Tensor:
+    runner = PagedRunner(model)
+    session = runner.start(prompt)
+    counts = [min(chunk, len(prompt.ids) - start) for start in range(0, len(prompt.ids), chunk)]
+    return torch.cat([runner.step([(session, count)], num_prefill_rows=1, want="all") for count in counts])
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The median token's."""
+    return float(((a - b).norm(dim=1) / b.norm(dim=1)).median())
+
+
+@pytest.mark.parametrize("parts", [TEXT, ONE_IMAGE])
+def test_logits_equal_those_of_rounded_products(ours: Qwen3VL, theirs: Qwen3VLForConditionalGeneration, parts: list[object]) -> None:
+    """Red if weights or inputs are scaled by another block's or group's scale, if one of the products is left out, or the head is not."""
+    prompt = Prompt.build(ours.config, parts)  # type: ignore[arg-type]
+    found = logits_of(ours, prompt)
+    unrounded = reference.logits(theirs, ours.config, prompt)
+    linears = [module for name, module in theirs.named_modules() if isinstance(module, nn.Linear) and name.startswith(LAYERS)]
+    hooks = [linear.register_forward_pre_hook(lambda _, args: (rounded(args[0]),)) for linear in linears]
+    expected = reference.logits(theirs, ours.config, prompt)
+    for hook in hooks:
+        hook.remove()
+    assert difference(found, expected) < 1e-4
+    assert difference(found, unrounded) > 2e-2
+
+
+def test_chunks_change_nothing(ours: Qwen3VL) -> None:
+    """Red if a token's scale depends on the tokens beside it."""
+    prompt = Prompt.build(ours.config, ONE_IMAGE)
+    assert difference(logits_of(ours, prompt, 37), logits_of(ours, prompt)) < 1e-4
+
+
+def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(ours: Qwen3VL, tiny_folder: Path) -> None:
+    """Red if `--quantization fp8` makes other weights of a checkpoint than the scheme of FP8 checkpoints."""
+    model = load(tiny_folder)
+    model.quantize_()
+    for layer, other in zip(model.language_model._layers, ours.language_model._layers, strict=True):
+        for made, read in zip(matrices_of(layer), matrices_of(other), strict=True):
+            assert torch.equal(made.values.view(torch.uint8), read.values.view(torch.uint8)) and torch.equal(made.scales, read.scales)
+    assert not any(name.startswith("language_model.layers") and "proj" in name for name, _ in model.named_parameters())
+
+
+def matrices_of(layer: nn.Module) -> list[BlockScaled]:
+    found = [getattr(module, "weight", None) for module in layer.modules()]
+    matrices = [weight for weight in found if isinstance(weight, BlockScaled)]
+    assert len(matrices) == 4
+    return matrices
+
+
+def test_a_matrix_and_back() -> None:
+    """Red if a block's largest value is not kept, a value is off by more than half a step, or a block of zeros becomes anything else."""
+    torch.manual_seed(0)
+    matrix = torch.randn(256, 384) * torch.logspace(-4, 4, 256 * 384).view(256, 384)
+    matrix[:128, 128:256] = 0
+    back = BlockScaled.quantized(matrix).dequantized()
+    blocks, made = (m.view(2, 128, 3, 128) for m in (matrix, back))
+    torch.testing.assert_close(made.abs().amax((1, 3)), blocks.abs().amax((1, 3)), rtol=1e-6, atol=0)
+    assert (
+        (back - matrix).abs()
+        <= matrix.abs() / 16 + blocks.abs().amax((1, 3), keepdim=True).expand_as(blocks).reshape_as(matrix) / 448 / 1024 * 1.01
+    ).all()
+    with pytest.raises(ValueError, match="192 x 128"):
+        BlockScaled.empty(192, 128, torch.device("cpu"))
+
+
+def test_a_checkpoint_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Red if missing scales are taken for ones, or for what was in memory."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.endswith("0.mlp.up_proj.weight_scale_inv")},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(ValueError, match=r"misses tensor model\.language_model\.layers\.0\.mlp\.up_proj\.weight_scale_inv"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method must be 'fp8', got 'awq'"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\]"),
+        ({"weight_block_size": None}, "weight_block_size"),
+        ({"activation_scheme": "static"}, "activation_scheme must be 'dynamic'"),
+    ],
+)
+def test_other_quantizations_are_refused(folder: Path, tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    """Red if weights of another scheme are read as if they were of this one."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(tmp_path)
