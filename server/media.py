@@ -24,12 +24,12 @@ from engine.arena import ArenaFull, ArenaView
 from engine.config import EngineConfig
 from engine.messages import PROCESSOR_ARENA, ImageSource, MediaRef
 from engine.messages import Region as WireRegion
+from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from models.geometry import Grid, VisionGeometry
 from server.base64_text import decode_base64, decode_data_url
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.fetch import Fetcher
-from server.jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from server.pixels import DecodedSize, decode_rgb, read_orientation, read_size
 from server.region import Holdings, Region
 

@@ -22,8 +22,16 @@ MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 
-# `models.config` and `models.geometry` are plain Python: api and processor read a folder and count tokens by the code of the workers.
-SERVER_MAY_IMPORT = {"engine.config", "engine.messages", "engine.ipc", "engine.arena", "models.config", "models.geometry"}
+# The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.
+SERVER_MAY_IMPORT = {
+    "engine.config",
+    "engine.messages",
+    "engine.ipc",
+    "engine.arena",
+    "engine.plain_jpeg",
+    "models.config",
+    "models.geometry",
+}
 ENVIRONMENT_ALLOWED = {"engine/config.py"}
 GETATTR_ALLOWED = {"models/config.py"}
 BROAD_EXCEPT_ALLOWED = {

@@ -23,6 +23,7 @@ from engine.scheduler.state import Prefetched, State
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
 MAX_PREFETCHED_PIXELS = 1 << 24  # 48 MiB of RGB, which a worker holds beside what its memory was planned for
+MAX_PREFETCHED_BYTES = 1 << 25  # workers keep room for a copy of the largest file
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class SchedulerCore:
         """What the caller must send to every rank, if anything: an image is read while nothing else is to be done. Otherwise images are
         read while a step runs, and that costs nothing."""
         source = upcoming.source
-        if self._requests or source.height * source.width > MAX_PREFETCHED_PIXELS:
+        is_large = source.height * source.width > MAX_PREFETCHED_PIXELS or source.region.length > MAX_PREFETCHED_BYTES
+        if self._requests or is_large:
             return None
         self.state.prefetched = Prefetched(self._num_prefetched, upcoming.rid, source)
         self._num_prefetched += 1

@@ -14,6 +14,7 @@ from PIL import Image
 
 from engine.arena import ArenaView
 from engine.messages import ImageSource
+from engine.plain_jpeg import has_end, is_jpeg, parse_plain_jpeg
 
 Image.MAX_IMAGE_PIXELS = None  # the server's --max-image-pixels is the limit; Pillow's own would refuse what was accepted
 
@@ -55,15 +56,21 @@ class ImageReader:
         return self._read_on_stream(sources, [self._bytes(source) for source in sources])
 
     def read_copy(self, source: ImageSource) -> torch.Tensor | None:
-        """As `read`, of bytes that may be overwritten meanwhile: then the pixels are anything, or None.
+        """As `read`, of a plain JPEG whose bytes may be overwritten meanwhile: then the pixels are anything of its size, or None.
 
-        There is one copy: the pixels of the one before are there, if need be after `wait`.
+        Bytes that nobody has checked are never decoded: that could take any time and memory. There is one copy: the pixels of the one
+        before are there, if need be after `wait`.
         """
+        assert source.encoding == "jpeg"
         payload = self._bytes(source)
         if len(payload) > len(self._copy):
             self._copy = bytearray(len(payload))  # kept: new memory would cost as much as the copy
         copy = memoryview(self._copy)[: len(payload)]
         copy[:] = payload
+        plain = parse_plain_jpeg(copy) if is_jpeg(copy) and has_end(copy) else None
+        stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
+        if plain is None or (plain.height, plain.width) != stored:
+            return None
         (pixels,) = self._read_on_stream([source], [copy])
         return pixels
 

@@ -15,6 +15,12 @@ LEAST_SCALE = 1e-30  # of a group that is all zeros
 SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
 
 
+def unfit(columns: int, *rows: int) -> ValueError:
+    """What to raise for matrices, or shares of them, that are not made of whole blocks."""
+    shapes = " and ".join(f"{count} x {columns}" for count in sorted(set(rows)))
+    return ValueError(f"FP8 needs matrices of whole {BLOCK} x {BLOCK} blocks on every rank; here are {shapes} (--quantization, --tp)")
+
+
 @dataclass(frozen=True)
 class BlockScaled:
     """A matrix (N, K): float8_e4m3fn values, each to be multiplied by its block's scale, float32 (N / 128, K / 128), padded."""
@@ -26,9 +32,7 @@ class BlockScaled:
     def empty(cls, rows: int, columns: int, device: torch.device) -> "BlockScaled":
         """ValueError if the blocks are not whole."""
         if rows % BLOCK or columns % BLOCK:
-            raise ValueError(
-                f"a rank's share of a matrix, {rows} x {columns}, is not made of blocks of {BLOCK} x {BLOCK}, as float8 is scaled"
-            )
+            raise unfit(columns, rows)
         values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
         padded = -(-columns // BLOCK // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         return cls(values, torch.zeros((rows // BLOCK, padded), device=device))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from models.layers.fp8 import BLOCK, BlockScaled, Input, Weight
+from models.layers.fp8 import BLOCK, BlockScaled, Input, Weight, unfit
 from models.layers.ops import Ops
 from models.layers.slots import Slot
 
@@ -162,6 +162,8 @@ class FusedColumnParallelLinear(nn.Module):
     def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
         self.parts = tuple(parts)
+        if dtype is None and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
+            raise unfit(in_features, *(part.rows for part in parts))
         self.weight = empty_weight(sum(part.rows for part in parts), in_features, dtype, device)
 
     def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:

@@ -184,7 +184,8 @@ async def ask_without_key(page: Page) -> None:
 
 @needs_browser
 async def test_thoughts_stand_apart(tmp_path: Path) -> None:
-    """Red if what a model thinks is not shown, is shown in its answer, or becomes part of the conversation."""
+    """Red if what a model thinks is not shown, is shown in its answer, or becomes part of the conversation; or if a turn that ends while it
+    thinks vanishes without a word."""
     write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     stack = Stack(tmp_path)
@@ -196,6 +197,12 @@ async def test_thoughts_stand_apart(tmp_path: Path) -> None:
             assert await page.evaluate(ANSWERS) == ["Yes."]
             assert await page.evaluate("document.querySelector('.thoughts').textContent") == "Hm,\nwell.\n"
             assert await page.evaluate("messages.at(-1)") == {"role": "assistant", "content": "Yes."}
+            stack.scheduler.script = answer_ids(tokenizer.encode("<think>\nHm, well, on and on").ids, reason="length")
+            await page.click("#question")
+            await page.type("and then?")
+            await page.press("Enter")
+            await page.wait("document.querySelector('#problem').textContent.includes('token limit')")
+            assert await page.evaluate(ANSWERS) == ["Yes."]
     finally:
         stack.close()
 

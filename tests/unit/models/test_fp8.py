@@ -15,6 +15,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
+from models.layers.parallel import FusedColumnParallelLinear, Part
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models import reference
@@ -126,8 +127,14 @@ def test_a_matrix_and_back() -> None:
         (back - matrix).abs()
         <= matrix.abs() / 16 + blocks.abs().amax((1, 3), keepdim=True).expand_as(blocks).reshape_as(matrix) / 448 / 1024 * 1.01
     ).all()
-    with pytest.raises(ValueError, match="192 x 128"):
-        BlockScaled.empty(192, 128, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((192,), 128), ((128,), 192), ((64, 64), 128), ((192, 64), 128)])
+def test_blocks_are_whole(rows: tuple[int, ...], columns: int) -> None:
+    """Red if a matrix, or one of several beside each other, may begin or end inside a block: it would get another one's scale."""
+    parts = [Part(f"part_{i}", count, 0, count) for i, count in enumerate(rows)]
+    with pytest.raises(ValueError, match=f"{min(rows)} x {columns}"):
+        FusedColumnParallelLinear(columns, parts, None, torch.device("cpu"))
 
 
 def test_a_checkpoint_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 import random
 
+import msgspec
 import pytest
 
 from engine.messages import ImageSource, Prefetch, Region, StepPlan, Upcoming
-from engine.scheduler.core import MAX_PREFETCHED_PIXELS
+from engine.scheduler.core import MAX_PREFETCHED_BYTES, MAX_PREFETCHED_PIXELS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 LENGTH = 8
@@ -84,8 +85,24 @@ def test_an_image_that_is_encoded_again_is_read_again() -> None:
     assert numbers(sim) == [None]
 
 
-@pytest.mark.parametrize(("excess", "is_read"), [(0, True), (1, False)])
-def test_a_huge_image_waits_for_its_plan(excess: int, is_read: bool) -> None:
-    """Red if workers may be asked to hold more pixels than fit beside what was planned for."""
-    source = ImageSource("jpeg", Region(1, 0, 9), 1, MAX_PREFETCHED_PIXELS + excess)
+@pytest.mark.parametrize(
+    ("num_pixels", "num_bytes", "is_read"),
+    [(MAX_PREFETCHED_PIXELS, MAX_PREFETCHED_BYTES, True), (MAX_PREFETCHED_PIXELS + 1, 9, False), (9, MAX_PREFETCHED_BYTES + 1, False)],
+)
+def test_a_huge_image_waits_for_its_plan(num_pixels: int, num_bytes: int, is_read: bool) -> None:
+    """Red if workers may be asked to hold more than fits beside what was planned for."""
+    source = ImageSource("jpeg", Region(1, 0, num_bytes), 1, num_pixels)
     assert (simulation().core.prefetch(Upcoming(0, source)) is not None) == is_read
+
+
+def test_an_image_twice_in_a_request_is_read_once() -> None:
+    """Red if the plan names the bytes of the second one, which nobody has read."""
+    sim = simulation()
+    prompt = [1000, *[PLACEHOLDER] * LENGTH, 20, *[PLACEHOLDER] * LENGTH, 20]
+    wire = make_request(0, prompt, [(1, LENGTH, b"a"), (LENGTH + 2, LENGTH, b"a")], 4, ignore_eos=True)
+    first, second = wire.images
+    again = msgspec.structs.replace(second, source=msgspec.structs.replace(second.source, region=Region(1, 4096, 0)))
+    prefetch = sim.core.prefetch(Upcoming(0, first.source))
+    assert prefetch is not None
+    sim.add(msgspec.structs.replace(wire, images=[first, again]), prompt)
+    assert numbers(sim) == [prefetch.number]

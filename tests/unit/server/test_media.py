@@ -14,10 +14,10 @@ from PIL import Image, ImageOps
 
 from engine.arena import ArenaFull, ArenaTooSmall
 from engine.messages import MediaRef
+from engine.plain_jpeg import parse_plain_jpeg
 from server import media
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.jpeg import parse_plain_jpeg
 from tests.unit.server.media_bench import SIZE, Bench
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
 
