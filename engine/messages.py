@@ -66,7 +66,7 @@ class Stages(msgspec.Struct):
     prefilled: float = 0.0  # last chunk done on the device
     first_token: float = 0.0  # first token received by the scheduler
     sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
+    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images, but for one read before the plan;
     encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
     forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
     images_encoded: int = 0  # for this request; its other images came from a cache
@@ -158,8 +158,8 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Upcoming(msgspec.Struct, tag=True, frozen=True):
-    """An image of a request that may follow, if it was not seen before: the first one of a request. What lies at `source` stays there
-    until the request comes, or until it has ended unsent."""
+    """The first plain JPEG that a request brings and that was not seen before. The request may follow, or end unsent: then something else
+    may come to lie at `source`."""
 
     rid: int
     source: ImageSource

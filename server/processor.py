@@ -1,6 +1,7 @@
 """The processor process: media, prompts and detokenisation. `python -m server.processor RUNTIME.json`, started by the launcher.
 
-    Payload ──▶ base64, hash ┬▶ Upcoming ────────▶ scheduler
+    Payload ──▶ base64 ┬▶ Upcoming ──────────────────▶ scheduler
+                       ▼ hash
     Submit ──▶ prepare: media + prompt ──▶ EngineRequest ──▶ scheduler
                                                                  │
     Events ◀── text, stop strings ◀── EngineOutputs ◀────────────┤

@@ -14,7 +14,7 @@ from PIL import Image
 
 from engine.arena import ArenaView
 from engine.messages import ImageSource
-from engine.plain_jpeg import has_end, is_jpeg, parse_plain_jpeg
+from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
 
 Image.MAX_IMAGE_PIXELS = None  # the server's --max-image-pixels is the limit; Pillow's own would refuse what was accepted
 
@@ -67,7 +67,7 @@ class ImageReader:
             self._copy = bytearray(len(payload))  # kept: new memory would cost as much as the copy
         copy = memoryview(self._copy)[: len(payload)]
         copy[:] = payload
-        plain = parse_plain_jpeg(copy) if is_jpeg(copy) and has_end(copy) else None
+        plain = parse_plain_jpeg(copy) if is_jpeg(copy) else None
         stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
         if plain is None or (plain.height, plain.width) != stored:
             return None

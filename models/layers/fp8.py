@@ -102,7 +102,7 @@ class GroupScaled:
 
     @classmethod
     def quantized(cls, x_TK: torch.Tensor) -> "GroupScaled":
-        """Each group's largest value becomes the largest that there is: transformers' `act_quant`."""
+        """Each group's largest value becomes the largest that there is."""
         num_tokens, width = x_TK.shape
         made = cls.empty(num_tokens, width, x_TK.device)
         groups = x_TK.float().unflatten(1, (-1, BLOCK))

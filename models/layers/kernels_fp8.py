@@ -1,7 +1,7 @@
 """Triton kernel: few tokens times a float8 matrix in scaled blocks. Called by `ops_cuda`.
 
-Bound by memory: every weight is read once, for all tokens. cuBLAS takes twice as long for 64 tokens, since it does not cut the inner
-dimension. Tests run it in Triton's interpreter.
+Bound by memory: every weight is read once, for all tokens. cuBLAS takes up to twice as long for up to 64 tokens (bench/results/NOTES.md).
+Tests run it in Triton's interpreter.
 """
 
 import math

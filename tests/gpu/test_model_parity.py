@@ -90,7 +90,7 @@ def test_logits_equal_transformers(model: Qwen3VL, expected: dict[str, torch.Ten
 
 
 def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(device: torch.device, tmp_path: Path) -> None:
-    """Eight layers. Red if float8 products are of other weights, or a token's result depends on how many are computed with it."""
+    """Eight layers. Red if products of some number of tokens are of other weights or scales than those of another number."""
     config = config_of(SHAPE, tmp_path)
     config = replace(config, text=replace(config.text, num_layers=8))
     few = Qwen3VL(config, TensorParallel.single(), torch.bfloat16, device)

@@ -4,10 +4,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
+from server.detokenize import TokenTable
 from tests.unit.server.media_bench import Bench
 from tests.unit.server.stack import Stack
 
@@ -32,6 +34,16 @@ def thinking_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def checkpoint(model_folder: Path) -> Checkpoint:
     return read_checkpoint(model_folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
+
+
+@pytest.fixture(scope="session")
+def table(tokenizer: Tokenizer) -> TokenTable:
+    return TokenTable(tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from server.checkpoint import Checkpoint
 from server.detokenize import Detokenizer, StopMatcher, TokenTable
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
-
-
-@pytest.fixture(scope="module")
-def table(tokenizer: Tokenizer) -> TokenTable:
-    return TokenTable(tokenizer)
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:

@@ -16,16 +16,6 @@ OPEN, CLOSED = "<think>\n", ""  # ends of a prompt
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
-
-
-@pytest.fixture(scope="module")
-def table(tokenizer: Tokenizer) -> TokenTable:
-    return TokenTable(tokenizer)
-
-
-@pytest.fixture(scope="module")
 def think(tokenizer: Tokenizer) -> ThinkTokens:
     return ThinkTokens.of(tokenizer)
 

@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.messages import ErrorInfo, RequestOutput, Stages
-from server.checkpoint import Checkpoint
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold
 
@@ -22,11 +21,6 @@ def clean(stack: Stack) -> Iterator[None]:
     stack.scheduler.aborted.clear()
     yield
     stack.settle()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
 
 
 @pytest.fixture(scope="module")

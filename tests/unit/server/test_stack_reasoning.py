@@ -9,7 +9,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.messages import EngineRequest, RequestOutput, Stages
-from server.checkpoint import Checkpoint
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of
 
@@ -30,11 +29,6 @@ def clean(thinker: Stack) -> Iterator[None]:
     thinker.scheduler.aborted.clear()
     yield
     thinker.settle()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    return Tokenizer.from_file(str(checkpoint.tokenizer_file))
 
 
 @pytest.fixture(scope="module")
