@@ -12,7 +12,7 @@ import torch
 from engine.messages import Encode, ImageSource, Prefetch, Region, Restore, Save
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.memory import allocate_host
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 
 SINGLE = TensorParallel.single()
 CPU = torch.device("cpu")

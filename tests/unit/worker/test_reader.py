@@ -11,7 +11,8 @@ from PIL import Image
 
 from engine.arena import Arena, ArenaView, create_memfd
 from engine.messages import ImageSource, Region
-from engine.worker.jpeg import ImageReader, PillowDecoder
+from engine.worker.jpeg import ImageReader
+from models.backends.torch.jpeg import PillowDecoder
 
 CPU = torch.device("cpu")
 
