@@ -39,6 +39,7 @@ class Runtime(msgspec.Struct, frozen=True):
     run_dir: str
     arena_fds: tuple[int, int]
     lifeline_fd: int
+    listener_fd: int  # the api's socket: bound, not listening
     model_folder: str
     model_name: str
     max_model_len: int
@@ -149,7 +150,9 @@ class Child:
         return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
 
     def arena_size(self, arena: int) -> int:
-        return {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
+        size = {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
+        assert size is not None, "the launcher decides"
+        return size
 
     def progress(self, text: str) -> None:
         self._status.send(Status(self.role, "progress", text))

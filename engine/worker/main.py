@@ -17,6 +17,7 @@ from engine.config import num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag
 from engine.messages import Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
+from engine.worker.failure import explain
 from engine.worker.runner import LaunchedStep, Runner
 from models.config import ModelConfig
 
@@ -66,8 +67,10 @@ def main() -> None:
         model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))
         device = take_device(child, rank)
         runner, ready = build_runner(child, model_config, rank, device)
-    except (ValueError, OSError, torch.OutOfMemoryError) as problem:
-        child.failed(str(problem))
+    except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
+        logger.debug("the model could not be built", exc_info=problem)
+        child.failed(explain(problem))
+        child.close()
         sys.exit(1)
     results.send(ready)
     run(runner, plans, results, stopping)

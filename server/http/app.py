@@ -1,4 +1,4 @@
-"""The api process: sockets, routes, authorisation, health. `python -m server.app RUNTIME.json`, started by the launcher.
+"""The api process: sockets, routes, authorisation, health. `python -m server.http.app RUNTIME.json`, started by the launcher.
 
 main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processor ──▶ Client
 """
@@ -26,14 +26,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
-from server.chat import ChatEndpoint
+from server.api.chat import ChatEndpoint
 from server.checkpoint import read_checkpoint
-from server.client import Client
-from server.direct import DirectProtocol
 from server.errors import RequestError, error_type
-from server.metrics import Metrics
-from server.page import Page
-from server.reply import error_response
+from server.http.client import Client
+from server.http.direct import DirectProtocol
+from server.http.metrics import Metrics
+from server.http.page import Page
+from server.http.reply import error_response
 from server.warm import warm_up
 
 VERSION = "0.1.0"
@@ -158,15 +158,11 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens already: whoever reads the address in our ready message may connect. OSError if it is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-
-async def serve(child: Child, listener: socket.socket) -> None:
+async def serve(child: Child) -> None:
     """Serves until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
+    listener = socket.socket(fileno=child.runtime.listener_fd)
+    listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect
     api = Api(child)
     warm_up(api.arena)
     config = uvicorn.Config(
@@ -206,7 +202,7 @@ def main() -> None:
     """Entry point. What the launcher would clean up is cleaned up here if the launcher has died."""
     child = Child.attach("api")
     try:
-        uvloop.run(serve(child, bind(child.config.host, child.config.port)))
+        uvloop.run(serve(child))
     except Exception as error:
         child.failed(f"{type(error).__name__}: {error}")
         raise
