@@ -21,6 +21,8 @@ import msgspec
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
+DEPTH = 2  # plans sent whose results are not all in: one runs, one waits behind it. What workers keep for steps in flight is for so many
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

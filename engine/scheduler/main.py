@@ -1,6 +1,6 @@
 """The scheduler process: requests in, plans out, results in, tokens out. `python -m engine.scheduler.main RUNTIME.json`.
 
-inbox ──▶ receive ──▶ [next_step ──▶ workers] up to two steps ahead ──▶ results of all ranks ──▶ processor
+inbox ──▶ receive ──▶ [next_step ──▶ workers] up to DEPTH steps ahead ──▶ results of all ranks ──▶ processor
 """
 
 import logging
@@ -14,6 +14,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag
 from engine.messages import (
+    DEPTH,
     PROCESSOR_ARENA,
     Abort,
     EngineOutputs,
@@ -34,7 +35,6 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 2  # plans in flight: one runs, one waits behind it
 HEARTBEAT_S = 1.0
 
 
@@ -131,8 +131,7 @@ class Scheduler:
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            alive = core.last_progress if core.num_in_flight else now
-            self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
+            self._processor.send(core.take_outputs(core.stats() if beat else None, core.alive_at(now)))
 
 
 def make_limits(config: EngineConfig, bytes_per_image_token: int) -> Limits:

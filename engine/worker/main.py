@@ -1,6 +1,6 @@
 """A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`. Started by the launcher, driven by plans.
 
-plan ──▶ launch (returns at once) ──▶ pending, at most two ──▶ done? ──▶ result
+plan ──▶ launch (returns at once) ──▶ pending, at most DEPTH ──▶ done? ──▶ result
 """
 
 import logging
@@ -15,14 +15,13 @@ import torch
 
 from engine.config import EngineConfig, num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag
-from engine.messages import Prefetch, StepResult, ToWorker, WorkerReady
+from engine.messages import DEPTH, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.runner import LaunchedStep, Runner
 from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 2  # steps launched and not yet reported; the scheduler never has more in flight
 IDLE_POLL_S = 1.0
 SPIN_S = 20e-6
 
