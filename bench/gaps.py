@@ -31,8 +31,8 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
 from engine.worker.runner import LaunchedStep, Runner
 from engine.worker.staging import Staging
+from models.attention.paged import allocate_pools, make_attention
 from models.config import ModelConfig
-from models.layers.attention import allocate_pools, make_attention
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder

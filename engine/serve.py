@@ -17,7 +17,7 @@ from engine.config import GIB, EngineConfig, parse_args
 from engine.ipc import Runtime, setup_logging
 from engine.supervise import ChildDied, Family
 from models.config import ModelConfig
-from models.registry import resolve
+from models.hub import resolve
 
 logger = logging.getLogger(__name__)
 

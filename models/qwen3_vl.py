@@ -5,17 +5,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from models.attention.paged import AttentionBackend
+from models.backends.ops import make_ops
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.geometry import Grid
-from models.layers.attention import AttentionBackend
-from models.layers.ops import make_ops
+from models.layers.checkpoint import CheckpointTensor, module_tensors
 from models.layers.parallel import TensorParallel, VocabParallelEmbedding
-from models.layers.slots import Slot, module_slots
-from models.preprocess import Preprocessor
 from models.text import TextModel
-from models.vision import VisionTower
-from models.vision_graphs import TowerGraphs
+from models.vision.graphs import TowerGraphs
+from models.vision.preprocess import Preprocessor
+from models.vision.tower import VisionTower
 
 
 class Qwen3VL(nn.Module):
@@ -83,9 +83,9 @@ class Qwen3VL(nn.Module):
         logits_SV = self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
         return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
 
-    def checkpoint_slots(self) -> Iterator[Slot]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Where each of the checkpoint's tensors goes."""
-        yield from module_slots(self.visual, "model.visual")
-        yield from module_slots(self.language_model, "model.language_model")
+        yield from module_tensors(self.visual, "model.visual")
+        yield from module_tensors(self.language_model, "model.language_model")
         if not self.config.tie_word_embeddings:
-            yield from module_slots(self.lm_head, "lm_head")
+            yield from module_tensors(self.lm_head, "lm_head")

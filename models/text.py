@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
+from models.attention.paged import AttentionBackend
+from models.backends.ops import KVPool, Ops
 from models.batch import ForwardBatch
 from models.config import ModelConfig, TextConfig
-from models.layers.attention import AttentionBackend
 from models.layers.fp8 import Input
 from models.layers.norm import RMSNorm
-from models.layers.ops import KVPool, Ops
 from models.layers.parallel import (
     FusedColumnParallelLinear,
     Part,
@@ -20,7 +20,7 @@ from models.layers.parallel import (
     quantize_,
 )
 from models.layers.rotary import MRope
-from models.splice import add_deepstack_, splice_
+from models.vision.splice import add_deepstack_, splice_
 
 
 class Residual:

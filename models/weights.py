@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from models.layers.slots import Index
+from models.layers.checkpoint import Index
 from models.qwen3_vl import Qwen3VL
 
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
@@ -83,7 +83,7 @@ def load_weights(model: Qwen3VL, folder: Path, progress: Progress) -> None:
 
 def fill(model: Qwen3VL, source: WeightSource, progress: Progress) -> None:
     """As `load_weights`, from any source. Values are converted to the model's dtype."""
-    slots = list(model.checkpoint_slots())
+    slots = list(model.checkpoint_tensors())
     expected = {slot.name: slot.shape for slot in slots}
     found = source.names() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     _demand_none("misses", expected.keys() - found)

@@ -17,8 +17,8 @@ from bench.kernels.text_cases import text_cases
 from bench.kernels.timing import Case, Ceilings, seconds_per_call
 from bench.kernels.vision_cases import vision_cases
 from bench.report import environment, table, write_json
+from models.backends.ops import make_ops
 from models.config import ModelConfig
-from models.layers.ops import make_ops
 from models.scaffold import SHAPES, write_model_folder
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from bench.kernels.timing import Case, copies
+from models.attention.paged import AttentionBackend, allocate_pools, make_attention
+from models.backends.hopper.flash_decoding import FlashDecoding
+from models.backends.ops import Ops
 from models.batch import AttentionLayout
 from models.config import ModelConfig
-from models.layers.attention import AttentionBackend, allocate_pools, make_attention
 from models.layers.fp8 import BlockScaled
-from models.layers.ops import Ops
 from models.layers.parallel import TensorParallel
-from models.layers.split_cuda import SplitAttention
 
 CHUNK = 8192
 MIXED = 216  # tokens of a step: a chunk and decodes
@@ -42,10 +42,10 @@ def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[
         yield attention(config, prefill, [new, *[1] * len(decodes)], [new + 600, *decodes], device)
     for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
         rows = len(lengths)
-        decode = SplitAttention.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
+        decode = FlashDecoding.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
         yield attention(config, decode, [1] * rows, lengths, device)
     for new in (9, 64):
-        yield attention(config, SplitAttention.factory(pools, text.num_heads, new, POOL_BLOCKS)(new), [new], [28_000], device)
+        yield attention(config, FlashDecoding.factory(pools, text.num_heads, new, POOL_BLOCKS)(new), [new], [28_000], device)
 
 
 def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:

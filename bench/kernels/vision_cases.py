@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.timing import Case, copies
+from models.attention.varlen import make_varlen_attention
+from models.backends.ops import Ops
 from models.config import ModelConfig
-from models.layers.ops import Ops
-from models.layers.segments import make_segment_attention
-from models.preprocess import Preprocessor
+from models.vision.preprocess import Preprocessor
 
 SIZES = {"720p": (720, 1280), "1080p": (1080, 1920), "2k": (1440, 2560)}
 BF16 = 2
@@ -47,7 +47,7 @@ def attention(config: ModelConfig, device: torch.device, name: str, count: int) 
     """With the rotation; operations are counted at the tower's own head size, not at the multiple of 16 that the kernel computes."""
     heads, head_dim = config.vision.num_heads, config.vision.head_dim
     length = patches_of(config, name)
-    segments = make_segment_attention(heads, head_dim, device)
+    segments = make_varlen_attention(heads, head_dim, device)
     segments.plan([length] * count)
     kvq = torch.randn((length * count, 3, heads, head_dim), dtype=torch.bfloat16, device=device)
     cos_sin = torch.randn((length * count, head_dim), device=device).clamp_(-1, 1)

@@ -24,13 +24,13 @@ from engine.worker.memory import allocate_host, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
+from models.attention.paged import allocate_pools, make_attention
+from models.backends.hopper.compile import load_kernels
+from models.backends.ops import KVPool
 from models.config import ModelConfig
-from models.layers.attention import allocate_pools, make_attention
-from models.layers.compile_cuda import load_kernels
-from models.layers.ops import KVPool
 from models.layers.parallel import TensorParallel
-from models.layers.symmetric import SymmetricSums, peers_are_mapped
 from models.qwen3_vl import Qwen3VL
+from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
@@ -138,7 +138,7 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> StepGraphs:
     """Graphs of small steps; the pool's last block is scratch."""
-    from models.layers.attention_cuda import fixed_attention_factory  # needs Triton, which a CPU machine may lack
+    from models.backends.hopper.attention import fixed_attention_factory  # needs Triton, which a CPU machine may lack
 
     num_heads = model.config.text.num_heads // model.tp.size
     max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP

@@ -23,8 +23,8 @@ from engine.step_sizes import LARGEST_CHUNK, MIXED_DECODE_SIZES, chunk_sizes, si
 from engine.worker.rows import HostStep, Int32s, Int64s, Rows
 from engine.worker.sampler import SamplingInputs
 from engine.worker.staging import Staging, staged_bytes
+from models.attention.paged import FixedAttention
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
-from models.layers.attention import FixedAttention
 from models.qwen3_vl import Qwen3VL
 
 DECODE_SIZES = (1, 2, 4, *range(8, 129, 8))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import GIB, MIB, EngineConfig
+from models.attention.paged import allocate_pools, make_attention
 from models.batch import AttentionLayout, ForwardBatch
 from models.config import ModelConfig
-from models.layers.attention import allocate_pools, make_attention
 from models.layers.parallel import TensorParallel, kv_heads_of
 from models.qwen3_vl import Qwen3VL
 

@@ -17,7 +17,7 @@ from engine.worker.rows import HostStep, Rows
 from engine.worker.sampler import SamplingInputs, sample
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Marks, Stopwatch
-from models.layers.attention import AttentionBackend
+from models.attention.paged import AttentionBackend
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.layers.ops import Ops
+from models.backends.ops import Ops
 from models.layers.parallel import empty_parameter
 
 

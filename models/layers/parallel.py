@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from models.backends.ops import Ops
+from models.layers.checkpoint import CheckpointTensor
 from models.layers.fp8 import BLOCK, BlockScaled, Input, Weight, unfit
-from models.layers.ops import Ops
-from models.layers.slots import Slot
 
 
 class SmallSums(Protocol):
@@ -142,14 +142,14 @@ def quantize_(layer: "FusedColumnParallelLinear | RowParallelLinear") -> None:
     layer.weight = BlockScaled.quantized(matrix)
 
 
-def weight_slots(name: str, weight: Weight, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[Slot]:
+def weight_tensors(name: str, weight: Weight, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[CheckpointTensor]:
     """Rows `target_rows` of `weight` are these rows and columns of the checkpoint's matrix of this shape, and of its scales."""
     if not isinstance(weight, BlockScaled):
-        yield Slot(f"{name}.weight", shape, (rows, columns), weight.data[target_rows])
+        yield CheckpointTensor(f"{name}.weight", shape, (rows, columns), weight.data[target_rows])
         return
-    yield Slot(f"{name}.weight", shape, (rows, columns), weight.values[target_rows])
+    yield CheckpointTensor(f"{name}.weight", shape, (rows, columns), weight.values[target_rows])
     num_blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-    yield Slot(f"{name}.weight_scale_inv", num_blocks, (_blocks(rows), _blocks(columns)), weight.scales[_blocks(target_rows)])
+    yield CheckpointTensor(f"{name}.weight_scale_inv", num_blocks, (_blocks(rows), _blocks(columns)), weight.scales[_blocks(target_rows)])
 
 
 def _blocks(values: slice) -> slice:
@@ -166,13 +166,13 @@ class FusedColumnParallelLinear(nn.Module):
             raise unfit(in_features, *(part.rows for part in parts))
         self.weight = empty_weight(sum(part.rows for part in parts), in_features, dtype, device)
 
-    def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
         parent = prefix.rpartition(".")[0]
         row, width = 0, self.weight.shape[1]
         for part in self.parts:
             rows, target_rows = slice(part.start, part.start + part.rows), slice(row, row + part.rows)
-            yield from weight_slots(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
+            yield from weight_tensors(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
             row += part.rows
 
 
@@ -193,10 +193,10 @@ class RowParallelLinear(nn.Module):
             return self.ops.linear_add_(x_TX, self.weight, residual_TD)
         return self.tp.sum_of_linear(self.ops, x_TX, self.weight)[None]
 
-    def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
         share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
-        yield from weight_slots(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
+        yield from weight_tensors(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -217,7 +217,7 @@ class VocabParallelEmbedding(nn.Module):
         hidden_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
         return self.tp.all_reduce_(hidden_TD.masked_fill_(elsewhere_T[:, None], 0))
 
-    def checkpoint_slots(self, prefix: str) -> Iterator[Slot]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
         index = (slice(self.tp.rank * rows, (self.tp.rank + 1) * rows),)
-        yield Slot(f"{prefix}.weight", (rows * self.tp.size, columns), index, self.weight.data)
+        yield CheckpointTensor(f"{prefix}.weight", (rows * self.tp.size, columns), index, self.weight.data)

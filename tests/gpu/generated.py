@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from models.config import ModelConfig
-from models.layers.slots import Index
+from models.layers.checkpoint import Index
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.weights import random_tensor, tensor_shapes
 

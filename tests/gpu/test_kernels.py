@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from models.attention.paged import HostPlan, make_attention, plan_on_device
+from models.attention.varlen import make_varlen_attention
+from models.backends.ops import make_ops
+from models.backends.torch.ops import TorchOps
+from models.backends.torch.varlen import TorchVarlen
 from models.batch import AttentionLayout
-from models.layers.attention import HostPlan, make_attention, plan_on_device
 from models.layers.fp8 import BlockScaled, GroupScaled
-from models.layers.ops import make_ops
-from models.layers.ops_torch import TorchOps
-from models.layers.segments import make_segment_attention
-from models.layers.segments_torch import TorchSegments
-from models.preprocess import Preprocessor
+from models.vision.preprocess import Preprocessor
 from tests.gpu.generated import config_of
-from tests.unit.models.attention_step import Step
+from tests.unit.models.backends.hopper.attention_step import Step
 
 if torch.cuda.is_available():
-    from models.layers import kernels_text
-    from models.layers.attention_cuda import fixed_attention_factory
-    from models.layers.prefill_cuda import PrefillAttention  # needs Triton, which a CPU machine may lack
-    from models.layers.split_cuda import Scratch, SplitAttention
+    from models.backends.hopper.attention import fixed_attention_factory
+    from models.backends.hopper.flash_decoding import FlashDecoding, Scratch
+    from models.backends.hopper.prefill_attention import PrefillAttention  # needs Triton, which a CPU machine may lack
+    from models.backends.portable import text
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
@@ -81,7 +81,7 @@ def test_rounding_to_float8(tokens: int) -> None:
     """Red if a value becomes another one than torch makes of it, or zeros become anything else."""
     x = normal(tokens, 4096) * torch.logspace(-6, 6, 4096, device=DEVICE).bfloat16()
     x[0, 128:256] = 0
-    ours, theirs = kernels_text.quantized(x), GroupScaled.quantized(x)
+    ours, theirs = text.quantized(x), GroupScaled.quantized(x)
     assert (ours.values.view(torch.uint8) != theirs.values.view(torch.uint8)).float().mean() < 1e-3  # what lies on an edge
     torch.testing.assert_close(ours.scales[:tokens], theirs.scales[:tokens], rtol=1e-6, atol=0)
     assert not ours.dequantized()[0, 128:256].any()
@@ -122,7 +122,7 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     k_pool, v_pool = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = k_pool.clone(), v_pool.clone()
     q, scratch = steps[0].q.clone(), Scratch.allocate([pool], num_heads, max_groups, max_pages=4096)
-    backend, graph = SplitAttention([pool], max_groups, scratch), torch.cuda.CUDAGraph()
+    backend, graph = FlashDecoding([pool], max_groups, scratch), torch.cuda.CUDAGraph()
     plan = fixed_plan(backend, steps[0].layout)
     backend.run(0, q)
     torch.cuda.synchronize()
@@ -156,7 +156,7 @@ def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
         step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
         step.q *= 1 + 10 * (scale % 3)
         groups = len(step.q) + 3 * (scale % 2)
-        backend = SplitAttention.factory([step.pool], heads[0], groups, len(step.layout.pages))(groups)
+        backend = FlashDecoding.factory([step.pool], heads[0], groups, len(step.layout.pages))(groups)
         backend.plan(step.layout)
         first, second = backend.run(0, step.q), backend.run(0, step.q)
         assert first.equal(second)
@@ -276,7 +276,7 @@ def test_attention_inside_segments(head_dim: int, lengths: list[int]) -> None:
     kvq, angles = normal(sum(lengths), 3, 16, head_dim), torch.rand((sum(lengths), head_dim // 2), device=DEVICE)
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     results = []
-    for segments in (TorchSegments(), make_segment_attention(16, head_dim, DEVICE)):
+    for segments in (TorchVarlen(), make_varlen_attention(16, head_dim, DEVICE)):
         segments.plan(lengths)
         results.append(segments.run(kvq.clone(), tables))
         assert segments.run(kvq.clone(), tables).equal(results[-1])

@@ -130,9 +130,9 @@ def test_decode_equals_prefill(model: Qwen3VL, graphed: bool) -> None:
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:
-        from models.layers.split_cuda import SplitAttention
+        from models.backends.hopper.flash_decoding import FlashDecoding
 
-        runner.attention = SplitAttention.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
+        runner.attention = FlashDecoding.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
     rows = []
     for step in range(-steps, 0):
         for session, prompt in zip(sessions, prompts, strict=True):
@@ -173,7 +173,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
 
 def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
-    from models.layers.attention_cuda import fixed_attention_factory
+    from models.backends.hopper.attention import fixed_attention_factory
 
     monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [64, 256])
     monkeypatch.setattr(graphs, "LARGEST_CHUNK", 256)

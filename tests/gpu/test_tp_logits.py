@@ -9,8 +9,8 @@ import torch.multiprocessing as mp
 
 from models.config import ModelConfig
 from models.layers.parallel import TensorParallel
-from models.layers.symmetric import SymmetricSums
 from models.qwen3_vl import Qwen3VL
+from models.symmetric import SymmetricSums
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.gpu.test_model_parity import PROMPTS, SHAPE, TOLERANCE, relative

@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from models.attention.paged import AttentionBackend, allocate_pools, make_attention
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice
 from models.config import ModelConfig
 from models.geometry import Grid
-from models.layers.attention import AttentionBackend, allocate_pools, make_attention
 from models.layers.parallel import TensorParallel
 from models.mrope import mrope_positions
 from models.qwen3_vl import Qwen3VL

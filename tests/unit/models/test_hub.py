@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from models import registry
+from models import hub
 
 
 @pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow")])
@@ -13,6 +13,6 @@ def test_a_connection_that_breaks_is_a_value_error(failure: Exception, monkeypat
     def download(*arguments: object, **options: object) -> str:
         raise failure
 
-    monkeypatch.setattr(registry, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(ValueError, match="could not be fetched from the hub"):
-        registry._download("Qwen/Qwen3-VL-8B-Instruct", ("*",))
+        hub._download("Qwen/Qwen3-VL-8B-Instruct", ("*",))

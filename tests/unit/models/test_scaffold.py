@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from models.config import ModelConfig
-from models.registry import aliases, resolve
+from models.hub import aliases, resolve
 from models.scaffold import SHAPES, write_model_folder
 
 SPECIAL_IDS = {

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.layers.symmetric import NATIVE_ATOMICS, peers_are_mapped
+from models.symmetric import NATIVE_ATOMICS, peers_are_mapped
 
 
 @pytest.mark.parametrize(

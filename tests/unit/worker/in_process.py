@@ -21,10 +21,10 @@ from engine.worker.memory import allocate_host
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
+from models.attention.paged import allocate_pools, make_attention
+from models.backends.torch.attention import TorchAttention
 from models.batch import AttentionLayout
 from models.config import ModelConfig
-from models.layers.attention import allocate_pools, make_attention
-from models.layers.attention_torch import TorchAttention
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import load_weights

@@ -1,0 +1,92 @@
+"""Causal attention over a paged KV cache, behind one Protocol. The worker makes a backend, plans each step and hands it to the model."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.backends.ops import KVPool
+from models.batch import AttentionLayout
+from models.config import TextConfig
+from models.layers.parallel import TensorParallel, kv_heads_of
+
+Int32s = npt.NDArray[np.int32]
+
+
+class AttentionBackend(Protocol):
+    """Owns the KV pools of all layers. Once a step: `plan`; then in each layer: keys and values go into `pool(layer)`, then `run`."""
+
+    def plan(self, layout: AttentionLayout) -> None:
+        """Takes the rows and pages of the next step. Host work and copies only; not part of a captured graph."""
+
+    def pool(self, layer: int) -> KVPool:
+        """Where the layer's keys and values are written, at the layout's slots."""
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end.
+
+        Query heads share KV heads in groups of H / KV heads; the scale is K ** -0.5. The step's keys must be in the pool already.
+        """
+
+
+class HostPlan(Protocol):
+    """A part of attention whose plan is arrays made on the host, which whoever uses it brings to the device."""
+
+    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
+        """What the next run reads beside the layout's pages. Touches no device, changes nothing."""
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        """From now on runs take arrays of `plan_arrays`, and the layout's pages, from these tensors."""
+
+
+class FixedAttention(AttentionBackend, HostPlan, Protocol):
+    """A backend of a fixed shape for a CUDA graph: what `read_from` was called with before the capture is filled before each replay.
+
+    The shapes of `plan_arrays` are the same for all layouts of the shape.
+    """
+
+    @property
+    def max_pages(self) -> int:
+        """So many pages has a layout at most."""
+
+
+def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
+    """Plans a step that no graph replays."""
+    part.read_from(on_device(part.plan_arrays(layout), layout.pages.device), layout.pages)
+
+
+def on_device(arrays: Sequence[Int32s], device: torch.device) -> list[torch.Tensor]:
+    """A plan in memory of its own."""
+
+    def moved(array: Int32s) -> torch.Tensor:
+        staged = torch.from_numpy(array)
+        if device.type == "cuda":
+            staged = staged.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
+        return staged.to(device, non_blocking=True)
+
+    return [moved(array) for array in arrays]
+
+
+def allocate_pools(
+    config: TextConfig, tp: TensorParallel, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[KVPool]:
+    """One (k, v) pair per layer, zeros (a page that was never written must not hold NaN), this rank's KV heads."""
+    shape = (num_blocks, page_size, kv_heads_of(config.num_kv_heads, tp)[1], config.head_dim)
+
+    def zeros() -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return [(zeros(), zeros()) for _ in range(config.num_layers)]
+
+
+def make_attention(pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+    """The backend for the device of the pools; `num_heads` are this rank's query heads."""
+    if pools[0][0].device.type == "cuda":
+        from models.backends.hopper.attention import make_mixed_attention  # needs Triton, which a CPU machine may lack
+
+        return make_mixed_attention(pools, num_heads)
+    from models.backends.torch.attention import TorchAttention
+
+    return TorchAttention(pools)

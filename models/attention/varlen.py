@@ -1,0 +1,43 @@
+"""Full attention inside each image, for all images of an encode at once, behind one Protocol. Used by `models.vision.tower`."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.attention.paged import Int32s
+
+
+class VarlenAttention(Protocol):
+    """Once an encode: `plan`; then `run` in each layer. Heads are stored in the order keys, values, queries."""
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        """The patches of the coming `run` calls are segments of these lengths, one after the other."""
+
+    def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
+        """Rotates keys and queries, then every patch attends to all of its segment: (P, H * K). The scale is K ** -0.5.
+
+        `cos_sin_PK` is float32, one row per patch, K / 2 cosines then K / 2 sines. `kvq_P3HK` may be overwritten.
+        """
+
+
+def make_varlen_attention(num_heads: int, head_dim: int, device: torch.device) -> VarlenAttention:
+    """The implementation for this device."""
+    if device.type == "cuda":
+        from models.backends.hopper.varlen_attention import HopperVarlen  # needs Triton, which a CPU machine may lack
+
+        return HopperVarlen(num_heads, head_dim, device)
+    from models.backends.torch.varlen import TorchVarlen
+
+    return TorchVarlen()
+
+
+def varlen_tiles(lengths: npt.NDArray[np.int64], tile_rows: int) -> Int32s:
+    """(n, 4): first patch, number of patches (`tile_rows`, or a segment's rest), first patch and length of its segment."""
+    counts, starts = -(-lengths // tile_rows), lengths.cumsum() - lengths
+    segment = np.repeat(np.arange(len(lengths)), counts)
+    before = (np.arange(len(segment)) - (counts.cumsum() - counts)[segment]) * tile_rows  # of the segment's patches, those in earlier tiles
+    rows = np.minimum(lengths[segment] - before, tile_rows)
+    return np.stack((starts[segment] + before, rows, starts[segment], lengths[segment]), axis=1).astype(np.int32)

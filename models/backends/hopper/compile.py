@@ -1,0 +1,22 @@
+"""Compiles our CUDA kernels with FlashInfer's machinery: at their first use, once per head size, kept where it keeps its own kernels."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def load_kernel(name: str, head_dim: int) -> Any:
+    """What `name`.cu beside this file exports, for heads of `head_dim` values. RuntimeError if the compiler fails."""
+    from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags  # which a CPU machine lacks
+
+    flags = [*sm90a_nvcc_flags, f"-DHEAD_DIM={head_dim}"]
+    return gen_jit_spec(f"{name}_{head_dim}", [Path(__file__).with_name(f"{name}.cu")], extra_cuda_cflags=flags).build_and_load()
+
+
+def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
+    """All that a model needs: those that were never compiled are compiled at the same time. RuntimeError as `load_kernel`."""
+    kernels = ("prefill_attention", text_head_dim), ("flash_decoding", text_head_dim), ("varlen_attention", vision_head_dim)
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        list(pool.map(lambda kernel: load_kernel(*kernel), kernels))

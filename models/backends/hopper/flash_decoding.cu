@@ -1,0 +1,357 @@
+// Attention of few query tokens over paged keys and values, for Hopper. Compiled by `flash_decoding.py`, which defines HEAD_DIM.
+//
+// Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
+// head, row r is head r % 4 of token r / 4. A block has one unit of work (`split_plan.py`) and one KV head. Each of its warps takes every
+// fourth tile of 16 keys through a ring of its own in shared memory: no warp waits for another before all are at the end.
+//
+//              warp 0   warp 1   warp 2   warp 3
+//    keys      0 - 15   16 - 31  32 - 47  48 - 63
+//              64 - 79  ...                             then the warps' results are merged, and last those of the units of a group
+//
+// It may run beside the kernel ahead of it, `prefill_attention.cu`, which leaves it some of the multiprocessors.
+
+#include <cuda_bf16.h>
+
+#include "hopper_copy.cuh"
+
+namespace split {
+
+using namespace hopper;
+static_assert(kHeadDim % kChunk == 0);
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks on a multiprocessor
+constexpr int kStages = 2, kTile = 16, kRows = 16;              // tiles of a ring, keys of a tile, rows of queries
+constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
+constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
+constexpr float kLowest = -1e30f;  // below every score but finite: a row that sees nothing of a tile gets weights of 0, not NaN
+
+struct Params {
+  Source k, v;
+  __nv_bfloat16 const* q;
+  __nv_bfloat16* out;
+  int4 const* units;  // two each
+  int const* pages;
+  float *partials, *sums;
+  int* arrivals;
+  int num_heads, kv_heads, log2_group;  // query heads of a KV head
+  int log2_page, box_rows;              // tokens of a page, and of a copy
+  float scale_log2;
+  bool is_beside;  // the kernel ahead, which began after the one that made all that is read here, and is to be done when this one is
+};
+
+struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
+  char stages[kWarps][kStages][kStageBytes];  // keys, then values; at the end a warp's results (kRows, kHeadDim)
+  float top[kWarps][kRows], sum[kWarps][kRows];
+  uint64_t barriers[kWarps][kStages];
+  int is_last;
+};
+static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
+
+struct Unit {
+  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `split_plan.py`
+
+  CUTLASS_DEVICE Unit(Params const& params, int number) {
+    int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
+    first_token = a.x, num_tokens = a.y, first_page = a.z, start = a.w;
+    stop = b.x, part = b.y, first = b.z, count = b.w;
+  }
+
+  CUTLASS_DEVICE int num_tiles() const { return (stop - start + kTile - 1) / kTile; }
+
+  // Keys that the query of a row sees end here. The last key of a group is its last token's alone.
+  CUTLASS_DEVICE int end(Params const& params, int row) const {
+    return part == first + count - 1 ? stop + (row >> params.log2_group) + 1 - num_tokens : stop;
+  }
+
+  // Where the vector of a row begins, in values, from that of the first token's first head.
+  CUTLASS_DEVICE static int64_t vector(Params const& params, int row) {
+    int const token = row >> params.log2_group, member = row - (token << params.log2_group);
+    return (static_cast<int64_t>(token) * params.num_heads + (blockIdx.x << params.log2_group) + member) * kHeadDim;
+  }
+
+  CUTLASS_DEVICE int64_t place(Params const& params, int row) const {
+    return static_cast<int64_t>(first_token) * params.num_heads * kHeadDim + vector(params, row);
+  }
+
+  // Of a part's results in `partials`; divided by kHeadDim, in `sums`.
+  CUTLASS_DEVICE static int64_t partial(Params const& params, int part, int row) {
+    return static_cast<int64_t>(part) * (kRows >> params.log2_group) * params.num_heads * kHeadDim + vector(params, row);
+  }
+};
+
+// The tiles of one warp on their way through its ring. One lane copies; all wait for what they read.
+struct Ring {
+  Params const& params;
+  Unit const& unit;
+  char* const stages;
+  uint64_t* const barriers;
+  int coming, stage = 0, phase = 0;  // the next tile to be copied, and where the next one to be read lies
+
+  CUTLASS_DEVICE Ring(Params const& params, Unit const& unit, Shared& shared, int warp, int lane)
+      : params(params), unit(unit), stages(shared.stages[warp][0]), barriers(shared.barriers[warp]), coming(warp) {
+    if (lane < kStages) initialize_barrier(barriers[lane], 1);
+    cutlass::arch::fence_barrier_init();
+    __syncwarp();
+  }
+
+  // Copies the next tile. Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  CUTLASS_DEVICE void copy(int to) {
+    char* const place = stages + to * kStageBytes;
+    set_barrier_transaction_bytes(barriers[to], kStageBytes);
+    for (int row = 0; row < kTile; row += params.box_rows) {
+      int const key = unit.start + coming * kTile + row;
+      int const page = __ldg(params.pages + unit.first_page + (min(key, unit.stop - 1) >> params.log2_page));
+      int const slot = (page << params.log2_page) + (key & ((1 << params.log2_page) - 1));
+      CUTLASS_PRAGMA_UNROLL
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        char* const target = place + chunk * kChunkBytes + row * kChunk * sizeof(BFloat16);
+        auto const once = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_FIRST);
+        SM90_TMA_LOAD_3D::copy(&params.k.chunks[chunk], &barriers[to], once, target, chunk * kChunk, blockIdx.x, slot);
+        SM90_TMA_LOAD_3D::copy(&params.v.chunks[chunk], &barriers[to], once, target + kMatrixBytes, chunk * kChunk, blockIdx.x, slot);
+      }
+    }
+    coming += kWarps;
+  }
+
+  // Copies the next tiles into stages `from` and up, as many as there are, of keys before `end`. Returns the first stage that is left.
+  CUTLASS_DEVICE int fill(int from, int end) {
+    for (; from < kStages && coming < unit.num_tiles() && unit.start + coming * kTile < end; ++from) copy(from);
+    return from;
+  }
+
+  CUTLASS_DEVICE uint32_t wait() {
+    wait_barrier(barriers[stage], phase);
+    return cast_smem_ptr_to_uint(stages + stage * kStageBytes);
+  }
+
+  CUTLASS_DEVICE void release(int lane) {
+    __syncwarp();
+    if (lane == 0 && coming < unit.num_tiles()) copy(stage);
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+CUTLASS_DEVICE void load_matrices(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+}
+
+CUTLASS_DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+}
+
+// c (16, 8) += a (16, 16) b (16, 8). A thread's values of c: the first two are of row lane / 4, the others of the row 8 below.
+CUTLASS_DEVICE void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+CUTLASS_DEVICE uint32_t pack(float low, float high) {
+  __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t const*>(&pair);
+}
+
+// A warp's queries and what it has found so far.
+struct Rows {
+  uint32_t q[kSteps][4];
+  float out[kHeadDim / 8][4] = {};
+  float top[2] = {kLowest, kLowest}, sum[2] = {0, 0};
+  int ends[2];
+  int const lane, matrix, line;  // for ldmatrix: which of four matrices of 8 x 8 this lane names a line of
+
+  CUTLASS_DEVICE Rows(Params const& params, Unit const& unit, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const row = lane / 4 + 8 * half;
+      ends[half] = unit.end(params, row);
+      bool const is_query = row >> params.log2_group < unit.num_tokens;
+      __nv_bfloat16 const* const from = params.q + unit.place(params, row) + lane % 4 * 2;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kSteps; ++i) q[i / 2][2 * (i % 2) + half] = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + 8 * i)) : 0;
+    }
+  }
+
+  CUTLASS_DEVICE static uint32_t piece(uint32_t matrix_of_rows, int row, int number) {  // of 16 bytes, see `hopper_copy.cuh`
+    return matrix_of_rows + number / 8 * kChunkBytes + row * kChunk * sizeof(BFloat16) + ((number % 8 ^ row % 8) << 4);
+  }
+
+  // Keys from `key` on, of which the tile at `tile` holds kTile.
+  CUTLASS_DEVICE void attend(Params const& params, uint32_t tile, int key, int first_end) {
+    float s[2][4] = {};
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t k[4];
+      load_matrices(k, piece(tile, matrix / 2 * 8 + line, 2 * step + matrix % 2));
+      multiply(s[0], q[step], k[0], k[1]);
+      multiply(s[1], q[step], k[2], k[3]);
+    }
+    if (key + kTile > first_end) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i)
+        if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= ends[i % 4 / 2]) s[i / 4][i % 4] = -INFINITY;
+    }
+    to_weights(s, params.scale_log2);
+    uint32_t const weights[4] = {pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]), pack(s[1][2], s[1][3])};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      uint32_t v[4];
+      load_transposed(v, piece(tile + kMatrixBytes, matrix % 2 * 8 + line, 2 * i + matrix / 2));
+      multiply(out[2 * i], weights, v[0], v[1]);
+      multiply(out[2 * i + 1], weights, v[2], v[3]);
+    }
+  }
+
+  CUTLASS_DEVICE void to_weights(float (&s)[2][4], float scale) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const a = 2 * half, b = a + 1;
+      float const next = fmaxf(of_row<true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
+      float const factor = exp2f(top[half] - next);
+      top[half] = next;
+      sum[half] *= factor;
+      if (factor != 1) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kHeadDim / 8; ++i) out[i][a] *= factor, out[i][b] *= factor;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float& weight = s[i / 2][a + i % 2];
+        weight = exp2f(weight * scale - next);
+        sum[half] += weight;  // of this thread's keys
+      }
+    }
+  }
+
+  // The maximum or the sum over the four threads that share a row.
+  template <bool Maximum>
+  CUTLASS_DEVICE static float of_row(float value) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int distance = 1; distance < 4; distance *= 2) {
+      float const other = __shfl_xor_sync(~0u, value, distance);
+      value = Maximum ? fmaxf(value, other) : value + other;
+    }
+    return value;
+  }
+
+  CUTLASS_DEVICE void store(Shared& shared, int warp) const {
+    float* const results = reinterpret_cast<float*>(shared.stages[warp]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const row = lane / 4 + 8 * half;
+      float const total = of_row<false>(sum[half]);
+      if (lane % 4 == 0) shared.top[warp][row] = top[half], shared.sum[warp][row] = total;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        *reinterpret_cast<float2*>(results + row * kHeadDim + 8 * i + lane % 4 * 2) = make_float2(out[i][2 * half], out[i][2 * half + 1]);
+      }
+    }
+  }
+};
+
+// Weighted values with the maximum and the sum of the weights (base 2): `add` takes more of the same row.
+struct Merged {
+  float top = kLowest, sum = 0;
+  float2 value = {0, 0};
+
+  CUTLASS_DEVICE void add(float other_top, float other_sum, float2 other) {
+    float const next = fmaxf(top, other_top), mine = exp2f(top - next), its = exp2f(other_top - next);
+    top = next;
+    sum = sum * mine + other_sum * its;
+    value.x = value.x * mine + other.x * its;
+    value.y = value.y * mine + other.y * its;
+  }
+
+  CUTLASS_DEVICE uint32_t pair() const { return pack(value.x / sum, value.y / sum); }
+};
+
+// Calls `then(row, column)` for every pair of values of every query, each in one thread.
+template <typename Then>
+CUTLASS_DEVICE void for_pairs(Params const& params, Unit const& unit, Then then) {
+  int const total = (unit.num_tokens << params.log2_group) * (kHeadDim / 2);
+  for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
+}
+
+// The last unit of a group to arrive merges what all have left.
+CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* const arrivals = params.arrivals + unit.first * params.kv_heads + blockIdx.x;
+    shared.is_last = atomicAdd(arrivals, 1) == unit.count - 1;
+    if (shared.is_last) *arrivals = 0;
+  }
+  __syncthreads();
+  if (!shared.is_last) return;
+  __threadfence();
+  for_pairs(params, unit, [&](int row, int column) {
+    Merged merged;
+#pragma unroll 4
+    for (int part = unit.first; part < unit.first + unit.count; ++part) {  // other blocks made these: they are read past L1
+      int64_t const place = Unit::partial(params, part, row);
+      merged.add(__ldcg(params.sums + place / kHeadDim), 1, __ldcg(reinterpret_cast<float2 const*>(params.partials + place + column)));
+    }
+    *reinterpret_cast<uint32_t*>(params.out + unit.place(params, row) + column) = merged.pair();
+  });
+}
+
+CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
+  int const warp = cutlass::canonical_warp_idx_sync(), lane = cutlass::canonical_lane_idx();
+  Ring ring(params, unit, shared, warp, lane);
+  int filled = 0;
+  if (lane == 0) filled = ring.fill(0, unit.stop - kNewTokens - kTile + 1);
+  if (!params.is_beside) wait_for_kernel_ahead();
+  launch_kernel_behind();
+  if (lane == 0) ring.fill(filled, unit.stop);
+  Rows rows(params, unit, lane);
+  int const first_end = unit.end(params, 0);
+  for (int tile = warp; tile < unit.num_tiles(); tile += kWarps) {
+    rows.attend(params, ring.wait(), unit.start + tile * kTile, first_end);
+    ring.release(lane);
+  }
+  rows.store(shared, warp);
+  __syncthreads();
+  for_pairs(params, unit, [&](int row, int column) {
+    Merged merged;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kWarps; ++i) {
+      float const* const results = reinterpret_cast<float const*>(shared.stages[i]);
+      merged.add(shared.top[i][row], shared.sum[i][row], *reinterpret_cast<float2 const*>(results + row * kHeadDim + column));
+    }
+    if (unit.count == 1) {
+      *reinterpret_cast<uint32_t*>(params.out + unit.place(params, row) + column) = merged.pair();
+      return;
+    }
+    int64_t const place = Unit::partial(params, unit.part, row);
+    *reinterpret_cast<float2*>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
+    if (column == 0) params.sums[place / kHeadDim] = merged.top + log2f(merged.sum);
+  });
+  if (unit.count > 1) merge_units(params, unit, shared);
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Unit const unit(params, blockIdx.y);
+  if (unit.stop > 0) attend_unit(params, unit, *reinterpret_cast<Shared*>(memory));
+  if (params.is_beside && blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernel_ahead();
+}
+
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `flash_decoding.py`.
+void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView units, ffi::TensorView pages,
+         ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale, bool is_beside) {
+  int const group = static_cast<int>(q.size(1) / k.size(1)), box_rows = static_cast<int>(std::min<int64_t>(page_size, kTile));
+  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && units.IsContiguous());
+  TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
+  ffi::CUDADeviceGuard guard(q.device().device_id);
+  auto floats = [](ffi::TensorView x) { return static_cast<float*>(x.data_ptr()); };
+  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), static_cast<__nv_bfloat16 const*>(q.data_ptr()),
+                      static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<int4 const*>(units.data_ptr()),
+                      static_cast<int const*>(pages.data_ptr()), floats(partials), floats(sums), static_cast<int*>(arrivals.data_ptr()),
+                      static_cast<int>(q.size(1)), static_cast<int>(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
+                      static_cast<float>(scale * M_LOG2E), is_beside};
+  dim3 const grid(static_cast<unsigned>(k.size(1)), static_cast<unsigned>(units.size(0)));
+  launch_early(attend, params, grid, kThreads, sizeof(Shared), q.device());
+}
+
+}  // namespace split
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, split::run);

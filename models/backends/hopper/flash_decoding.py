@@ -1,0 +1,139 @@
+"""Attention of few query tokens on a kernel of our own for Hopper, `flash_decoding.cu`: the same in CUDA graphs and outside.
+
+Made by `attention`, for the decode rows of any step and for the short chunks of prompts in a graph.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from models.attention.paged import Int32s, plan_on_device
+from models.backends.hopper.compile import load_kernel
+from models.backends.hopper.flash_decoding_plan import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
+from models.backends.ops import KVPool
+from models.backends.portable.text import num_multiprocessors
+from models.batch import AttentionLayout
+
+BLOCKS = 3  # of the kernel that run at once on each multiprocessor
+
+
+class Kernel(Protocol):
+    """What `flash_decoding.cu` exports."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        units: torch.Tensor,
+        pages: torch.Tensor,
+        partials: torch.Tensor,
+        sums: torch.Tensor,
+        arrivals: torch.Tensor,
+        page_size: int,
+        scale: float,
+        is_beside: bool,
+    ) -> None:
+        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. units: see `plan_units`. The rest: see `Scratch`.
+
+        `is_beside`: the last kernel before was that of prefill, and may go on while this one runs.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What backends share whose replays follow each other on one stream: the results of groups in several parts.
+
+    Each part of U leaves the values of its G query tokens at most with their logarithmic sums (base 2); the part that arrives last merges
+    them. Arrivals are zero before and after.
+    """
+
+    max_pages: int
+    partials_UGHK: torch.Tensor
+    sums_UGH: torch.Tensor
+    arrivals_UN: torch.Tensor
+
+    @classmethod
+    def allocate(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> "Scratch":
+        """`max_pages` bounds the pages of all rows of a step together; a page that several rows share counts for each of them."""
+        _, _, kv_heads, head_dim = pools[0][0].shape
+        device = pools[0][0].device
+        num_units = max_units(max_groups, kv_heads, BLOCKS * num_multiprocessors(device))
+        shape = num_units, group_tokens(num_heads, kv_heads), num_heads
+        return cls(
+            max_pages=max_pages,
+            partials_UGHK=torch.empty((*shape, head_dim), device=device),
+            sums_UGH=torch.empty(shape, device=device),
+            arrivals_UN=torch.zeros((shape[0], kv_heads), dtype=torch.int32, device=device),
+        )
+
+
+class FlashDecoding:
+    """See `FixedAttention`: rows of up to `max_groups` token groups.
+
+    The query tokens of a row are cut into groups that share a reading of its keys, and the keys of a group into units of about equal
+    length, so many that they fill the device: a group far into a long text is many units, one with few keys is one. A token that is not
+    planned is not written. Values in the rows' pages must be finite, also behind a row's last key: those count times 0.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], max_groups: int, scratch: Scratch) -> None:
+        self._pools = pools
+        self._scratch = scratch
+        k_pool = pools[0][0]
+        self._page_size, self._kv_heads, head_dim = k_pool.shape[1:]
+        self._scale = head_dim**-0.5
+        self._kernel: Kernel = load_kernel("flash_decoding", head_dim)
+        self._num_multiprocessors = num_multiprocessors(k_pool.device)
+        self._num_units = max_units(max_groups, self._kv_heads, BLOCKS * self._num_multiprocessors)
+        self._units_UF = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=k_pool.device)
+        self._pages = self._units_UF[0:0, 0]
+
+    @classmethod
+    def factory(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> Callable[[int], "FlashDecoding"]:
+        """Makes backends by number of token groups, at most `max_groups`, that share their scratch memory."""
+        scratch = Scratch.allocate(pools, num_heads, max_groups, max_pages)
+        return lambda num_groups: cls(pools, num_groups, scratch)
+
+    @property
+    def max_pages(self) -> int:
+        return self._scratch.max_pages
+
+    def plan(self, layout: AttentionLayout) -> None:
+        plan_on_device(self, layout)
+
+    def plan_arrays(self, layout: AttentionLayout, first_page: int = 0, num_taken: int = 0) -> tuple[Int32s]:
+        """The units (U, UNIT_FIELDS), as many as `max_groups` may need. The layout's pages begin at `first_page` of those that are read.
+
+        So many multiprocessors are taken by the kernel that runs beside; if it takes all, those that it is done with are waited for.
+        """
+        assert first_page + len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
+        groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
+        groups[:, 2] += first_page
+        units = np.zeros((self._num_units, UNIT_FIELDS), dtype=np.int32)
+        num_free = (self._num_multiprocessors - num_taken) or self._num_multiprocessors
+        planned = plan_units(groups, max_units(len(groups), self._kv_heads, BLOCKS * num_free))
+        units[: len(planned)] = planned
+        return (units,)
+
+    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        (self._units_UF,) = plan
+        self._pages = pages
+
+    def pool(self, layer: int) -> KVPool:
+        return self._pools[layer]
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        out_THK = torch.empty_like(q_THK)
+        self.run_into(layer, q_THK, out_THK)
+        return out_THK
+
+    def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, is_beside: bool = False) -> None:
+        """As `run`, for a result whose place is known. `is_beside`: see `Kernel`."""
+        keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
+        scratch = self._scratch
+        buffers = self._pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN
+        self._kernel.run(q_THK, keys, values, out_THK, self._units_UF, *buffers, self._page_size, self._scale, is_beside)

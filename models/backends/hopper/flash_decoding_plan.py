@@ -1,0 +1,75 @@
+"""How the attention of few query tokens is cut into units of work for `flash_decoding.cu`. Used by `flash_decoding`; tiles of
+larger chunks are its groups of tokens, too (`prefill_attention`)."""
+
+from bisect import bisect_left
+
+import numpy as np
+
+from models.attention.paged import Int32s
+from models.batch import AttentionLayout
+
+UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is none
+ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
+TILE = 32  # keys; units begin at multiples
+MIN_TILES = 2  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
+
+
+def group_tokens(num_heads: int, kv_heads: int) -> int:
+    """Query tokens that share a reading of the keys: so many that their heads fill the rows of a matrix product."""
+    return ROWS // (num_heads // kv_heads)
+
+
+def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
+    """So many groups of up to `size` tokens are enough for `num_tokens` in `num_rows` rows, however they are spread."""
+    return min(num_tokens, (num_tokens + num_rows * (size - 1)) // size)
+
+
+def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
+    """So many that they fill the `num_blocks` that run at once, each with one KV head, and a few more than groups, so that there is room
+    to cut the longest ones."""
+    return max(-(-num_blocks // kv_heads), num_groups + num_groups // 2 + 1)
+
+
+def token_groups(layout: AttentionLayout, size: int) -> Int32s:
+    """(G, 4): first query token, number of query tokens, offset of the row's pages, end of the last token's keys. Row after row.
+
+    Each row's query tokens in groups of `size` and a rest; a row without has none.
+    """
+    first_tokens, kv_lens = layout.qo_indptr_cpu.numpy(), layout.kv_lens_cpu.numpy()
+    num_tokens = first_tokens[1:] - first_tokens[:-1]
+    counts = -(-num_tokens // size)
+    row = np.repeat(np.arange(len(counts)), counts)
+    before = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * size  # of the row's tokens, those in earlier groups
+    rest = num_tokens[row] - before
+    tokens = np.minimum(rest, size)
+    end = kv_lens[row] - rest + tokens
+    return np.stack((first_tokens[row] + before, tokens, layout.page_indptr_cpu.numpy()[row], end), axis=1).astype(np.int32)
+
+
+def plan_units(groups: Int32s, limit: int) -> Int32s:
+    """At most `limit` units (U, UNIT_FIELDS), longest first. The limit must be above the number of groups.
+
+    Up to `group_tokens` neighbouring query tokens of a row are a group, whose keys are cut into parts. A unit is a part: first query
+    token, number of query tokens, offset of the row's pages, first key and end of the part, number of the part among all of them, number
+    of the group's first part, parts of the group. The last key of a group is its last token's alone, the one before belongs to the last
+    two, and so on.
+
+    No unit is longer than MIN_TILES or is needed to stay within the limit, and those of a group are equal up to a tile. The shortest
+    length in tiles that stays within the limit lies between sum / limit and (sum - groups) / (limit - groups), as t tiles are at most
+    (t - 1) / length + 1 units. The last of several units is never shorter than the others, so it has more than a tile: each token of the
+    group has keys in every part.
+    """
+    num_groups, end = len(groups), groups[:, 3]
+    tiles = -(-end // TILE)
+    total = int(tiles.sum())
+    low, high = -(-total // limit), max(1, -(-(total - num_groups) // (limit - num_groups)))
+    length = low + bisect_left(range(low, high), True, key=lambda size: int((-(-tiles // size)).sum()) <= limit)
+    counts = -(-tiles // max(length, MIN_TILES))
+    group = np.repeat(np.arange(num_groups), counts)
+    first = (np.cumsum(counts) - counts)[group]
+    index = np.arange(len(group))
+    part, parts, group_tiles = index - first, counts[group], tiles[group]
+    start, stop = part * group_tiles // parts * TILE, np.minimum((part + 1) * group_tiles // parts * TILE, end[group])
+    parts_UF = np.stack((start, stop, index, first, parts), axis=1).astype(np.int32)
+    units_UF = np.concatenate((groups[group, :3], parts_UF), axis=1)
+    return units_UF[np.argsort(start - stop, kind="stable")]

@@ -1,0 +1,427 @@
+// What our attention kernels for Hopper share: heads of any multiple of 8 values up to 128. Included by a source that is compiled with
+// HEAD_DIM and has defined TILE_KV, the keys of a tile.
+//
+// A block keeps a tile of a head's queries in shared memory and walks over keys and values, tile by tile: one warp group copies them (TMA),
+// others of 128 threads compute 64 queries each and issue their products in turn, so that some multiply while others take exponentials.
+//
+// A row of a tile lies in shared memory in chunks of 64 values, 128 bytes swizzled: narrower swizzles cost more time than they save work. A head of 72
+// fills one chunk and an eighth of the next, and little more than that is copied or multiplied: a box of the copy engine may be narrower than
+// a chunk, and an instruction touches only the columns that it multiplies.
+//
+//                     chunk 0, 64 values      chunk 1: 8 values, 8 zeros, not used
+//    scores = q k^T   4 steps of 16         + 1 step
+//    out += p v       64 columns            + 8 columns, in one instruction
+//
+// A kernel is `attend<Work>`. Work says what an item of its plan is, see `Item`:
+//
+//    Params, with plan and scale_log2     what all blocks read
+//    Work(params, number)                 an Item
+//    num_groups                           groups of 64 rows that have a query: the others pass their turns on
+//    num_unmasked_tiles                   the first tiles of keys, of which every query sees every key
+//    visible(params, row)                 how many keys a query sees
+//    place(params, row)                   where its result is written: null for a row of the tile that is no query
+//    produce(params, shared, pipelines)   run by a warp group: fills the pipelines, keys and values from an item's last tile to its first
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/pipeline/pipeline.hpp>
+
+#include "hopper_copy.cuh"
+
+namespace hopper {
+
+constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
+
+// The best of those measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: scores, weights and output of a wide head need more.
+constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = TILE_KV, kStages = 2;
+constexpr int kStagesQ = 2;  // the next tile's queries are there when a tile is done
+constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
+constexpr int kComputeThreads = kGroups * kGroupThreads, kComputeWarps = kComputeThreads / 32;
+constexpr int kThreads = kGroupThreads + kComputeThreads;
+constexpr int kWidth = kChunks * kChunk;
+constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);       // copied for a row
+
+// A head with a tile of queries and some tiles of the keys that they see: all, or a part. Of a tile in parts, whoever is done last merges
+// them. Planned on the host, see `tile_plan.py`.
+struct Item {
+  int first_token, num_tokens;       // of the tile
+  int first_key, end;                // where the keys begin, and the end of those that the last token sees
+  int head, first_tile, end_tile;    // tiles of keys; none if there is no such item
+  int first_part, part, num_parts;   // the tile's parts have numbers that follow each other
+
+  CUTLASS_DEVICE Item(int4 const* items, int number) {
+    int4 const tile = items[3 * number + 3], keys = items[3 * number + 4], parts = items[3 * number + 5];
+    first_token = tile.x;
+    num_tokens = tile.y;
+    first_key = tile.z;
+    end = tile.w;
+    head = keys.x;
+    first_tile = keys.y;
+    end_tile = keys.z;
+    first_part = parts.x;
+    part = parts.y;
+    num_parts = parts.z;
+  }
+};
+
+// Block b computes items b, b + num_blocks, and so on to the first that is none. Other blocks leave their multiprocessor to another kernel.
+struct Plan {
+  int4 const* items;  // three for the header, three for each
+  float* parts;       // kPartFloats each
+  int* arrivals;      // kComputeWarps for each part, zero before and after
+
+  CUTLASS_DEVICE int num_items() const { return items[0].x; }
+  CUTLASS_DEVICE int num_blocks() const { return items[0].y; }
+};
+
+using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
+using Scores = Shape<Int<kTileQ>, Int<kTileKV>>;
+using Output = Shape<Int<kTileQ>, Int<kHeadDim>>;
+using MmaQK = decltype(make_tiled_mma(GMMA::ss_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<kTileKV>, _16>>(), Groups{}));
+template <int Columns>
+using MmaValues = decltype(make_tiled_mma(
+    GMMA::rs_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<Columns>, _16>, GMMA::Major::K, GMMA::Major::MN>(), Groups{}));
+using MmaPV = MmaValues<kHeadDim>;
+
+using Atom = GMMA::Layout_K_SW128_Atom<BFloat16>;
+using LayoutQ = decltype(tile_to_shape(Atom{}, Shape<Int<kTileQ>, Int<kWidth>, Int<kStagesQ>>{}));
+using LayoutKV = decltype(tile_to_shape(Atom{}, Shape<Int<kTileKV>, Int<kWidth>, Int<kStages>>{}));
+using LayoutVt = decltype(composition(LayoutKV{}, make_ordered_layout(Shape<Int<kWidth>, Int<kTileKV>, Int<kStages>>{}, Step<_2, _1, _3>{})));
+
+// Of a thread: its part of the output, tops and sums of its rows.
+constexpr int kPartValues = kTileQ * kHeadDim / kComputeThreads + 4, kPartFloats = kPartValues * kComputeThreads;
+
+using PipelineQ = cutlass::PipelineTmaAsync<kStagesQ>;
+using PipelineKV = cutlass::PipelineTmaAsync<kStages>;
+
+struct Shared {
+  alignas(1024) BFloat16 q[cosize_v<LayoutQ>];  // swizzles repeat after 1024 bytes
+  alignas(1024) BFloat16 k[cosize_v<LayoutKV>];
+  alignas(1024) BFloat16 v[cosize_v<LayoutKV>];
+  PipelineQ::SharedStorage pipeline_q;
+  PipelineKV::SharedStorage pipeline_k, pipeline_v;
+};
+
+template <typename Pipeline>
+CUTLASS_DEVICE Pipeline make_pipeline(typename Pipeline::SharedStorage& storage, int rows) {
+  typename Pipeline::Params params;
+  params.is_leader = cutlass::canonical_warp_group_idx() == 0;
+  params.role = params.is_leader ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::Consumer;
+  params.num_consumers = kGroups * cutlass::NumWarpsPerWarpGroup;  // see `release`
+  params.transaction_bytes = rows * kRowBytes;
+  return Pipeline(storage, params, /*cluster_shape=*/Shape<_1, _1, _1>{});
+}
+
+struct Pipelines {
+  PipelineQ q;
+  PipelineKV k, v;
+
+  CUTLASS_DEVICE explicit Pipelines(Shared& shared)
+      : q(make_pipeline<PipelineQ>(shared.pipeline_q, kTileQ)),
+        k(make_pipeline<PipelineKV>(shared.pipeline_k, kTileKV)),
+        v(make_pipeline<PipelineKV>(shared.pipeline_v, kTileKV)) {}
+};
+
+// Gives a stage back: one arrival a warp.
+template <typename Pipeline, typename State>
+CUTLASS_DEVICE void release(Pipeline& pipeline, State& state) {
+  if (cutlass::canonical_lane_idx() == 0) pipeline.consumer_release(state);
+  ++state;
+}
+
+// Starts to copy one box of a chunk to `place`, a row of the chunk's part of the stage.
+template <typename Pipeline, typename State>
+CUTLASS_DEVICE void copy(Pipeline& pipeline, State const& state, Source const& source, int chunk, BFloat16* place, int head, int row) {
+  SM90_TMA_LOAD_3D::copy(&source.chunks[chunk], pipeline.producer_get_barrier(state), static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), place,
+                         chunk * kChunk, head, row);
+}
+
+// Fills the next free stage with a tile of Rows rows, one box a chunk. For a single thread.
+template <int Rows, typename Pipeline, typename State>
+CUTLASS_DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, BFloat16* stages, int head, int row) {
+  pipeline.producer_acquire(state);
+  CUTLASS_PRAGMA_UNROLL
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    copy(pipeline, state, source, chunk, stages + (state.index() * kChunks + chunk) * Rows * kChunk, head, row);
+  }
+  ++state;
+}
+
+// Starts c = a b (Clear) or c += a b on the tensor cores. `warpgroup_wait` waits for it; `a` in registers and `c` must not be touched before.
+template <bool Clear, int Steps, typename Mma, typename A, typename B, typename C>
+CUTLASS_DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
+  constexpr bool kFromRegisters = !is_base_of<GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
+  if constexpr (kFromRegisters) warpgroup_fence_operand(a);
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = Clear ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+  CUTLASS_PRAGMA_UNROLL
+  for (int step = 0; step < Steps; ++step) {
+    cute::gemm(mma, a(_, _, step), b(_, _, step), c);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+// Softmax over tiles of scores. A thread holds parts of two rows: of every four values of an accumulator, the first two belong to row 0.
+// The maximum begins below every score but is finite: a row that sees nothing of its first tiles gets weights of 0, not NaN.
+struct Softmax {
+  static constexpr float kLowest = -1e30f;
+  float const scale;                                            // of scores, to powers of two
+  float top[2] = {kLowest, kLowest}, sum[2] = {0, 0}, factor[2];  // what sums of weights must be multiplied by
+
+  CUTLASS_DEVICE explicit Softmax(float scale) : scale(scale) {}
+
+  template <typename Values>
+  CUTLASS_DEVICE void to_weights(Values& scores) {
+    float next[2] = {-INFINITY, -INFINITY};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(scores); ++i) next[i / 2 % 2] = fmaxf(next[i / 2 % 2], scores(i));
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      next[row] = fmaxf(next[row], __shfl_xor_sync(~0u, next[row], 1));
+      next[row] = fmaxf(next[row], __shfl_xor_sync(~0u, next[row], 2));
+      next[row] = fmaxf(next[row] * scale, top[row]);
+      factor[row] = exp2f(top[row] - next[row]);
+      top[row] = next[row];
+      sum[row] *= factor[row];
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(scores); ++i) {
+      scores(i) = exp2f(scores(i) * scale - top[i / 2 % 2]);
+      sum[i / 2 % 2] += scores(i);
+    }
+  }
+
+  CUTLASS_DEVICE void sum_rows() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
+      sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
+    }
+  }
+
+  template <typename Values>
+  CUTLASS_DEVICE void rescale(Values& out) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(out); ++i) out(i) *= factor[i / 2 % 2];
+  }
+};
+
+// Takes the keys of a tile that a query does not see out of its scores.
+template <typename Work, typename Places, typename Values>
+CUTLASS_DEVICE void mask(typename Work::Params const& params, Work const& work, int tile, Places const& places, Values& scores) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < size(scores); ++i) {
+    int const row = get<0>(places(i)), key = get<1>(places(i));
+    if (key >= work.visible(params, row) - tile * kTileKV) scores(i) = -INFINITY;
+  }
+}
+
+// Leaves the results of a part where the tile's other parts have theirs. Returns whether all are there now: then they are merged, in their order.
+// Warp by warp, since a row is one warp's.
+template <typename Values>
+CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
+  auto place = [&](int part) { return plan.parts + static_cast<int64_t>(item.first_part + part) * kPartFloats + thread; };
+  float* const mine = place(item.part);
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < size(out); ++i) __stcg(mine + i * kComputeThreads, out(i));
+  CUTLASS_PRAGMA_UNROLL
+  for (int row = 0; row < 2; ++row) {
+    __stcg(mine + (size(out) + row) * kComputeThreads, softmax.top[row]);
+    __stcg(mine + (size(out) + 2 + row) * kComputeThreads, softmax.sum[row]);
+  }
+  __threadfence();
+  __syncwarp();
+  int arrived = 0;
+  if (cutlass::canonical_lane_idx() == 0) {
+    int* const arrivals = plan.arrivals + item.first_part * kComputeWarps + thread / 32;
+    arrived = atomicAdd(arrivals, 1) + 1;
+    if (arrived == item.num_parts) *arrivals = 0;
+  }
+  if (__shfl_sync(~0u, arrived, 0) < item.num_parts) return false;
+  __threadfence();
+  clear(out);
+  CUTLASS_PRAGMA_UNROLL
+  for (int row = 0; row < 2; ++row) softmax.top[row] = Softmax::kLowest, softmax.sum[row] = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int part = 0; part < item.num_parts; ++part) {  // other blocks made these: they are read past L1
+    float const* const theirs = place(part);
+    float weight[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      float const top = __ldcg(theirs + (size(out) + row) * kComputeThreads), sum = __ldcg(theirs + (size(out) + 2 + row) * kComputeThreads);
+      float const next = fmaxf(softmax.top[row], top);
+      softmax.factor[row] = exp2f(softmax.top[row] - next);
+      weight[row] = exp2f(top - next);
+      softmax.top[row] = next;
+      softmax.sum[row] = softmax.sum[row] * softmax.factor[row] + sum * weight[row];
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(out); ++i) {
+      out(i) = out(i) * softmax.factor[i / 2 % 2] + __ldcg(theirs + i * kComputeThreads) * weight[i / 2 % 2];
+    }
+  }
+  return true;
+}
+
+// Writes a tile of the output: pairs of values, divided by their row's sum.
+template <typename Work, typename Values>
+CUTLASS_DEVICE void store(typename Work::Params const& params, Work const& work, Softmax const& softmax, Values const& values, int thread) {
+  auto places = MmaPV{}.get_slice(thread).partition_C(make_identity_tensor(Output{}));
+  float const factor[2] = {1 / softmax.sum[0], 1 / softmax.sum[1]};
+  __nv_bfloat16* const targets[2] = {work.place(params, get<0>(places(0))), work.place(params, get<0>(places(2)))};
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < size(values); i += 2) {
+    if (targets[i / 2 % 2] == nullptr) continue;
+    *reinterpret_cast<__nv_bfloat162*>(targets[i / 2 % 2] + get<1>(places(i))) =
+        __floats2bfloat162_rn(values(i) * factor[i / 2 % 2], values(i + 1) * factor[i / 2 % 2]);
+  }
+}
+
+// A group that computes. While the tensor cores multiply the weights of one tile by its values, it turns the scores of the next into weights.
+template <typename Work>
+CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelines& pipelines) {
+  int const group = cutlass::canonical_warp_group_idx() - 1, thread = threadIdx.x - kGroupThreads;
+  MmaQK mma_qk;
+  MmaPV mma_pv;
+  // Sliced for the group's first thread, which the compiler sees to be the same in a warp: addresses stay in uniform registers.
+  auto slice_qk = mma_qk.get_slice(group * kGroupThreads);
+  auto slice_v = MmaValues<kWidth>{}.get_slice(group * kGroupThreads);  // addresses whole chunks, of which MmaPV takes the columns that it has
+  auto q = slice_qk.partition_fragment_A(make_tensor(make_smem_ptr(shared.q), LayoutQ{}));
+  auto k = slice_qk.partition_fragment_B(make_tensor(make_smem_ptr(shared.k), LayoutKV{}));
+  auto v = slice_v.partition_fragment_B(make_tensor(make_smem_ptr(shared.v), LayoutVt{}));
+  auto scores = partition_fragment_C(mma_qk, Scores{});
+  auto weights = make_tensor<BFloat16>(partition_shape_A(mma_pv, Scores{}));  // the same places as scores
+  auto out = partition_fragment_C(mma_pv, Output{});
+  auto places = mma_qk.get_slice(thread).partition_C(make_identity_tensor(Scores{}));
+  cutlass::PipelineState<kStagesQ> state_q;
+  cutlass::PipelineState<kStages> state_k, state_v;
+
+  auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };
+  auto take_turn = [&] { cutlass::arch::NamedBarrier::sync(2 * kGroupThreads, group); };
+  auto pass_turn = [&] { cutlass::arch::NamedBarrier::arrive(2 * kGroupThreads, (group + 1) % kGroups); };
+  auto start_scores = [&] {
+    pipelines.k.consumer_wait(state_k);
+    auto queries = q(_, _, _, uniform(state_q.index()));
+    start_product</*Clear=*/true, kSteps>(mma_qk, queries, k(_, _, _, uniform(state_k.index())), scores);
+  };
+  auto finish_scores = [&](auto running) {  // products that may go on running
+    warpgroup_wait<running>();
+    warpgroup_fence_operand(scores);
+    release(pipelines.k, state_k);
+  };
+  auto start_out = [&] {
+    pipelines.v.consumer_wait(state_v);
+    start_product</*Clear=*/false, kTileKV / 16>(mma_pv, weights, v(_, _, _, uniform(state_v.index())), out);
+  };
+  auto finish_out = [&] {
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(weights);
+    warpgroup_fence_operand(out);
+    release(pipelines.v, state_v);
+  };
+  auto round_weights = [&] {
+    auto pairs = recast<__nv_bfloat162>(weights);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(pairs); ++i) pairs(i) = __floats2bfloat162_rn(scores(2 * i), scores(2 * i + 1));
+  };
+
+  auto skip = [&](Work const& work) {  // takes part in the turns and gives back what is copied for all groups
+    auto skip_keys = [&] {
+      take_turn();
+      pass_turn();
+      pipelines.k.consumer_wait(state_k);
+      release(pipelines.k, state_k);
+    };
+    auto skip_values = [&] {
+      pipelines.v.consumer_wait(state_v);
+      release(pipelines.v, state_v);
+    };
+    pipelines.q.consumer_wait(state_q);
+    skip_keys();
+    for (int tile = work.end_tile - 1; tile > work.first_tile; --tile) {
+      skip_keys();
+      skip_values();
+    }
+    release(pipelines.q, state_q);
+    skip_values();
+  };
+
+  if (group == kGroups - 1) pass_turn();  // group 0 begins
+  for (int number = blockIdx.x, end = params.plan.num_items(); number < end; number += params.plan.num_blocks()) {
+    Work const work(params, number);
+    if (work.end_tile == 0) break;
+    if (group >= work.num_groups) {
+      skip(work);
+      continue;
+    }
+    Softmax softmax(params.scale_log2);
+    clear(out);
+    pipelines.q.consumer_wait(state_q);
+    take_turn();
+    start_scores();
+    pass_turn();
+    finish_scores(_0{});
+    int tile = work.end_tile - 1;
+    mask(params, work, tile, places, scores);
+    softmax.to_weights(scores);
+    round_weights();
+    auto advance = [&](auto masked) {  // from the scores of a tile to those of the one before it
+      take_turn();
+      start_scores();
+      start_out();
+      pass_turn();
+      finish_scores(_1{});
+      --tile;
+      if constexpr (masked) mask(params, work, tile, places, scores);
+      softmax.to_weights(scores);
+      finish_out();
+      softmax.rescale(out);
+      round_weights();
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (tile > max(work.num_unmasked_tiles, work.first_tile)) advance(true_type{});
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (tile > work.first_tile) advance(false_type{});
+    release(pipelines.q, state_q);
+    start_out();
+    softmax.sum_rows();
+    finish_out();
+    if (work.num_parts > 1 && !merge(params.plan, work, thread, softmax, out)) continue;
+    store(params, work, softmax, out, thread);
+  }
+}
+
+template <typename Work>
+__global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typename Work::Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  if (blockIdx.x >= params.plan.num_blocks()) return;
+  Pipelines pipelines(shared);
+  wait_for_kernel_ahead();
+  launch_kernel_behind();  // not sooner: one that runs beside this kernel counts on what is ahead of both
+  __syncthreads();
+  if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers; the others get them
+    cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 24 : 32>();
+    Work::produce(params, shared, pipelines);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 240 : 160>();
+    consume<Work>(params, shared, pipelines);
+  }
+}
+
+// items (1 + n, 12) int32; the others have room for as many parts as the plan has.
+inline Plan plan_of(ffi::TensorView items, ffi::TensorView parts, ffi::TensorView arrivals) {
+  TVM_FFI_ICHECK(items.IsContiguous() && items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
+  return {static_cast<int4 const*>(items.data_ptr()), static_cast<float*>(parts.data_ptr()), static_cast<int*>(arrivals.data_ptr())};
+}
+
+template <typename Work>
+void launch(typename Work::Params const& params, int num_blocks, DLDevice device) {
+  launch_early(attend<Work>, params, dim3(num_blocks), kThreads, sizeof(Shared), device);
+}
+
+}  // namespace hopper

@@ -1,0 +1,30 @@
+"""How the attention of prompts and that of single tokens share a device's multiprocessors, side by side. Called by `prefill_attention`."""
+
+import numpy as np
+
+from models.attention.paged import Int32s
+from models.backends.hopper.tile_plan import TILES_TO_MERGE, TILES_TO_START
+from models.batch import AttentionLayout
+
+# Measured on an H200 while both run, with heads of 128 values.
+KEYS_PER_TILE = 97  # of one KV head: while a block multiplies a tile by its keys, a multiprocessor reads as many for decode rows
+ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
+MANY = 4  # items of a block: dealt by cost, they come out even
+
+
+def prefill_blocks(layout: AttentionLayout, tiles: Int32s, kv_heads: int, tile_keys: int, num_blocks: int) -> int:
+    """How many of `num_blocks`, one on each multiprocessor, compute the prefill rows, whose tiles `plan_items` gets.
+
+    As many as let both parts be done soonest, the decode rows on the other multiprocessors: all of them if those might as well come behind.
+    """
+    costs = -(-tiles[:, 3] // tile_keys) + TILES_TO_START
+    if not len(costs):
+        return num_blocks
+    blocks = np.arange(1, num_blocks + 1)
+    items = kv_heads * len(costs) / blocks
+    whole = np.maximum(np.where(items > MANY, items, np.ceil(items)) * costs.mean(), costs.max())
+    prompts = np.minimum(whole, items * costs.mean() + TILES_TO_START + TILES_TO_MERGE)  # or some are cut
+    decodes = kv_heads * int(layout.kv_lens_cpu[layout.num_prefill_rows :].sum()) / KEYS_PER_TILE
+    times = np.maximum(prompts, decodes / np.clip(num_blocks - blocks, 1, ENOUGH * num_blocks))
+    times[-1] = prompts[-1] + decodes / (ENOUGH * num_blocks)
+    return num_blocks if times[-1] <= times.min() else int(times.argmin()) + 1

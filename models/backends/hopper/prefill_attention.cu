@@ -1,0 +1,117 @@
+// Causal attention of chunks of prompts over paged keys and values, for Hopper. Compiled by `prefill_attention.py`, which defines HEAD_DIM.
+// How it computes: `hopper_attention.cuh`.
+//
+// The query heads that share a KV head are rows of one tile, so that keys are read once for all of them: with 4 of them, row r is head r % 4 of
+// token r / 4, and a tile is 32 tokens. Pages lie anywhere in the pool: each is a copy of its own, so the lanes of a warp start one each.
+
+#define TILE_KV 128  // whole pages
+#include "hopper_attention.cuh"
+
+namespace prefill {
+
+using namespace hopper;
+
+// One KV head with its query heads, and so many tokens of one row of the step as fill a tile. Keys begin at a place in `pages`.
+struct Work : Item {
+  struct Params {
+    Source q, k, v;
+    __nv_bfloat16* out;
+    Plan plan;
+    int const* pages;
+    int log2_group;  // of the query heads of a KV head
+    int num_heads;   // of queries
+    int log2_page, box_rows;  // tokens of a page, and of a copy
+    float scale_log2;
+  };
+
+  int num_groups, num_unmasked_tiles;
+
+  CUTLASS_DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
+    num_groups = ((num_tokens << params.log2_group) + 63) / 64;
+    num_unmasked_tiles = visible(params, 0) / kTileKV;
+  }
+
+  // Of tokens behind the tile's last one, too: their results are thrown away.
+  CUTLASS_DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
+
+  CUTLASS_DEVICE __nv_bfloat16* place(Params const& params, int row) const {
+    int const token = row >> params.log2_group, member = row - (token << params.log2_group);
+    if (token >= num_tokens) return nullptr;
+    return params.out + (static_cast<int64_t>(first_token + token) * params.num_heads + (head << params.log2_group) + member) * kHeadDim;
+  }
+
+  // Where a key lies in the pool. Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  CUTLASS_DEVICE int slot(Params const& params, int key) const {
+    int const page = min(key, end - 1) >> params.log2_page;
+    return (__ldg(params.pages + first_key + page) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
+  }
+
+  // One warp copies keys and queries, another one values: each is as far ahead as its pipeline has room, and its page ids are a tile further.
+  CUTLASS_DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp == 0) {
+      auto state_q = cutlass::make_producer_start_state<PipelineQ>();
+      copy_tiles(params, pipelines.k, params.k, shared.k, [&](Work const& work) {
+        fetch<kTileQ>(pipelines.q, state_q, params.q, shared.q, work.head << params.log2_group, work.first_token);
+      });
+    } else if (warp == 1) {
+      copy_tiles(params, pipelines.v, params.v, shared.v, [](Work const&) {});
+    }
+  }
+
+  // Keys or values of all of the block's items. `then` is called by one lane when an item's first tile is on its way.
+  template <typename Then>
+  CUTLASS_DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
+    int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // of a tile, where this lane's box begins
+    auto state = cutlass::make_producer_start_state<PipelineKV>();
+    for (int number = blockIdx.x, total = params.plan.num_items(); number < total; number += params.plan.num_blocks()) {
+      Work const work(params, number);
+      if (work.end_tile == 0) break;
+      int const last = work.end_tile - 1;
+      int slot = work.slot(params, last * kTileKV + row);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int tile = last; tile >= work.first_tile; --tile) {
+        int const next_slot = work.slot(params, max(tile - 1, work.first_tile) * kTileKV + row);
+        if (lane == 0) pipeline.producer_acquire(state);
+        __syncwarp();
+        if (row < kTileKV) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            copy(pipeline, state, source, chunk, stages + ((state.index() * kChunks + chunk) * kTileKV + row) * kChunk, work.head, slot);
+          }
+        }
+        ++state;
+        slot = next_slot;
+        if (tile == last && lane == 0) then(work);
+      }
+    }
+  }
+};
+
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; pages int32; the plan: see `tile_plan.py`.
+void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
+         ffi::TensorView arrivals, ffi::TensorView pages, int64_t page_size, int64_t num_blocks, double scale) {
+  int const group = static_cast<int>(q.size(1) / k.size(1));
+  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && items.IsContiguous());
+  TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kTileQ % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
+  int const box_rows = static_cast<int>(std::min<int64_t>(page_size, kTileKV));
+  ffi::CUDADeviceGuard guard(q.device().device_id);
+  Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows),
+                            static_cast<__nv_bfloat16*>(out.data_ptr()), plan_of(items, parts, arrivals),
+                            static_cast<int const*>(pages.data_ptr()), log2_of(group), static_cast<int>(q.size(1)),
+                            log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
+  launch<Work>(params, static_cast<int>(num_blocks), q.device());
+}
+
+int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
+int64_t tile_keys() { return kTileKV; }
+int64_t part_floats() { return kPartFloats; }
+int64_t part_arrivals() { return kComputeWarps; }
+
+}  // namespace prefill
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, prefill::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, prefill::tile_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, prefill::tile_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, prefill::part_floats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, prefill::part_arrivals);

@@ -1,0 +1,77 @@
+// Attention inside segments for Hopper, made for the heads of the vision towers (64 and 72 values; any multiple of 8 up to 128 works).
+// Compiled by `varlen_attention.py`, which defines HEAD_DIM. How it computes: `hopper_attention.cuh`.
+
+#define TILE_KV (HEAD_DIM <= 72 ? 112 : 128)  // the best of those measured on an H200
+#include "hopper_attention.cuh"
+
+namespace segments {
+
+using namespace hopper;
+
+// A head with so many patches of one segment as fill a tile, and the segment's keys.
+struct Work : Item {
+  struct Params {
+    Source q, k, v;
+    __nv_bfloat16* out;
+    int64_t out_stride;
+    Plan plan;
+    float scale_log2;
+  };
+
+  int num_groups, num_unmasked_tiles;
+
+  CUTLASS_DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
+    num_groups = (num_tokens + 63) / 64;
+    num_unmasked_tiles = end / kTileKV;
+  }
+
+  CUTLASS_DEVICE int visible(Params const&, int) const { return end; }
+
+  CUTLASS_DEVICE __nv_bfloat16* place(Params const& params, int row) const {
+    return row < num_tokens ? params.out + (first_token + row) * params.out_stride + head * kHeadDim : nullptr;
+  }
+
+  // Keys are one tile ahead of values, as their products are.
+  CUTLASS_DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
+    if (cutlass::canonical_warp_idx_sync() != 0 || !elect_one_sync()) return;
+    auto state_q = cutlass::make_producer_start_state<PipelineQ>();
+    auto state_k = cutlass::make_producer_start_state<PipelineKV>(), state_v = state_k;
+    for (int number = blockIdx.x, total = params.plan.num_items(); number < total; number += params.plan.num_blocks()) {
+      Work const work(params, number);
+      if (work.end_tile == 0) break;
+      auto fetch_k = [&](int tile) { fetch<kTileKV>(pipelines.k, state_k, params.k, shared.k, work.head, work.first_key + tile * kTileKV); };
+      auto fetch_v = [&](int tile) { fetch<kTileKV>(pipelines.v, state_v, params.v, shared.v, work.head, work.first_key + tile * kTileKV); };
+      fetch_k(work.end_tile - 1);
+      fetch<kTileQ>(pipelines.q, state_q, params.q, shared.q, work.head, work.first_token);
+      for (int tile = work.end_tile - 1; tile > work.first_tile; --tile) {
+        fetch_k(tile - 1);
+        fetch_v(tile);
+      }
+      fetch_v(work.first_tile);
+    }
+  }
+};
+
+// q, k, v (P, H, HEAD_DIM) bfloat16: strides of whole 16 bytes, values side by side. out (P, H * HEAD_DIM). The plan: see `tile_plan.py`.
+void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
+         ffi::TensorView arrivals, int64_t num_blocks, double scale) {
+  TVM_FFI_ICHECK(out.size(1) == q.size(1) * kHeadDim && out.stride(1) == 1);
+  ffi::CUDADeviceGuard guard(q.device().device_id);
+  Work::Params const params{source_of(q, 1, kTileQ), source_of(k, 1, kTileKV), source_of(v, 1, kTileKV),
+                            static_cast<__nv_bfloat16*>(out.data_ptr()), out.stride(0), plan_of(items, parts, arrivals),
+                            static_cast<float>(scale * M_LOG2E)};
+  launch<Work>(params, static_cast<int>(num_blocks), q.device());
+}
+
+int64_t tile_rows() { return kTileQ; }  // queries of a tile
+int64_t tile_keys() { return kTileKV; }
+int64_t part_floats() { return kPartFloats; }
+int64_t part_arrivals() { return kComputeWarps; }
+
+}  // namespace segments
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, segments::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, segments::tile_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, segments::tile_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, segments::part_floats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, segments::part_arrivals);

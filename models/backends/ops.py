@@ -1,0 +1,103 @@
+"""The few operations that have one implementation per device, behind one Protocol; chosen once, when the model is built.
+
+`ops_torch` is plain torch: the reference, the CPU, the tests. `ops_cuda` is Triton and cuBLAS.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from models.layers.fp8 import Input, Weight
+
+KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
+
+PIXEL_OFFSET = 128  # patches hold pixel - 128
+TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Resampling of one axis: pixel i of the result is the weighted sum of the source's pixels `first[i] ...`, then rounded to uint8.
+
+    Weights that would lie behind the last source pixel are zero. int32, on the images' device.
+    """
+
+    first: torch.Tensor  # (new size,)
+    weights: torch.Tensor  # (new size, taps)
+
+
+class Ops(Protocol):
+    """Methods that end in an underscore change an argument in place, as said there.
+
+    A `Weight` may be float8: then the input of the product is rounded as `fp8.GroupScaled` says, unless it was before.
+
+    What a norm reads may lack addends (S, T, D), which `linear_add_` has left: their sum over S is added to it first, in place.
+    """
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
+        """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
+
+    def norm_linear(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """rms_norm(x, norm, eps, addends) @ weight.T."""
+
+    def norm_swiglu(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> Input:
+        """silu(first half) * second half of the last dimension of rms_norm(x, norm, eps, addends) @ weight.T."""
+
+    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        """residual += x @ weight.T, now (then this returns None) or when the addends are added that this returns."""
+
+    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T. Written to `out_TD` if that is given."""
+
+    def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
+
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T in float32, whatever the inputs: rounded logits would tie. Written to `out_SV` if that is given."""
+
+    def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32 and is repeated if x is wider."""
+
+    def norm_rope_store_(
+        self,
+        qkv_TX: torch.Tensor,
+        q_weight_K: torch.Tensor,
+        k_weight_K: torch.Tensor,
+        eps: float,
+        cos_sin_TK: torch.Tensor,
+        pool: KVPool,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """RMSNorm and rotation of every query and key head, then keys and values into the pool. Returns the queries (T, H, K).
+
+        `qkv_TX` is (T, (H + 2 * KV heads) * K) and may be overwritten; `cos_sin_TK` is float32, K / 2 cosines then K / 2 sines; token t
+        is written to `pool` at block * page_size + offset = `slots_T[t]`. A value (not a key) that is not finite is stored as 0: kernels
+        multiply what an earlier request left behind a row's end by 0, and the product must be 0.
+        """
+
+    def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
+        """A uint8 image with its height (axis 0) or width (axis 1) resampled."""
+
+    def resample_to_patches_(
+        self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
+    ) -> None:
+        """As `resample`, then cut into patches: `out_PX` (P, C * patch_size ** 2) is filled with the pixels minus 128.
+
+        Patches are in merge-block order (block row, block column, row in block, column in block), a patch is (C, y, x).
+        """
+
+
+def make_ops(device: torch.device) -> Ops:
+    """The implementation for this device."""
+    if device.type == "cuda":
+        from models.backends.hopper.ops import CudaOps  # needs Triton and CUDA, which a CPU machine lacks
+
+        return CudaOps()
+    from models.backends.torch.ops import TorchOps
+
+    return TorchOps()

@@ -1,0 +1,84 @@
+"""Triton kernel: few tokens times a float8 matrix in scaled blocks. Called by `hopper.ops`.
+
+Bound by memory: every weight is read once, for all tokens. cuBLAS takes up to twice as long for up to 64 tokens (bench/results/NOTES.md).
+Tests run it in Triton's interpreter.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.backends.portable.text import launch_early
+from models.layers.fp8 import BLOCK, BlockScaled, GroupScaled
+
+ROWS = 64  # of the matrix in a program
+LEAST_TOKENS, MOST_TOKENS = 16, 128  # that a program's tile may hold
+SPLITS = 4
+STAGES, WARPS = 4, 4
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+def _multiply(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weight: tl.tensor,
+    weight_scales: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    scale_stride: tl.tensor,
+    OUT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Program (i, j): ROWS values of every token, as far as the j-th BLOCKS blocks of 128 inputs contribute. With OVERLAP it starts while
+    the kernel before it ends."""
+    row, token, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TOKENS), tl.arange(0, 128)
+    first = tl.program_id(1) * BLOCKS
+    weights = weight + row.to(tl.int64)[:, None] * WIDTH + first * 128 + column[None, :]
+    inputs = x + token[None, :] * WIDTH + first * 128 + column[:, None]
+    inside = token < num_tokens
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        products = tl.dot(tl.load(weights + block * 128), tl.load(inputs + block * 128, inside[None, :], 0.0))
+        input_scales = tl.load(x_scales + (first + block) * scale_stride + token, inside, 0.0)
+        total += products * (input_scales * tl.load(weight_scales + tl.program_id(0) * ROWS // 128 * PADDED + first + block))[None, :]
+    place = out + (tl.program_id(1) * num_tokens + token[None, :]) * OUT + row[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), inside[None, :])
+
+
+def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype) -> torch.Tensor:
+    """x @ weight.T as `dtype` for 1 to MOST_TOKENS tokens."""
+    out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
+    _launch(x_TK, weight_NK, out_TN[None])
+    return out_TN
+
+
+def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
+    """(S, T, N) float32, which are to be added up: each has a share of the inputs."""
+    num_parts = math.gcd(SPLITS, x_TK.padded.shape[1] // BLOCK)
+    parts_STN = x_TK.padded.new_empty((num_parts, len(x_TK), len(weight_NK)), dtype=torch.float32)
+    _launch(x_TK, weight_NK, parts_STN)
+    return parts_STN
+
+
+def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) -> None:
+    num_parts, num_tokens, rows = out_STN.shape
+    assert 0 < num_tokens <= MOST_TOKENS and rows % ROWS == 0
+    scales = weight_NK.padded_scales
+    _multiply[(rows // ROWS, num_parts)](
+        x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
+        OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
+        ROWS=ROWS, TOKENS=max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)), STAGES=STAGES, OVERLAP=out_STN.is_cuda,
+        num_warps=WARPS, **launch_early(out_STN),
+    )  # fmt: skip

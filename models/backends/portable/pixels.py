@@ -1,0 +1,124 @@
+"""Triton kernels of the preprocessing: resampling of one axis in Pillow's fixed-point arithmetic, to pixels or to patches. See `Ops`.
+
+No size is a compile-time constant: an image of a size never seen before costs no compilation. Tests run them in Triton's interpreter.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Taps
+
+BLOCK = 1024
+CHANNELS = 3
+
+
+@triton.jit
+def _weigh(
+    source: tl.tensor,
+    position: tl.tensor,
+    step: tl.tensor,
+    tap: tl.tensor,
+    limit: tl.tensor,
+    weights: tl.tensor,
+    row: tl.tensor,
+    taps: tl.tensor,
+    BITS: tl.constexpr,
+    mask: tl.tensor,
+) -> tl.tensor:
+    """The resampled values, 0 to 255: taps `tap ...` of `limit`, found at `position`, `position + step`, ..., with weights of a row."""
+    total = tl.full(position.shape, 1 << (BITS - 1), tl.int32)
+    for t in range(taps):
+        inside = mask & (tap + t < limit)
+        total += tl.load(source + position + t * step, mask=inside, other=0).to(tl.int32) * tl.load(weights + row * taps + t, mask=mask)
+    return tl.minimum(tl.maximum(total >> BITS, 0), 255)
+
+
+@triton.jit(do_not_specialize=["count", "old", "new", "inner", "taps"])
+def _resample(
+    source: tl.tensor,
+    first: tl.tensor,
+    weights: tl.tensor,
+    target: tl.tensor,
+    count: tl.tensor,
+    old: tl.tensor,
+    new: tl.tensor,
+    inner: tl.tensor,
+    taps: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """(outer, old, inner) -> (outer, new, inner). One program: BLOCK neighbouring values of the result."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < count
+    row = (n // inner) % new
+    tap = tl.load(first + row, mask=mask, other=0)
+    position = (n // inner // new * old + tap) * inner + n % inner
+    value = _weigh(source, position, inner, tap, old, weights, row, taps, BITS, mask)
+    tl.store(target + n, value.to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "height", "width", "columns", "taps"])
+def _resample_to_patches(
+    source: tl.tensor,
+    first: tl.tensor,
+    weights: tl.tensor,
+    target: tl.tensor,
+    count: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    taps: tl.tensor,
+    AXIS: tl.constexpr,
+    PATCH: tl.constexpr,
+    MERGE: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: BLOCK neighbouring values of the patches, each looked up in the (height, width, CHANNELS) source."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < count
+    patch, within = n // (CHANNELS * PATCH * PATCH), n % (CHANNELS * PATCH * PATCH)
+    block, corner = patch // (MERGE * MERGE), patch % (MERGE * MERGE)
+    blocks_per_row = columns // MERGE
+    y = ((block // blocks_per_row) * MERGE + corner // MERGE) * PATCH + (within // PATCH) % PATCH
+    x = ((block % blocks_per_row) * MERGE + corner % MERGE) * PATCH + within % PATCH
+    channel = within // (PATCH * PATCH)
+    if AXIS == 0:
+        tap = tl.load(first + y, mask=mask, other=0)
+        position = (tap.to(tl.int64) * width + x) * CHANNELS + channel
+        value = _weigh(source, position, width * CHANNELS, tap, height, weights, y, taps, BITS, mask)
+    else:
+        tap = tl.load(first + x, mask=mask, other=0)
+        position = (y * width + tap) * CHANNELS + channel
+        value = _weigh(source, position, CHANNELS, tap, width, weights, x, taps, BITS, mask)
+    tl.store(target + n, (value - OFFSET).to(target.dtype.element_ty), mask=mask)
+
+
+def resample(image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
+    """As `Ops.resample`."""
+    image_HWC = image_HWC.contiguous()
+    shape = list(image_HWC.shape)
+    old, new = shape[axis], len(taps.first)
+    shape[axis] = new
+    out_HWC = image_HWC.new_empty(shape)
+    _resample[(triton.cdiv(out_HWC.numel(), BLOCK),)](
+        image_HWC, taps.first, taps.weights, out_HWC, out_HWC.numel(), old, new, image_HWC.stride(axis), taps.weights.shape[1],
+        BITS=TAP_BITS, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out_HWC
+
+
+def resample_to_patches_(image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor) -> None:
+    """As `Ops.resample_to_patches_`."""
+    image_HWC = image_HWC.contiguous()
+    height, width, channels = image_HWC.shape
+    assert channels == CHANNELS and out_PX.is_contiguous()
+    columns = (len(taps.first) if axis == 1 else width) // patch_size
+    _resample_to_patches[(triton.cdiv(out_PX.numel(), BLOCK),)](
+        image_HWC, taps.first, taps.weights, out_PX, out_PX.numel(), height, width, columns, taps.weights.shape[1],
+        AXIS=axis, PATCH=patch_size, MERGE=merge_size, BITS=TAP_BITS,
+        CHANNELS=CHANNELS, OFFSET=PIXEL_OFFSET, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip

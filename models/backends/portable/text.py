@@ -1,0 +1,281 @@
+"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. Called by `hopper.ops`.
+
+All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.backends.ops import KVPool
+from models.layers.fp8 import GroupScaled
+
+MAX_HEADS_PER_PROGRAM = 8
+NORM_WARPS = 8
+SWIGLU_BLOCK = 1024
+
+
+@triton.jit
+def _store(
+    value: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    token: tl.tensor,
+    first: tl.tensor,
+    scale_stride: tl.tensor,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
+    if SCALED:
+        groups = tl.reshape(value, (BLOCK // 128, 128))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
+        group = first // 128 + tl.arange(0, BLOCK // 128)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = group < WIDTH // 128
+        tl.store(out + token * WIDTH + column, (groups / scale[:, None]).to(tl.float8e4nv), inside[:, None])
+        tl.store(scales + group * scale_stride + token, scale, inside)
+    else:
+        column = first + tl.arange(0, BLOCK)
+        tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _rms_norm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    addends: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    eps: tl.tensor,
+    addend_size: tl.tensor,
+    scale_stride: tl.tensor,
+    ADDENDS: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: one token, to which ADDENDS values are added first. With OVERLAP it starts while the kernel before it ends."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    if ADDENDS > 0:
+        for part in tl.static_range(ADDENDS):
+            value += tl.load(addends + part * addend_size + place, inside, 0.0).to(tl.float32)
+        whole = value.to(x.dtype.element_ty)
+        tl.store(x + place, whole, inside)
+        value = whole.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
+    if SCALED:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    _store(value, out, scales, tl.program_id(0).to(tl.int64), 0, scale_stride, SCALED, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _swiglu(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    scale_stride: tl.tensor,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: BLOCK values of one token. With OVERLAP it starts while the kernel before it ends."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    first = tl.program_id(0) % BLOCKS * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if OVERLAP:
+        gdc_wait()
+    gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
+    value = gate / (1 + tl.exp(-gate)) * up
+    if SCALED:
+        value = value.to(gate_up.dtype.element_ty).to(tl.float32)
+    _store(value, out, scales, token, first, scale_stride, SCALED, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    scale_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: one token. With OVERLAP it starts while the kernel before it ends."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + token * WIDTH + column, column < WIDTH, 0.0).to(tl.float32)
+    _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a slice of a staging buffer: must not compile anew
+def _norm_rope_store(
+    qkv: tl.tensor,
+    q_out: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    slots: tl.tensor,
+    cos_sin: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: one token, GROUP neighbouring heads, which are all queries, all keys or all values.
+
+    With OVERLAP it starts while the kernel before it ends, and lets the attention behind it do so.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUP
+    heads = first + tl.arange(0, GROUP)[:, None]
+    pairs = tl.arange(0, HALF)[None, :]
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + pairs
+    lower = tl.load(source).to(tl.float32)
+    upper = tl.load(source + HALF).to(tl.float32)
+    if first < HEADS + KV_HEADS:
+        weight = tl.where(first < HEADS, q_weight, k_weight)
+        scale = tl.rsqrt((tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)) / (2 * HALF) + eps)[:, None]
+        lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
+        upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
+        cos = tl.load(cos_sin + token * (2 * HALF) + pairs)
+        sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs)
+        lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
+    slot = tl.load(slots + token)
+    target = q_out + (token * HEADS + heads) * (2 * HALF) + pairs
+    if first >= HEADS:
+        target = k_pool + (slot * KV_HEADS + heads - HEADS) * (2 * HALF) + pairs
+    if first >= HEADS + KV_HEADS:
+        lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
+        upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
+        target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * (2 * HALF) + pairs
+    tl.store(target, lower.to(q_out.dtype.element_ty))
+    tl.store(target + HALF, upper.to(q_out.dtype.element_ty))
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
+    """As `Ops.rms_norm`, for contiguous tensors."""
+    out_TD = torch.empty_like(x_TD)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, out_TD)
+    return out_TD
+
+
+def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
+    """The same, rounded to float8."""
+    num_tokens, width = x_TD.shape
+    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, out.padded, out.scales)
+    return out
+
+
+def _launch_norm(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    addends_STD: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
+    assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
+    num_tokens, width = x_TD.shape
+    if num_tokens:
+        _rms_norm[(num_tokens,)](
+            x_TD, weight_D, addends, out_TD, x_TD if scales is None else scales, eps, x_TD.numel(), len(out_TD),
+            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda,
+            num_warps=NORM_WARPS, **launch_early(x_TD),
+        )  # fmt: skip
+
+
+def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension, of a contiguous tensor with at least one token."""
+    out_TI = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
+    _launch_swiglu(gate_up_TX, out_TI)
+    return out_TI
+
+
+def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
+    """The same, rounded to float8."""
+    out = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
+    _launch_swiglu(gate_up_TX, out.padded, out.scales)
+    return out
+
+
+def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+    assert gate_up_TX.is_contiguous()
+    num_tokens, width = len(gate_up_TX), out_TI.shape[1]
+    _swiglu[(num_tokens * triton.cdiv(width, SWIGLU_BLOCK),)](
+        gate_up_TX, out_TI, gate_up_TX if scales is None else scales, len(out_TI),
+        SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, OVERLAP=out_TI.is_cuda, **launch_early(out_TI),
+    )  # fmt: skip
+
+
+def quantized(x_TD: torch.Tensor) -> GroupScaled:
+    """As `GroupScaled.quantized`, for a contiguous tensor with at least one token."""
+    assert x_TD.is_contiguous()
+    num_tokens, width = x_TD.shape
+    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    _quantize[(num_tokens,)](
+        x_TD, out.padded, out.scales, len(out.padded),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda, num_warps=NORM_WARPS, **launch_early(x_TD),
+    )  # fmt: skip
+    return out
+
+
+def norm_rope_store(
+    qkv_TX: torch.Tensor,
+    q_weight_K: torch.Tensor,
+    k_weight_K: torch.Tensor,
+    eps: float,
+    cos_sin_TK: torch.Tensor,
+    pool: KVPool,
+    slots_T: torch.Tensor,
+) -> torch.Tensor:
+    """As `Ops.norm_rope_store_`, for contiguous tensors and a head_dim that is a power of two; `qkv_TX` is left as it is."""
+    k_pool, v_pool = pool
+    kv_heads, head_dim = k_pool.shape[2:]
+    num_heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
+    assert qkv_TX.is_contiguous() and cos_sin_TK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
+    q_THK = qkv_TX.new_empty((len(qkv_TX), num_heads, head_dim))
+    group = math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
+    grid = (len(qkv_TX), (num_heads + 2 * kv_heads) // group)
+    _norm_rope_store[grid](
+        qkv_TX, q_THK, k_pool, v_pool, slots_T, cos_sin_TK, q_weight_K, k_weight_K, eps,
+        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, OVERLAP=qkv_TX.is_cuda, num_warps=2, **launch_early(qkv_TX),
+    )  # fmt: skip
+    return q_THK
+
+
+def launch_early(x: torch.Tensor) -> dict[str, bool]:
+    """Options of a kernel that waits by itself for the one before it. Triton's interpreter does not know them."""
+    return {"launch_pdl": True} if x.is_cuda else {}
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """1 on a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,69 @@
+"""Triton kernels of the vision tower: rotation and LayerNorm. Called by `hopper.ops` and `hopper.varlen_attention`.
+
+All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotate(kvq: tl.tensor, cos_sin: tl.tensor, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr) -> None:
+    """One program: the keys or the queries of one patch."""
+    row = tl.program_id(0).to(tl.int64)
+    part = 2 * tl.program_id(1)  # keys are the first third, queries the last
+    heads = tl.arange(0, HEADS)[:, None]
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (pairs < HALF) & (heads >= 0)
+    cos = tl.load(cos_sin + row * (2 * HALF) + pairs, mask=pairs < HALF)
+    sin = tl.load(cos_sin + row * (2 * HALF) + HALF + pairs, mask=pairs < HALF)
+    place = kvq + ((row * 3 + part) * HEADS + heads) * (2 * HALF) + pairs
+    lower, upper = tl.load(place, mask=inside).to(tl.float32), tl.load(place + HALF, mask=inside).to(tl.float32)
+    tl.store(place, (lower * cos - upper * sin).to(kvq.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, (upper * cos + lower * sin).to(kvq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm(
+    x: tl.tensor,
+    offset: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: a row of WIDTH values, to which OFFSETS values are added over and over."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(offset + column % OFFSETS, mask=inside, other=0.0)
+    centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    normed = centred * scale * tl.load(weight + column, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
+    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
+    """Rotates keys (index 0 of the second dimension) and queries (index 2) in place. Tensors are contiguous, H is a power of two."""
+    num_patches, _, num_heads, head_dim = kvq_P3HK.shape
+    assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous()
+    _rotate[(num_patches, 2)](
+        kvq_P3HK, cos_sin_PK, HEADS=num_heads, HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=4
+    )
+
+
+def layer_norm(x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `Ops.layer_norm`, for contiguous tensors."""
+    num_rows, width = x.shape
+    assert x.is_contiguous() and offset_D.is_contiguous()
+    out = torch.empty_like(x)
+    _layer_norm[(num_rows,)](
+        x, offset_D, weight, bias, out, eps,
+        WIDTH=width, OFFSETS=len(offset_D), BLOCK=triton.next_power_of_2(width), num_warps=2 if width <= 2048 else 8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,93 @@
+"""`Ops` in plain torch: what every other implementation is compared to. Used on the CPU and by tests."""
+
+import torch
+import torch.nn.functional as F
+
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Taps
+from models.layers.fp8 import BlockScaled, GroupScaled, Input, Weight
+
+
+class TorchOps:
+    """See `Ops`. Arithmetic is float32 inside, results have the input's dtype."""
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
+        if addends is not None:
+            x_TD.copy_(x_TD.float() + addends.float().sum(0))
+        x = x_TD.float()
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D).to(x_TD.dtype)
+
+    def norm_linear(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.linear(self.rms_norm(x_TD, norm_D, eps, addends), weight_ND)
+
+    def norm_swiglu(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
+    ) -> Input:
+        gate, up = self.norm_linear(x_TD, norm_D, eps, weight_ND, addends).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        residual_TD.add_(self.linear(x_TX, weight_DX))
+        return None
+
+    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        assert isinstance(x_TX, torch.Tensor), "nothing here rounds the input of a product before it is multiplied"
+        if isinstance(weight_DX, BlockScaled):
+            y_TD = (GroupScaled.quantized(x_TX).dequantized() @ weight_DX.dequantized().t()).to(x_TX.dtype)
+            return y_TD if out_TD is None else out_TD.copy_(y_TD)
+        return torch.mm(x_TX, weight_DX.t(), out=out_TD)
+
+    def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(x_SD.float(), weight_VD.float().t(), out=out_SV)
+
+    def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))
+        return F.layer_norm(whole, weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+    def norm_rope_store_(
+        self,
+        qkv_TX: torch.Tensor,
+        q_weight_K: torch.Tensor,
+        k_weight_K: torch.Tensor,
+        eps: float,
+        cos_sin_TK: torch.Tensor,
+        pool: KVPool,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        k_pool, v_pool = pool
+        num_kv_heads, head_dim = k_pool.shape[2:]
+        heads_THK = qkv_TX.unflatten(-1, (-1, head_dim))
+        num_heads = heads_THK.shape[1] - 2 * num_kv_heads
+        q_THK, k_THK, v_THK = heads_THK.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        k_pool.view(-1, num_kv_heads, head_dim)[slots_T] = rotate(self.rms_norm(k_THK, k_weight_K, eps), cos_sin_TK)
+        v_pool.view(-1, num_kv_heads, head_dim)[slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
+        return rotate(self.rms_norm(q_THK, q_weight_K, eps), cos_sin_TK)
+
+    def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
+        last = image_HWC.shape[axis] - 1
+        total: torch.Tensor | int = 1 << (TAP_BITS - 1)
+        for t, weight in enumerate(taps.weights.unbind(1)):
+            pixels = image_HWC.index_select(axis, (taps.first + t).clamp(max=last))
+            total = total + pixels.int() * weight.view((-1, 1, 1) if axis == 0 else (-1, 1))
+        assert isinstance(total, torch.Tensor)
+        return (total >> TAP_BITS).clamp_(0, 255).to(torch.uint8)
+
+    def resample_to_patches_(
+        self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
+    ) -> None:
+        pixels_HWC = self.resample(image_HWC, axis, taps)
+        size = (-1, merge_size, patch_size)
+        blocks = pixels_HWC.unflatten(1, size).unflatten(0, size)  # Y, i, y, X, j, x, C
+        ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)  # Y, X, i, j, C, y, x
+        out_PX.view(ordered.shape).copy_(ordered).sub_(PIXEL_OFFSET)
+
+
+def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:
+    """Rotates pairs (i, i + K / 2) of x (..., T, H, K) by the angles of row t: "rotate half" as in transformers' `apply_rotary_pos_emb`."""
+    cos, sin = cos_sin_TK.unsqueeze(-2).chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,91 @@
+"""CUDA graphs of small encodes whose sizes come again and again: a replay costs the host one launch instead of three hundred.
+
+Used by `models.qwen3_vl` on GPUs. An encode runs eagerly until its graph is there; graphs are captured when the worker has nothing to
+launch, so no request waits for one. The key is the exact list of patch grids.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from models.geometry import Grid
+from models.vision.tables import Tables
+from models.vision.tower import VisionTower
+
+MAX_PATCHES_OF_ONE = 8192  # above it the device takes longer than the host that launches
+MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B; what lies between them is shared by all graphs
+SIGHTINGS = 2  # before an encode is worth a graph, if there is nothing else to do
+SIGHTINGS_WHEN_BUSY = 6  # if the device works: to capture takes the host longer than a step, so that streams may wait once
+MAX_SEEN = 256
+
+Key = tuple[Grid, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerGraph:
+    """One captured encode. It reads `patches_PX` and `tables` and writes `levels`, all at fixed addresses."""
+
+    graph: torch.cuda.CUDAGraph
+    patches_PX: torch.Tensor
+    tables: Tables
+    levels: torch.Tensor
+
+
+class TowerGraphs:
+    """Called like the tower, with the same results."""
+
+    def __init__(self, tower: VisionTower) -> None:
+        self._tower = tower
+        self._graphs: OrderedDict[Key, TowerGraph] = OrderedDict()
+        self._seen: OrderedDict[Key, int] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures. A graph keeps the workspace that cuBLAS has for its stream, and torch hands out the same 32 streams in turn:
+        # a new one for each capture would sooner or later be that of the step graphs, which run at the same time.
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """(1 + L, N, D), a tensor of the caller's own."""
+        key = tuple(grids)
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._note(key, len(patches_PX))
+            levels: torch.Tensor = self._tower(patches_PX, grids)
+            return levels
+        self._graphs.move_to_end(key)
+        self._tower.plan(grids)  # the graph reads the plan from the attention's own buffers, where other encodes leave theirs
+        graph.patches_PX.copy_(patches_PX)
+        graph.graph.replay()
+        return graph.levels.clone()
+
+    def capture_one(self, is_busy: bool = False) -> bool:
+        """Captures one encode that was seen often enough; False if there is none. For a time when the host has nothing to launch."""
+        enough = SIGHTINGS_WHEN_BUSY if is_busy else SIGHTINGS
+        key = next((key for key, count in reversed(self._seen.items()) if count >= enough), None)
+        if key is None:
+            return False
+        del self._seen[key]
+        self._graphs[key] = self._capture(key)
+        while sum(len(graph.patches_PX) for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
+            self._graphs.popitem(last=False)
+        return True
+
+    def _note(self, key: Key, num_patches: int) -> None:
+        if num_patches <= MAX_PATCHES_OF_ONE:
+            self._seen[key] = self._seen.pop(key, 0) + 1
+            if len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
+
+    def _capture(self, key: Key) -> TowerGraph:
+        tables = self._tower.tables(key)
+        self._tower.plan(key)
+        patches_PX = self._tower.empty_patches(key)
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # the decoder's threads may allocate meanwhile
+            levels = self._tower.compute(patches_PX, tables)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return TowerGraph(graph, patches_PX, tables, levels)

@@ -1,0 +1,95 @@
+"""What the vision tower needs to know about a patch grid: position embeddings and rotary rows, made once per grid and kept.
+
+Built and used by `models.vision.tower`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from models.geometry import Grid
+from models.layers.parallel import empty_parameter
+from models.layers.rotary import vision_rows
+
+MAX_CACHED_PATCHES = 1 << 17  # about 300 MB of tables at 8B; the largest image has half as many patches
+
+
+@dataclass(frozen=True, slots=True)
+class GridTables:
+    """Per patch of one image, in merge-block order."""
+
+    position_PD: torch.Tensor  # position embedding plus the patch embedding's offset, in the model's dtype
+    cos_sin_PK: torch.Tensor  # float32 rotary rows
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Of all images of an encode, one after the other. The position embeddings stay apart: they are joined where the stream begins."""
+
+    position_PD: list[torch.Tensor]
+    cos_sin_PK: torch.Tensor
+
+
+class PositionGrid(nn.Module):
+    """A learned square grid of embeddings, stretched over an image by bilinear interpolation with aligned corners."""
+
+    def __init__(self, num_positions: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_positions, hidden_size, dtype=dtype, device=device)
+
+    def interpolate(self, rows: int, columns: int) -> torch.Tensor:
+        """(rows, columns, D) float32; the formula is that of transformers' `get_vision_interpolation_indices_and_weights`."""
+        side = round(len(self.weight) ** 0.5)
+        stretched = _stretch(self.weight.float().view(side, side, -1), rows)
+        return _stretch(stretched.transpose(0, 1), columns).transpose(0, 1)
+
+
+def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
+    """Linear interpolation of the first dimension to `size` points; the first and last stay where they are."""
+    last = len(grid) - 1
+    point = torch.arange(size, dtype=torch.float32, device=grid.device) * last / max(size - 1, 1)
+    lower = point.floor()
+    upper_weight = (point - lower)[:, None, None]
+    lower_index = lower.long()
+    return grid[lower_index] * (1 - upper_weight) + grid[(lower_index + 1).clamp(max=last)] * upper_weight
+
+
+def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch.Tensor, inv_freq: torch.Tensor) -> GridTables:
+    """The tables of a patch grid (1, h, w); `offset_D` is added to every position embedding, `inv_freq` is as in `vision_rows`."""
+    _, rows, columns = grid
+    position_PD = _merge_block_order(positions.interpolate(rows, columns), merge) + offset_D
+    device = offset_D.device
+    row_P = _merge_block_order(torch.arange(rows, device=device)[:, None].expand(rows, columns), merge)
+    column_P = _merge_block_order(torch.arange(columns, device=device).expand(rows, columns), merge)
+    return GridTables(position_PD.to(positions.weight.dtype), vision_rows(row_P, column_P, inv_freq))
+
+
+def _merge_block_order(image: torch.Tensor, merge: int) -> torch.Tensor:
+    """(h, w, ...) in raster order -> (h * w, ...) block after block, as `Ops.resample_to_patches_` orders patches."""
+    blocks = image.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))  # Y, i, X, j
+    return blocks.transpose(1, 2).flatten(0, 3)
+
+
+class TableCache:
+    """The tables of the grids used last, together at most `MAX_CACHED_PATCHES` patches, or a single larger grid."""
+
+    def __init__(self, make: Callable[[Grid], GridTables]) -> None:
+        self._make = make
+        self._tables: OrderedDict[Grid, GridTables] = OrderedDict()
+        self._num_patches = 0
+
+    def get(self, grid: Grid) -> GridTables:
+        """The tables of `grid`, made now if they are not kept."""
+        if grid in self._tables:
+            self._tables.move_to_end(grid)
+            return self._tables[grid]
+        tables = self._make(grid)
+        self._tables[grid] = tables
+        self._num_patches += len(tables.position_PD)
+        while self._num_patches > MAX_CACHED_PATCHES and len(self._tables) > 1:
+            _, evicted = self._tables.popitem(last=False)
+            self._num_patches -= len(evicted.position_PD)
+        return tables

@@ -1,0 +1,220 @@
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Built and called by `models.qwen3_vl`.
+
+The tower is whole on every rank. Images of one call, of whatever sizes, share every GEMM and every attention launch.
+
+The residual stream carries products only: the biases of the layers that end in it are constants, so their running sum ("offset") is
+added where the stream is read. A product then joins the stream in its own GEMM.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.attention.varlen import VarlenAttention, make_varlen_attention
+from models.backends.ops import Ops
+from models.config import VisionConfig
+from models.geometry import Grid
+from models.layers.checkpoint import CheckpointTensor
+from models.layers.parallel import Linear, empty_parameter
+from models.layers.rotary import inverse_frequencies
+from models.vision.preprocess import PIXEL_SCALE
+from models.vision.tables import GridTables, PositionGrid, TableCache, Tables, grid_tables
+
+LAYER_NORM_EPS = 1e-6
+
+
+class PatchEmbed(nn.Module):
+    """The Conv3d of the checkpoint as a GEMM. A still image is two equal frames, so their kernels are summed and one frame is used."""
+
+    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._kernel = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+        frame = config.in_channels * config.patch_size**2
+        self.weight = empty_parameter(config.temporal_patch_size, config.hidden_size, frame, dtype=dtype, device=device)
+        self.bias = empty_parameter(config.hidden_size, dtype=dtype, device=device)
+
+    @cached_property
+    def _frame_weight(self) -> torch.Tensor:
+        """(D, C * patch ** 2), summed at the first call: weights do not change once they are loaded."""
+        return self.weight.sum(0)
+
+    def add_(self, patches_PX: torch.Tensor, x_PD: torch.Tensor) -> None:
+        """x += the embedding of patches of pixels - 128, without `offset`."""
+        x_PD.addmm_(patches_PX, self._frame_weight.t(), alpha=1 / PIXEL_SCALE)
+
+    def offset(self) -> torch.Tensor:
+        """(D,) float32: the bias, and what is left of the normalisation ((x - 128) + 0.5) / 127.5."""
+        return self.bias.float() + self.weight.float().sum((0, 2)) * (0.5 / PIXEL_SCALE)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        channels, frames, height, width = self._kernel
+        conv = self.weight.data.view(frames, -1, channels, height, width).permute(1, 2, 0, 3, 4)
+        yield CheckpointTensor(f"{prefix}.proj.weight", tuple(conv.shape), (slice(None),), conv)
+        yield CheckpointTensor(f"{prefix}.proj.bias", tuple(self.bias.shape), (slice(None),), self.bias.data)
+
+
+class LayerNorm(nn.Module):
+    """Over the last of two dimensions, of a stream that still lacks its offset."""
+
+    def __init__(self, size: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.bias = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, offset_D: torch.Tensor) -> torch.Tensor:
+        return self.ops.layer_norm(x, offset_D, self.weight, self.bias, LAYER_NORM_EPS)
+
+
+class KeyValueQuery(Linear):
+    """The attention's projections, in the order that `VarlenAttention` wants; the checkpoint has queries first."""
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        for name, target in (("weight", self.weight.data), ("bias", self.bias.data)):
+            size = len(target) // 3
+            yield CheckpointTensor(f"{prefix}.{name}", tuple(target.shape), (slice(size, None),), target[: 2 * size])
+            yield CheckpointTensor(f"{prefix}.{name}", tuple(target.shape), (slice(size),), target[2 * size :])
+
+
+class ResidualLinear(Linear):
+    """A linear layer that ends in the residual stream."""
+
+    def add_(self, input_PX: torch.Tensor, x_PD: torch.Tensor) -> None:
+        """x += input @ weight.T; the bias is part of the offset."""
+        x_PD.addmm_(input_PX, self.weight.t())
+
+
+class VisionAttention(nn.Module):
+    """Full attention inside each image."""
+
+    def __init__(self, config: VisionConfig, attention: VarlenAttention, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.attention = attention
+        self.num_heads = config.num_heads
+        self.qkv = KeyValueQuery(config.hidden_size, 3 * config.hidden_size, dtype, device)
+        self.proj = ResidualLinear(config.hidden_size, config.hidden_size, dtype, device)
+
+    def add_(self, normed_PD: torch.Tensor, cos_sin_PK: torch.Tensor, x_PD: torch.Tensor) -> None:
+        """x += the attention's output."""
+        kvq_P3HK = self.qkv(normed_PD).view(len(normed_PD), 3, self.num_heads, -1)
+        self.proj.add_(self.attention.run(kvq_P3HK, cos_sin_PK), x_PD)
+
+
+class VisionMLP(nn.Module):
+    """fc2(gelu_tanh(fc1(x)))."""
+
+    def __init__(self, config: VisionConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, dtype, device)
+        self.linear_fc2 = ResidualLinear(config.intermediate_size, config.hidden_size, dtype, device)
+
+    def add_(self, normed_PD: torch.Tensor, x_PD: torch.Tensor) -> None:
+        """x += the MLP's output."""
+        self.linear_fc2.add_(self.ops.linear_gelu(normed_PD, self.linear_fc1.weight, self.linear_fc1.bias), x_PD)
+
+
+class VisionBlock(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: VisionConfig, attention: VarlenAttention, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(config.hidden_size, ops, dtype, device)
+        self.norm2 = LayerNorm(config.hidden_size, ops, dtype, device)
+        self.attn = VisionAttention(config, attention, dtype, device)
+        self.mlp = VisionMLP(config, ops, dtype, device)
+
+    def add_(self, x_PD: torch.Tensor, cos_sin_PK: torch.Tensor, offsets_2D: torch.Tensor) -> None:
+        """x += the block's output; `offsets_2D` are those of the stream before the attention and before the MLP."""
+        self.attn.add_(self.norm1(x_PD, offsets_2D[0]), cos_sin_PK, x_PD)
+        self.mlp.add_(self.norm2(x_PD, offsets_2D[1]), x_PD)
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention and the MLP each leave out of the stream, (D,)."""
+        return self.attn.proj.bias, self.mlp.linear_fc2.bias
+
+
+class PatchMerger(nn.Module):
+    """Joins the patches of a merge block into one token of the decoder. The main merger normalises each patch, the others the joint."""
+
+    def __init__(self, config: VisionConfig, ops: Ops, norm_after_join: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.joined_size = config.hidden_size * config.merge_size**2
+        self.norm_size = self.joined_size if norm_after_join else config.hidden_size
+        self.norm = LayerNorm(self.norm_size, ops, dtype, device)
+        self.linear_fc1 = Linear(self.joined_size, self.joined_size, dtype, device)
+        self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size, dtype, device)
+
+    def forward(self, x_PD: torch.Tensor, offset_D: torch.Tensor, out_ND: torch.Tensor) -> None:
+        """The stream (P, vision hidden) -> `out_ND` (P / merge ** 2, decoder hidden)."""
+        normed = self.norm(x_PD.view(-1, self.norm_size), offset_D).view(-1, self.joined_size)
+        hidden = F.gelu(self.linear_fc1(normed))  # the exact GELU, unlike the blocks
+        torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.weight.t(), out=out_ND)
+
+
+class VisionTower(nn.Module):
+    """All blocks, the main merger and one merger per DeepStack level."""
+
+    def __init__(self, config: VisionConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = make_varlen_attention(config.num_heads, config.head_dim, device)
+        self.patch_embed = PatchEmbed(config, dtype, device)
+        self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, dtype, device)
+        self._blocks = [VisionBlock(config, self.attention, ops, dtype, device) for _ in range(config.depth)]
+        self.blocks = nn.ModuleList(self._blocks)  # under the checkpoint's name; the list beside it keeps the type
+        self.merger = PatchMerger(config, ops, norm_after_join=False, dtype=dtype, device=device)
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(config, ops, norm_after_join=True, dtype=dtype, device=device) for _ in config.deepstack_indexes
+        )
+        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2).to(device)
+        self._tables = TableCache(self._make_tables)
+
+    def _make_tables(self, grid: Grid) -> GridTables:
+        return grid_tables(grid, self.config.merge_size, self.pos_embed, self.patch_embed.offset(), self._inv_freq)
+
+    @cached_property
+    def _offsets(self) -> torch.Tensor:
+        """(2 * depth + 1, D) float32: the stream's offset before each attention and MLP, and at the end. Made at the first call."""
+        biases = torch.stack([bias for block in self._blocks for bias in block.biases()])
+        return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
+
+    def forward(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Patches as `models.vision.preprocess` writes them -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels.
+
+        `grids` are the images' patch grids in the order of the patches.
+        """
+        self.plan(grids)
+        return self.compute(patches_PX, self.tables(grids))
+
+    def plan(self, grids: Sequence[Grid]) -> None:
+        """Host work before `compute`; not part of a captured graph."""
+        self.attention.plan([t * h * w for t, h, w in grids])
+
+    def tables(self, grids: Sequence[Grid]) -> Tables:
+        """What `compute` looks up."""
+        tables = [self._tables.get(grid) for grid in grids]
+        return Tables([table.position_PD for table in tables], torch.cat([table.cos_sin_PK for table in tables]))
+
+    def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
+        """Room for the patches of images of these grids, (P, C * patch ** 2)."""
+        width = self.config.in_channels * self.config.patch_size**2
+        return self.merger.norm.weight.new_empty((sum(t * h * w for t, h, w in grids), width))
+
+    def compute(self, patches_PX: torch.Tensor, tables: Tables) -> torch.Tensor:
+        """As `forward`, for what was planned. Device work only."""
+        cos_sin_PK = tables.cos_sin_PK
+        x_PD = torch.cat(tables.position_PD)
+        self.patch_embed.add_(patches_PX, x_PD)
+        num_tokens = len(x_PD) // self.config.merge_size**2
+        levels = x_PD.new_empty((1 + len(self.deepstack_merger_list), num_tokens, self.config.out_hidden_size))
+        for i, block in enumerate(self._blocks):
+            block.add_(x_PD, cos_sin_PK, self._offsets[2 * i : 2 * i + 2])
+            if i in self.config.deepstack_indexes:
+                level = self.config.deepstack_indexes.index(i)
+                self.deepstack_merger_list[level](x_PD, self._offsets[2 * i + 2], levels[1 + level])
+        self.merger(x_PD, self._offsets[-1], levels[0])
+        return levels

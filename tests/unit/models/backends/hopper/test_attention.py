@@ -1,0 +1,65 @@
+"""Attention whose plan lies in memory that somebody else fills, as a graph's does, with torch in place of the CUDA kernels.
+
+Red when the two kernels of a mixed step disagree about whose pages are where, when the size of a plan depends on more than the shape, or
+when a backend reads anything of an earlier plan.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.worker.staging import Staging
+from models.attention.paged import FixedAttention
+from models.batch import AttentionLayout
+from tests.unit.models.backends.hopper.attention_step import Step
+from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
+
+pytest.importorskip("triton")  # beside the kernels that are replaced
+from models.backends.hopper.attention import FixedMixedAttention, make_mixed_attention
+from models.backends.hopper.flash_decoding import FlashDecoding
+from models.backends.hopper.prefill_attention import PrefillAttention
+
+CPU = torch.device("cpu")
+HEADS = (4, 2)
+TOKENS = [[70, 13, 0, 1, 1, 1], [0, 1, 82, 1, 1, 1], [83, 0, 0, 1, 1, 1], [70, 13, 0, 1, 1, 1]]  # three prompts, three decode rows
+LENGTHS = [[300, 90, 0, 200, 17, 1], [0, 500, 82, 1, 1, 30], [83, 0, 0, 400, 400, 400], [70, 13, 0, 1, 1, 700]]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Steps of one shape."""
+    use_torch_kernels(monkeypatch)
+    built = [Step.build(lengths, HEADS, tokens=tokens, seed=i) for i, (lengths, tokens) in enumerate(zip(LENGTHS, TOKENS, strict=True))]
+    return [replace(step.to(CPU, torch.bfloat16), layout=replace(step.layout, num_prefill_rows=3)) for step in built]
+
+
+def plan_into(memory: Staging, backend: FixedAttention, layout: AttentionLayout) -> tuple[list[torch.Tensor], torch.Tensor]:
+    memory.begin()
+    plan = [memory.put(array) for array in backend.plan_arrays(layout)]
+    pages = memory.rest(torch.int32)
+    memory.put(layout.pages.numpy())
+    memory.copy()
+    return plan, pages
+
+
+@pytest.mark.parametrize("num_tokens", [83, 0])
+def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int) -> None:
+    """All steps through one backend that is told once; also decode rows alone. Then through the backend of steps outside graphs."""
+    largest = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
+    pool = largest[0].clone(), largest[1].clone()
+    split = FlashDecoding.factory([pool], HEADS[0], 3, max_pages=200)
+    backend: FixedAttention = split(3)
+    if num_tokens:
+        backend = FixedMixedAttention([pool], num_tokens, PrefillAttention.factory([pool], HEADS[0])(num_tokens, num_rows=3), split(3))
+    memory, eager = Staging(1 << 16, CPU), make_mixed_attention([pool], HEADS[0])
+    layouts = [step.layout if num_tokens else step.layout.decode_rows() for step in steps]
+    backend.read_from(*plan_into(memory, backend, layouts[0]))
+    for step, layout in zip(steps, layouts, strict=True):
+        for ours, theirs in zip(pool, step.pool, strict=True):
+            ours[: len(theirs)] = theirs
+        q, expected = step.q[-3 - num_tokens :], step.expected()[-3 - num_tokens :]
+        plan_into(memory, backend, layout)
+        torch.testing.assert_close(backend.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)
+        eager.plan(layout)
+        torch.testing.assert_close(eager.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,51 @@
+"""What Python assumes of the CUDA sources, where no export says it.
+
+Red if one side is changed alone, or if a source is not compiled with the others at the start.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from models.backends.hopper import compile, flash_decoding_plan
+
+pytest.importorskip("triton")  # beside the kernels
+from models.backends.hopper import attention, flash_decoding
+
+FOLDER = Path(flash_decoding_plan.__file__).parent
+SPLIT = (FOLDER / "flash_decoding.cu").read_text()
+
+
+def constant(name: str) -> int:
+    found = re.search(rf"\b{name} = (\d+)[,;]", SPLIT)
+    assert found is not None, name
+    return int(found[1])
+
+
+def test_units_of_split_attention() -> None:
+    assert constant("kRows") == flash_decoding_plan.ROWS and constant("kBlocks") == flash_decoding.BLOCKS
+    assert flash_decoding_plan.TILE % constant("kTile") == 0
+
+
+def test_tokens_that_are_new_in_a_step() -> None:
+    """Keys of earlier steps are read before the kernel ahead is done: a row's new ones must not be among them."""
+    assert constant("kNewTokens") >= attention.MAX_SPLIT_TOKENS
+
+
+def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
+    compile.load_kernels(128, 72)
+    assert sorted(loaded) == [("flash_decoding.cu", 128), ("prefill_attention.cu", 128), ("varlen_attention.cu", 72)]
+    assert {name for name, _ in loaded} == {path.name for path in FOLDER.glob("*.cu")}
+
+
+def test_a_source_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, head_dim: int) -> None:
+        if name == "flash_decoding":
+            raise RuntimeError("nvcc")
+
+    monkeypatch.setattr(compile, "load_kernel", fail)
+    with pytest.raises(RuntimeError, match="nvcc"):
+        compile.load_kernels(128, 72)

@@ -1,0 +1,187 @@
+"""The Triton kernels in Triton's interpreter against plain torch. Red when an index, a weight or a half of a pair is mixed up."""
+
+import math
+
+import pytest
+import torch
+
+from models.backends.ops import Taps
+from models.backends.torch.ops import TorchOps, rotate
+from models.layers.fp8 import BlockScaled, GroupScaled
+from models.vision.preprocess import make_taps
+from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+
+
+@starts_interpreter
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 32), (6, 2, 16), (3, 1, 16), (16, 8, 16)])
+def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count, blocks, page = 7, 5, 4
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    qkv, angles = normal(count, (num_heads + 2 * kv_heads) * head_dim), normal(count, head_dim // 2)
+    qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])  # of the last value head: stored as 0
+    tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    slots = torch.randperm(blocks * page, generator=generator)[:count]
+    args = (normal(head_dim), normal(head_dim), 1e-3, tables)
+    pools = [(torch.zeros(blocks, page, kv_heads, head_dim), torch.zeros(blocks, page, kv_heads, head_dim)) for _ in range(2)]
+    expected = TorchOps().norm_rope_store_(qkv.clone(), *args, pools[0], slots)
+    from models.backends.portable import text
+
+    ours = text.norm_rope_store(qkv, *args, pools[1], slots)
+    assert pools[1][1].isfinite().all()
+    for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
+    angles = torch.rand((count, head_dim // 2), generator=generator) * 2 * math.pi
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [72, 64, 32, 16])
+def test_rotate(head_dim: int) -> None:
+    from models.backends.portable import tower
+
+    generator = torch.Generator().manual_seed(0)
+    kvq = torch.randn((5, 3, 4, head_dim), generator=generator)
+    tables = random_tables(5, head_dim, generator)
+    keys, values, queries = (part.clone() for part in kvq.unbind(1))
+    tower.rotate_(kvq, tables)
+    torch.testing.assert_close(kvq[:, 2], rotate(queries, tables), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kvq[:, 0], rotate(keys, tables), rtol=1e-5, atol=1e-5)
+    assert kvq[:, 1].equal(values)
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "offsets"), [(1152, 1152), (64, 16)])
+def test_layer_norm(width: int, offsets: int) -> None:
+    from models.backends.portable import tower
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((7, width), generator=generator) * 3 + 5
+    args = [torch.randn(size, generator=generator) for size in (offsets, width, width)]
+    expected = TorchOps().layer_norm(x, *args, 1e-6)
+    torch.testing.assert_close(tower.layer_norm(x, *args, 1e-6), expected, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("width", [64, 1500])
+def test_norm_and_swiglu(width: int) -> None:
+    from models.backends.portable import text
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, gate_up = (torch.randn(shape, generator=generator) for shape in ((5, width), (width,), (5, 2 * width)))
+    ops = TorchOps()
+    torch.testing.assert_close(text.rms_norm(x, weight, 1e-3), ops.rms_norm(x, weight, 1e-3), rtol=1e-5, atol=1e-5)
+    assert text.rms_norm(x[:0], weight, 1e-3).shape == (0, width)
+    addends = torch.randn((3, *x.shape), generator=generator)
+    for parts in (addends, addends[:1]):
+        ours, theirs = x.clone(), x.clone()
+        expected = ops.rms_norm(theirs, weight, 1e-3, parts)
+        torch.testing.assert_close(text.rms_norm(ours, weight, 1e-3, parts), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, x + parts.sum(0), rtol=1e-5, atol=1e-5)
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.testing.assert_close(text.swiglu(gate_up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "rows"), [(512, 24), (700, 20), (96, 2)])
+def test_gemv(width: int, rows: int) -> None:
+    from models.backends.portable import gemv
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, width), (rows, width), (width,), (1, rows)
+    x, weight, norm, residual = (torch.randn(shape, generator=generator) for shape in shapes)
+    ops = TorchOps()
+    given = torch.empty((1, rows))
+    for out in (None, given):
+        torch.testing.assert_close(gemv.gemv(x, weight, torch.float32, out_1N=out), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(given, x @ weight.t(), rtol=1e-4, atol=1e-4)
+    ours = gemv.gemv(x, weight, torch.float32, (norm, 1e-3))
+    torch.testing.assert_close(ours, ops.norm_linear(x, norm, 1e-3, weight), rtol=1e-4, atol=1e-4)
+    ours = gemv.gemv_swiglu(x, weight, (norm, 1e-3))
+    torch.testing.assert_close(ours, ops.norm_swiglu(x, norm, 1e-3, weight), rtol=1e-4, atol=1e-3)
+    expected = residual + x @ weight.t()
+    gemv.gemv_add_(x, weight, residual)
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_tokens", "width"), [(3, 512), (1, 1152), (5, 256)])
+def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
+    """Red if a norm, SwiGLU or attention is rounded otherwise than by `GroupScaled.quantized`, or scales are at another token's place."""
+    from models.backends.portable import text
+
+    torch.manual_seed(0)
+    x, weight = torch.randn((num_tokens, width)) * torch.logspace(-3, 3, num_tokens * width).view(num_tokens, width), torch.randn(width)
+    x[0, :128] = 0
+    gate, up = torch.randn((2, num_tokens, width))
+    ops = TorchOps()
+    addends = torch.randn((2, num_tokens, width))
+    normed, added = ops.rms_norm(x.clone(), weight, 1e-3, addends), x.clone()
+    for ours, expected in (
+        (text.quantized(x), x),
+        (text.rms_norm_quantized(added, weight, 1e-3, addends), normed),
+        (text.swiglu_quantized(torch.cat((gate, up), 1)), torch.nn.functional.silu(gate) * up),
+    ):
+        theirs = GroupScaled.quantized(expected)
+        torch.testing.assert_close(ours.scales[:num_tokens], theirs.scales[:num_tokens], rtol=1e-5, atol=0)
+        differs = ours.values.view(torch.uint8) != theirs.values.view(torch.uint8)
+        assert differs.float().mean() < 0.03  # the interpreter, not a GPU, loses a carry: it makes 64 of 126
+    torch.testing.assert_close(added, x + addends.sum(0), rtol=1e-6, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_tokens", "width", "rows"), [(1, 512, 128), (17, 640, 256), (70, 1536, 128)])
+def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None:
+    """Red if a block's or a group's scale is taken for its neighbour's, or a part of the inputs is left out or counted twice."""
+    from models.backends.portable import fp8
+
+    torch.manual_seed(0)
+    weight = BlockScaled.quantized(torch.randn((rows, width)) * torch.logspace(-2, 2, rows * width).view(rows, width))
+    x = GroupScaled.quantized(torch.randn((num_tokens, width)) * torch.logspace(2, -2, num_tokens * width).view(num_tokens, width))
+    expected = x.dequantized() @ weight.dequantized().t()
+    torch.testing.assert_close(fp8.multiply(x, weight, torch.float32), expected, rtol=1e-3, atol=1e-2)
+    parts = fp8.multiply_in_parts(x, weight)
+    assert len(parts) == (4 if width == 512 or width == 1536 else 1)
+    torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
+
+
+@interpreted
+def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.backends.portable import gemv
+
+    monkeypatch.setattr(gemv, "GEMV_BLOCK", 64)
+    monkeypatch.setattr(gemv, "GEMV_MAX_BLOCK", 64)
+    x, weight = torch.randn((1, 200)), torch.randn((22, 200))
+    torch.testing.assert_close(gemv.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "axis", "new"), [((40, 32), 0, 64), ((40, 32), 1, 64), ((300, 32), 0, 32), ((32, 50), 1, 32), ((32, 64), 0, 32)]
+)
+def test_resample(size: tuple[int, int], axis: int, new: int) -> None:
+    from models.backends.portable import pixels
+
+    image = torch.randint(256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    first, weights = make_taps(size[axis], new)
+    taps = Taps(torch.from_numpy(first), torch.from_numpy(weights))
+    expected = TorchOps().resample(image, axis, taps)
+    assert pixels.resample(image, axis, taps).equal(expected)
+    if expected.shape[1 - axis] % 32 == 0:
+        shape = (expected.numel() // 768, 768)
+        ours, theirs = torch.full(shape, -1e3), torch.empty(shape)
+        pixels.resample_to_patches_(image, axis, taps, 16, 2, ours)
+        TorchOps().resample_to_patches_(image, axis, taps, 16, 2, theirs)
+        assert ours.equal(theirs)
