@@ -86,8 +86,8 @@ def start_all(family: Family, runtime: Runtime) -> None:
     for rank in range(runtime.config.tp):
         family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     family.start("scheduler", "engine.scheduler.main", runtime)
-    family.start("processor", "server.processor", runtime)
-    family.start("api", "server.app", runtime)
+    family.start("processor", "server.processor.main", runtime)
+    family.start("api", "server.http.app", runtime)
     for fd in runtime.arena_fds:
         os.close(fd)
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from engine.messages import EngineRequest, RequestOutput, Stages
-from server.scan import Scanner
+from server.http.scan import Scanner
 from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids
 
 CHUNK = 1 << 16

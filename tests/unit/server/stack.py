@@ -28,13 +28,13 @@ from engine.messages import (
     Stages,
     Status,
     ToScheduler,
-    Upcoming,
     WantedPixels,
 )
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 HEARTBEAT_S = 0.03
+MODULES = {"processor": "server.processor.main", "api": "server.http.app"}
 
 Script = Callable[["FakeScheduler", EngineRequest], None]
 
@@ -56,7 +56,6 @@ class FakeScheduler:
         self.arrivals: list[float] = []
         self.held: set[int] = set()
         self.pixels: list[Pixels] = []
-        self.upcoming: list[Upcoming] = []
 
     def start(self) -> None:
         self._thread.start()
@@ -99,8 +98,6 @@ class FakeScheduler:
                 self.script(self, message)
             elif isinstance(message, Pixels):
                 self.pixels.append(message)
-            elif isinstance(message, Upcoming):
-                self.upcoming.append(message)
             elif isinstance(message, Abort):
                 self.aborted.append(message.rid)
                 if message.rid in self.held:
@@ -164,7 +161,7 @@ class Stack:
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
         self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]), max_model_len)
         self._inherited = (*self._fds, lifeline)
-        self.processes = {role: self._spawn(role, module) for role, module in (("processor", "server.processor"), ("api", "server.app"))}
+        self.processes = {role: self._spawn(role, module) for role, module in MODULES.items()}
         os.close(lifeline)
         self.scheduler.beats = is_started
         self.scheduler.start()

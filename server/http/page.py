@@ -1,4 +1,4 @@
-"""The page at `/`: `page.html` as it is, under a policy that lets it talk to this server only. Routed to by `server/app.py`."""
+"""The page at `/`: `page.html` as it is, under a policy that lets it talk to this server only. Routed to by `server/http/app.py`."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What Pillow does for the processor: looks at headers, decodes everything that is not a plain JPEG. Called by `server/media.py` in pools.
+"""What Pillow does for the processor: looks at headers, decodes what is no plain JPEG. Called by `inspect.py` and `image.py` in pools.
 
 Every error of Pillow and its codecs becomes a RequestError in our own words here: this is the boundary to other people's bytes.
 """
@@ -28,7 +28,7 @@ TRANSPOSITIONS = {
 }
 DAMAGED_METADATA = (SyntaxError, ValueError, OSError, KeyError, IndexError, TypeError, AttributeError, struct.error)
 
-Image.MAX_IMAGE_PIXELS = None  # `check_size` of server/media.py is the limit; Pillow's own would warn below it
+Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow's own would warn below it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Token ids to text, one token at a time: whole UTF-8 characters only, special tokens skipped, stop strings cut out.
 
-Called by `server/processor.py` for every token of every stream, so the cost per token does not depend on what came before.
+Called by `server/processor/output.py` for every token of every stream, so the cost per token does not depend on what came before.
 """
 
 import codecs

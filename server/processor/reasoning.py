@@ -1,4 +1,4 @@
-"""The text of an answer in its two parts: what a model thinks, then what it says. Called by `server/processor.py` for every token.
+"""The text of an answer in its two parts: what a model thinks, then what it says. Called by `server/processor/output.py` for every token.
 
     prompt ends in <think> ────┐
     first token is <think> ────┴──▶ reasoning ── </think> ──┐
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from server.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 
 LINE_BREAKS = "\r\n"
 

@@ -1,4 +1,4 @@
-"""The api process's bookkeeping: which client waits for which request, and which bodies are still in use. Owned by `server/app.py`."""
+"""The api process's bookkeeping: which client waits for which request, and which bodies are still in use. Owned by `server/http/app.py`."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The bytes of a chat completion: SSE chunks of a stream, or one JSON document. Called by `server/chat.py`.
+"""The bytes of a chat completion: SSE chunks of a stream, or one JSON document. Called by `server/api/chat.py`.
 
 The hot path is `token_chunk`: everything but the text is formatted once per stream. Fields of thoughts are only in answers that have some.
 """

@@ -1,4 +1,4 @@
-"""Media from outside the request: http(s) and file URLs under the rules of a server that must not be a proxy. Called by `server/media.py`.
+"""Media from outside the request: http(s) and file URLs under the rules of a server that must not be a proxy. Called by `image.py`.
 
 One parse of a URL serves check and connection; a host is resolved once, its address checked and pinned for that connection; redirects are
 followed by hand and checked like the first URL.

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the api process: what clients saw, how long each stage took, the scheduler's gauges. Owned by `server/app.py`."""
+"""Prometheus metrics of the api process: what clients saw, how long each stage took, the scheduler's gauges. Owned by `app.py`."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.messages import EngineStats
-from server.client import Client
+from server.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)

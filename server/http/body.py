@@ -1,4 +1,4 @@
-"""Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/chat.py`.
+"""Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/api/chat.py`.
 
 socket ─▶ region ─▶ scanner ─▶ small JSON
                        └─────▶ every image of a large body, as soon as it is complete ─▶ processor
@@ -16,11 +16,11 @@ from engine.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig
 from engine.messages import API_ARENA
 from engine.messages import Region as WireRegion
-from server.client import Client
-from server.direct import DirectReader
 from server.errors import RequestError, overloaded
+from server.http.client import Client
+from server.http.direct import DirectReader
+from server.http.scan import Scanner
 from server.region import Region
-from server.scan import Scanner
 
 FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
 MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout: memory is reserved for what a client has announced

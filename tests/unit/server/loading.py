@@ -1,4 +1,4 @@
-"""A loader of images between two real arenas, for tests."""
+"""Images that are loaded between two real arenas, for tests."""
 
 import base64
 import os
@@ -10,44 +10,53 @@ from engine.config import EngineConfig
 from engine.messages import API_ARENA, MediaRef, Region
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.media import LoadedImage, MediaLoader
-from server.region import Holdings
+from server.processor.image import Image, ImageTools, release_all
+from server.processor.room import Room
 
 SIZE = 8 << 20
 
 
-class Bench:
-    """A loader between two real arenas, as the processor has it."""
+class Loading:
+    """What a processor has for its images."""
 
     def __init__(self, checkpoint: Checkpoint, **settings: object):
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
-        self.loader = MediaLoader(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE))  # type: ignore[arg-type]
-        self.holdings = Holdings(self.arena)
+        room = Room(self.arena, is_shared=lambda: False)
+        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room)  # type: ignore[arg-type]
+        self._images: list[Image] = []
 
     async def close(self) -> None:
-        await self.loader.close()
-        self.holdings.drop_all()
+        await self.tools.close()
+        await self.release()
         self.arena.check()
         assert self.arena.is_empty()
         os.close(self.bodies_fd)
         os.close(self.arena_fd)
+
+    async def release(self) -> None:
+        """Of all images that were loaded until now, also of those that failed."""
+        images, self._images = self._images, []
+        await release_all(images)
 
     def body(self, text: bytes) -> MediaRef:
         """Base64 text as the scanner leaves it in the api's arena."""
         self.bodies.view(0, len(text))[:] = text
         return MediaRef(Region(API_ARENA, 0, len(text)))
 
-    async def load(self, ref: MediaRef) -> LoadedImage:
-        payload = ref.payload
-        begun = {} if payload is None else {payload.offset: self.loader.begin(payload, self.holdings, lambda _: None)}
-        return await self.loader.load(0, ref, self.holdings, begun)
+    async def load(self, ref: MediaRef) -> Image:
+        image = Image(self.tools, ref)
+        self._images.append(image)
+        if ref.payload is not None:
+            image.start()
+        await image.load(0)
+        return image
 
-    async def load_bytes(self, data: bytes) -> LoadedImage:
+    async def load_bytes(self, data: bytes) -> Image:
         return await self.load(self.body(base64.b64encode(data)))
 
-    def bytes_of(self, image: LoadedImage) -> bytes:
+    def bytes_of(self, image: Image) -> bytes:
         return bytes(self.arena.view(image.source.region.offset, image.source.region.length))
 
     async def refusal(self, ref: MediaRef) -> RequestError:

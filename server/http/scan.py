@@ -1,8 +1,8 @@
-"""Takes the images out of a request body while it arrives: a body of 60 MB never becomes a Python string. Called by `server/body.py`.
+"""Takes the images out of a request body while it arrives: a body of 60 MB never becomes a Python string. Called by `server/http/body.py`.
 
     {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the body
 
-A base64 `data:` string is swapped wherever it stands as a JSON string; `server/schema.py` honours a reference in URL fields only and asks
+A base64 `data:` string is swapped wherever it stands as a JSON string; `schema.py` honours a reference in URL fields only and asks
 for every other one to be put back (`json(keep)`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
 """
 

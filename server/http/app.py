@@ -1,4 +1,4 @@
-"""The api process: sockets, routes, authorisation, health. `python -m server.app RUNTIME.json`, started by the launcher.
+"""The api process: sockets, routes, authorisation, health. `python -m server.http.app RUNTIME.json`, started by the launcher.
 
 main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processor ──▶ Client
 """
@@ -26,14 +26,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
-from server.chat import ChatEndpoint
+from server.api.chat import ChatEndpoint
 from server.checkpoint import read_checkpoint
-from server.client import Client
-from server.direct import DirectProtocol
 from server.errors import RequestError, error_type
-from server.metrics import Metrics
-from server.page import Page
-from server.reply import error_response
+from server.http.client import Client
+from server.http.direct import DirectProtocol
+from server.http.metrics import Metrics
+from server.http.page import Page
+from server.http.reply import error_response
 from server.warm import warm_up
 
 VERSION = "0.1.0"

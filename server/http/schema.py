@@ -1,4 +1,4 @@
-"""What a chat request may say: pydantic models of the OpenAI API and its usual extensions. Called by `server/chat.py`.
+"""What a chat request may say: pydantic models of the OpenAI API and its usual extensions. Called by `server/api/chat.py`.
 
 A field is *known* (validated), *fixed* (known to OpenAI or to other servers, not implemented: only values that change nothing pass),
 *harmless* (accepted and ignored), or *unknown* (the same, and named once in the log). To implement a fixed field, move it up to known.

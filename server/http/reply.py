@@ -1,4 +1,4 @@
-"""The answer to one accepted chat request: waits for its events and writes SSE or JSON. Made by `server/chat.py`, run by the ASGI server.
+"""The answer to one accepted chat request: waits for its events and writes SSE or JSON. Made by `server/api`, run by the ASGI server.
 
     first event ──▶ error: JSON with its status
                └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.messages import ErrorInfo, Event, Stages
-from server.client import Client, Stream, is_terminal
 from server.errors import error_body
-from server.metrics import Metrics
-from server.sse import DONE, ChunkFormatter, Usage, completion_json, error_chunk, message_json, stage_times, timings_json
+from server.http.client import Client, Stream, is_terminal
+from server.http.metrics import Metrics
+from server.http.sse import DONE, ChunkFormatter, Usage, completion_json, error_chunk, message_json, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it

@@ -15,10 +15,11 @@ from PIL import Image, ImageOps
 from engine.arena import ArenaFull, ArenaTooSmall
 from engine.messages import MediaRef
 from engine.plain_jpeg import parse_plain_jpeg
-from server import media
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from tests.unit.server.media_bench import SIZE, Bench
+from server.processor import image as image_module
+from server.processor import inspect
+from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow warns of the damage that these tests are about
@@ -29,105 +30,108 @@ def shown(data: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DECODED)
-async def test_unusual_images_are_shown_as_pillow_shows_them(bench: Bench, name: str) -> None:
+async def test_unusual_images_are_shown_as_pillow_shows_them(loading: Loading, name: str) -> None:
     """Red if a mode, a format, the first frame or the orientation is converted otherwise than by Pillow, or stays encoded."""
-    image = await bench.load_bytes(DECODED[name])
+    image = await loading.load_bytes(DECODED[name])
     expected = shown(DECODED[name])
     assert (image.source.encoding, image.source.orientation) == ("rgb", 1)
     assert (image.source.height, image.source.width) == expected.shape[:2]
-    assert bench.bytes_of(image) == expected.tobytes()
+    assert loading.bytes_of(image) == expected.tobytes()
 
 
 @pytest.mark.parametrize("name", DECODED)
-async def test_a_known_file_is_decoded_only_if_somebody_wants_its_pixels(bench: Bench, name: str) -> None:
+async def test_a_known_file_is_decoded_only_if_somebody_wants_its_pixels(loading: Loading, name: str) -> None:
     """Red if a file is decoded again unasked, if its tokens are counted otherwise than at first, or if its pixels are other ones then."""
-    first = await bench.load_bytes(DECODED[name])
-    bench.holdings.drop_all()
-    known = await bench.load_bytes(DECODED[name])
-    assert (known.source.encoding, bench.bytes_of(known), bench.loader.num_decoded) == ("file", DECODED[name], 1)
+    first = await loading.load_bytes(DECODED[name])
+    await loading.release()
+    known = await loading.load_bytes(DECODED[name])
+    assert (known.source.encoding, loading.bytes_of(known), loading.tools.num_decoded) == ("file", DECODED[name], 1)
     assert (known.hash, known.grid, known.num_tokens) == (first.hash, first.grid, first.num_tokens)
-    source = await bench.loader.decode(0, known, bench.holdings)
+    file = known.source
+    await known.make_pixels()
+    source = known.source
     assert (source.encoding, source.height, source.width) == ("rgb", first.source.height, first.source.width)
-    assert (known.source.height, known.source.width) == (source.height, source.width)
-    assert bytes(bench.arena.view(source.region.offset, source.region.length)) == shown(DECODED[name]).tobytes()
-    assert bench.loader.num_decoded == 2
+    assert (file.height, file.width) == (source.height, source.width)
+    assert bytes(loading.arena.view(source.region.offset, source.region.length)) == shown(DECODED[name]).tobytes()
+    assert loading.tools.num_decoded == 2
 
 
-async def test_pixels_take_the_place_of_the_file(bench: Bench) -> None:
+async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
     """Red if a request holds both, or if it loses its file although there was no room for the pixels."""
     data = DECODED["png"]
-    await bench.load_bytes(data)
-    bench.holdings.drop_all()
-    known = await bench.load_bytes(data)
-    assert known.file is not None
+    await loading.load_bytes(data)
+    await loading.release()
+    known = await loading.load_bytes(data)
+    file = known.source.region
     room = []
     while True:
         try:
-            room.append(bench.arena.alloc(4096))
+            room.append(loading.arena.alloc(4096))
         except ArenaFull:
             break
     with pytest.raises(ArenaFull):
-        await bench.loader.decode(0, known, bench.holdings)
+        await known.make_pixels()
+    assert (known.source.region, loading.bytes_of(known)) == (file, data)
     for offset in room:
-        bench.arena.free(offset)
-    source = await bench.loader.decode(0, known, bench.holdings)
+        loading.arena.free(offset)
+    await known.make_pixels()
     with pytest.raises(KeyError):
-        bench.arena.free(known.file.offset)
-    assert source.region.length == 48 * 80 * 3
+        loading.arena.free(file.offset)
+    assert known.source.region.length == 48 * 80 * 3
 
 
-async def test_how_many_files_are_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_how_many_files_are_known(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if the memory of files grows without bound, forgets the wrong ones, or remembers what could not be decoded."""
-    monkeypatch.setattr(media, "NUM_REMEMBERED", 2)
+    monkeypatch.setattr(image_module, "NUM_REMEMBERED", 2)
 
     async def encodings(names: str) -> list[str]:
-        return [(await bench.load_bytes(files[name])).source.encoding for name in names]
+        return [(await loading.load_bytes(files[name])).source.encoding for name in names]
 
     files = {name: save(pixels(seed=i), "PNG") for i, name in enumerate("abc")}
     assert await encodings("abab") == ["rgb", "rgb", "file", "file"]
     assert await encodings("aca") == ["file", "rgb", "file"]
     assert await encodings("bac") == ["rgb", "file", "rgb"]
     for _ in range(2):
-        assert (await bench.refusal(bench.body(base64.b64encode(DECODED["png"][:200])))).info.status == 422
+        assert (await loading.refusal(loading.body(base64.b64encode(DECODED["png"][:200])))).info.status == 422
 
 
 @pytest.mark.parametrize("name", PLAIN)
-async def test_plain_jpegs_stay_encoded(bench: Bench, name: str) -> None:
+async def test_plain_jpegs_stay_encoded(loading: Loading, name: str) -> None:
     """Red if a common JPEG is decoded on the CPU, or if its bytes or size change on the way."""
-    image = await bench.load_bytes(PLAIN[name])
+    image = await loading.load_bytes(PLAIN[name])
     assert image.source.encoding == "jpeg"
     assert (image.source.height, image.source.width, image.source.orientation) == (*shown(PLAIN[name]).shape[:2], 1)
-    assert bench.bytes_of(image) == PLAIN[name]
+    assert loading.bytes_of(image) == PLAIN[name]
 
 
 @pytest.mark.parametrize("orientation", [*range(1, 9), 0, 9])
-async def test_orientation_is_read_and_sizes_are_upright(bench: Bench, orientation: int) -> None:
+async def test_orientation_is_read_and_sizes_are_upright(loading: Loading, orientation: int) -> None:
     """Red if EXIF is ignored, or if height and width are those before the rotation."""
     data = jpeg(orientation=orientation)
-    image = await bench.load_bytes(data)
+    image = await loading.load_bytes(data)
     assert image.source.encoding == "jpeg"
     assert image.source.orientation == (orientation if 1 <= orientation <= 8 else 1)
     assert (image.source.height, image.source.width) == shown(data).shape[:2]
 
 
-async def test_orientation_in_xmp_and_damaged_metadata(bench: Bench) -> None:
+async def test_orientation_in_xmp_and_damaged_metadata(loading: Loading) -> None:
     """Red if XMP is ignored where Pillow heeds it, or if damaged EXIF makes a good picture unusable."""
     data = jpeg(xmp=b'<x tiff:Orientation="6"/>')
-    assert (await bench.load_bytes(data)).source.orientation == 6
+    assert (await loading.load_bytes(data)).source.orientation == 6
     assert shown(data).shape[:2] == (80, 48)
     for exif in (b"Exif\0\0", b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\xff" * 30):
-        image = await bench.load_bytes(jpeg(exif=exif))
+        image = await loading.load_bytes(jpeg(exif=exif))
         assert (image.source.encoding, image.source.orientation) == ("jpeg", 1)
 
 
 @pytest.mark.parametrize("tenth", range(10))
 @pytest.mark.parametrize("progressive", [False, True])
-async def test_a_truncated_jpeg_is_a_422(bench: Bench, tenth: int, progressive: bool) -> None:
+async def test_a_truncated_jpeg_is_a_422(loading: Loading, tenth: int, progressive: bool) -> None:
     """Red if a JPEG without its end is accepted, wherever it was cut."""
     data = jpeg(progressive=progressive, orientation=3)
     cut = max(3, len(data) * tenth // 10)
     for length in (cut, len(data) - 1 - tenth):
-        error = await bench.refusal(bench.body(base64.b64encode(data[:length])))
+        error = await loading.refusal(loading.body(base64.b64encode(data[:length])))
         assert error.info.status == 422
 
 
@@ -150,26 +154,26 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_what_is_no_image_is_a_422(bench: Bench, name: str) -> None:
+async def test_what_is_no_image_is_a_422(loading: Loading, name: str) -> None:
     """Red if a format that is not allowed opens, or if a codec's own error comes through."""
-    error = await bench.refusal(bench.body(base64.b64encode(BROKEN[name])))
+    error = await loading.refusal(loading.body(base64.b64encode(BROKEN[name])))
     assert error.info.status == 422
 
 
 @pytest.mark.parametrize("size", [(1, 201), (20_000, 1), (1, 20_000)])
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
-async def test_an_extreme_ratio_is_a_400(bench: Bench, size: tuple[int, int], format: str) -> None:
+async def test_an_extreme_ratio_is_a_400(loading: Loading, size: tuple[int, int], format: str) -> None:
     """Red if an image that the model cannot see in this shape is accepted."""
-    error = await bench.refusal(bench.body(base64.b64encode(save(Image.new("RGB", size), format))))
+    error = await loading.refusal(loading.body(base64.b64encode(save(Image.new("RGB", size), format))))
     assert (error.info.status, "aspect ratio" in error.info.message) == (400, True)
 
 
-async def test_a_claimed_size_is_checked_before_pixels_exist(bench: Bench) -> None:
+async def test_a_claimed_size_is_checked_before_pixels_exist(loading: Loading) -> None:
     """Red if a header that claims 30000x30000 makes anybody allocate pixels."""
-    error = await bench.refusal(bench.body(base64.b64encode(png_header(30_000, 30_000))))
+    error = await loading.refusal(loading.body(base64.b64encode(png_header(30_000, 30_000))))
     assert (error.info.status, "pixels" in error.info.message) == (400, True)
     with pytest.raises(ArenaTooSmall):
-        await bench.load_bytes(png_header(10_000, 10_000))
+        await loading.load_bytes(png_header(10_000, 10_000))
 
 
 async def test_limits_on_tokens(checkpoint: Checkpoint) -> None:
@@ -177,12 +181,12 @@ async def test_limits_on_tokens(checkpoint: Checkpoint) -> None:
     square = save(Image.new("RGB", (320, 320)), "PNG")  # 100 tokens
     token_bytes = checkpoint.num_values_per_image_token * 2
     for settings in ({"max_num_encoder_tokens": 99}, {"image_cache_bytes": 100 * token_bytes - 1}):
-        small = Bench(checkpoint, **settings)
+        small = Loading(checkpoint, **settings)
         error = await small.refusal(small.body(base64.b64encode(square)))
         assert (error.info.status, "100 tokens" in error.info.message) == (400, True)
         await small.close()
     for settings in ({"max_num_encoder_tokens": 100}, {"image_cache_bytes": 100 * token_bytes}):
-        exact = Bench(checkpoint, **settings)
+        exact = Loading(checkpoint, **settings)
         assert (await exact.load_bytes(square)).num_tokens == 100
         await exact.close()
 
@@ -202,68 +206,68 @@ def base64_forms(data: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", base64_forms(b""))
-async def test_base64_as_clients_send_it(bench: Bench, form: str) -> None:
+async def test_base64_as_clients_send_it(loading: Loading, form: str) -> None:
     """Red if a common way to write base64 is refused or decoded to other bytes."""
     data = PLAIN["4:2:0"]
-    assert bench.bytes_of(await bench.load(bench.body(base64_forms(data)[form]))) == data
+    assert loading.bytes_of(await loading.load(loading.body(base64_forms(data)[form]))) == data
 
 
 @pytest.mark.parametrize("text", [b"", b"====", b"*not base64*", b"QUJ", b"A", b"\\", b"\\u00", b"QUJD\xff", b"=QUJD"])
-async def test_bad_base64_is_a_4xx(bench: Bench, text: bytes) -> None:
+async def test_bad_base64_is_a_4xx(loading: Loading, text: bytes) -> None:
     """Red if broken base64, or a payload of nothing, is anything but the client's error."""
-    error = await bench.refusal(bench.body(text))
+    error = await loading.refusal(loading.body(text))
     assert error.info.status in (400, 422)
 
 
 @pytest.mark.parametrize("url", ["data:", "data:,", "data:image/png;base64,", "data:image/png;base64,???", "DATA:image/png,%89PNG"])
-async def test_bad_data_urls_that_the_scanner_leaves_alone(bench: Bench, url: str) -> None:
+async def test_bad_data_urls_that_the_scanner_leaves_alone(loading: Loading, url: str) -> None:
     """Red if a data URL in the small JSON ends in a 500."""
-    assert (await bench.refusal(MediaRef(url=url))).info.status in (400, 422)
+    assert (await loading.refusal(MediaRef(url=url))).info.status in (400, 422)
 
 
-async def test_data_urls_that_the_scanner_leaves_alone(bench: Bench) -> None:
+async def test_data_urls_that_the_scanner_leaves_alone(loading: Loading) -> None:
     """Red if a percent-encoded or oddly spelt data URL is refused."""
     data = DECODED["1x1"]
     percent = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     odd = "DATA:image/png;BASE64," + base64.b64encode(data).decode()
-    first, again = [await bench.load(MediaRef(url=url)) for url in (percent, odd)]
-    assert bench.bytes_of(first) == shown(data).tobytes()
-    assert (again.hash, bench.bytes_of(again)) == (first.hash, data)
+    first, again = [await loading.load(MediaRef(url=url)) for url in (percent, odd)]
+    assert loading.bytes_of(first) == shown(data).tobytes()
+    assert (again.hash, loading.bytes_of(again)) == (first.hash, data)
 
 
-async def test_identity_covers_bytes_and_parameters(bench: Bench, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_identity_covers_bytes_and_parameters(loading: Loading, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if equal images stop sharing a cache entry, or if different bytes or parameters begin to."""
-    first = await bench.load_bytes(PLAIN["4:2:0"])
-    again = await bench.load_bytes(PLAIN["4:2:0"])
-    other = await bench.load_bytes(PLAIN["4:4:4"])
+    first = await loading.load_bytes(PLAIN["4:2:0"])
+    again = await loading.load_bytes(PLAIN["4:2:0"])
+    other = await loading.load_bytes(PLAIN["4:4:4"])
     assert first.hash == again.hash != other.hash
     assert len(first.hash) == 32
-    monkeypatch.setattr(media, "PROCESSING_VERSION", media.PROCESSING_VERSION + 1)
-    changed = Bench(checkpoint)
+    monkeypatch.setattr(inspect, "PROCESSING_VERSION", inspect.PROCESSING_VERSION + 1)
+    changed = Loading(checkpoint)
     assert (await changed.load_bytes(PLAIN["4:2:0"])).hash != first.hash
     await changed.close()
 
 
-async def test_a_full_arena_is_reported_and_nothing_leaks(bench: Bench) -> None:
+async def test_a_full_arena_is_reported_and_nothing_leaks(loading: Loading) -> None:
     """Red if lack of room is anything but ArenaFull, which becomes a 503, or if a failed image keeps its region (fixture)."""
-    held = bench.arena.alloc(SIZE - 64)
+    held = loading.arena.alloc(SIZE - 64)
     with pytest.raises(ArenaFull):
-        await bench.load_bytes(PLAIN["4:2:0"])
-    bench.arena.free(held)
+        await loading.load_bytes(PLAIN["4:2:0"])
+    loading.arena.free(held)
 
 
-async def test_a_cancelled_load_waits_for_its_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_load_waits_for_its_thread(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a region can be given back while a pool thread still writes to it."""
     is_inside, may_go_on = threading.Event(), threading.Event()
-    decode = media.decode_base64
+    decode = image_module.decode_base64
 
     def slow_decode(text: memoryview | bytes) -> bytes:
         is_inside.set()
         may_go_on.wait(5)
         return decode(text)
 
-    monkeypatch.setattr(media, "decode_base64", slow_decode)
-    task = asyncio.create_task(bench.load_bytes(PLAIN["4:2:0"]))
+    monkeypatch.setattr(image_module, "decode_base64", slow_decode)
+    task = asyncio.create_task(loading.load_bytes(PLAIN["4:2:0"]))
     await asyncio.to_thread(is_inside.wait, 5)
     task.cancel()
     await asyncio.sleep(0.05)
@@ -299,17 +303,17 @@ def test_headers_that_are_not_plain() -> None:
 
 
 @pytest.mark.parametrize(("transform", "encoding"), [(1, "jpeg"), (0, "rgb"), (2, "rgb")])
-async def test_the_colour_transform_of_adobe(bench: Bench, transform: int, encoding: str) -> None:
+async def test_the_colour_transform_of_adobe(loading: Loading, transform: int, encoding: str) -> None:
     """Red if a JPEG whose marker says that it is not YCbCr goes to decoders that may or may not believe it."""
     marker = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
     data = PLAIN["4:2:0"][:2] + marker + PLAIN["4:2:0"][2:]
-    image = await bench.load_bytes(data)
+    image = await loading.load_bytes(data)
     assert image.source.encoding == encoding
     if encoding == "rgb":
-        assert bench.bytes_of(image) == shown(data).tobytes()
+        assert loading.bytes_of(image) == shown(data).tobytes()
 
 
-async def test_random_damage_never_escapes(bench: Bench) -> None:
+async def test_random_damage_never_escapes(loading: Loading) -> None:
     """Red if any damage to a header ends in another error than a RequestError."""
     draw = np.random.default_rng(0)
     for data in (PLAIN["4:2:0"], DECODED["progressive jpeg"], DECODED["png"], DECODED["gif"], DECODED["tiff compressed"], DECODED["webp"]):
@@ -318,8 +322,8 @@ async def test_random_damage_never_escapes(bench: Bench) -> None:
             for position in draw.integers(0, min(len(data), 400), 3):
                 damaged[position] = int(draw.integers(0, 256))
             with contextlib.suppress(RequestError, ArenaFull, ArenaTooSmall):
-                await bench.load_bytes(bytes(damaged))
-            bench.holdings.drop_all()
+                await loading.load_bytes(bytes(damaged))
+            await loading.release()
 
 
 async def test_local_files_only_below_the_allowed_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -332,7 +336,7 @@ async def test_local_files_only_below_the_allowed_folder(checkpoint: Checkpoint,
     (tmp_path / "allowed2" / "x.png").write_bytes(DECODED["png"])
     (allowed / "link.png").symlink_to(tmp_path / "secret.png")
     os.mkfifo(allowed / "fifo.png")
-    local = Bench(checkpoint, allowed_local_media_path=str(allowed))
+    local = Loading(checkpoint, allowed_local_media_path=str(allowed))
     assert (await local.load(MediaRef(url=f"file://{allowed}/a%20b.png"))).source.height == 48
     for name, status in (
         ("../secret.png", 400), ("%2e%2e/secret.png", 400), ("link.png", 400), ("../allowed2/x.png", 400),
@@ -341,7 +345,7 @@ async def test_local_files_only_below_the_allowed_folder(checkpoint: Checkpoint,
         assert (await local.refusal(MediaRef(url=f"file://{allowed}/{name}"))).info.status == status, name
     assert (await local.refusal(MediaRef(url=f"file://elsewhere{allowed}/a%20b.png"))).info.status == 400
     await local.close()
-    closed = Bench(checkpoint)
+    closed = Loading(checkpoint)
     assert (await closed.refusal(MediaRef(url=f"file://{allowed}/a%20b.png"))).info.status == 400
     await closed.close()
 

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` in the api process: body, schema, Submit, reply. Routed to by `server/app.py`."""
+"""`POST /v1/chat/completions` in the api process: body, schema, Submit, reply. Routed to by `server/http/app.py`."""
 
 import asyncio
 import contextlib
@@ -13,15 +13,15 @@ from starlette.types import Receive, Scope, Send
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.messages import API_ARENA, MediaRef, Region, SamplingParams, Stages, Submit
-from server.body import Body, check_text_bytes, read_body
 from server.checkpoint import SamplingDefaults
-from server.client import Client
-from server.direct import direct_reader
 from server.errors import RequestError, overloaded
-from server.metrics import Metrics
-from server.reply import Reply, ReplyOptions
-from server.scan import Scanner
-from server.schema import ChatRequest, ImagePart, Message, TextPart, UnknownFields, parse_chat_request
+from server.http.body import Body, check_text_bytes, read_body
+from server.http.client import Client
+from server.http.direct import direct_reader
+from server.http.metrics import Metrics
+from server.http.reply import Reply, ReplyOptions
+from server.http.scan import Scanner
+from server.http.schema import ChatRequest, ImagePart, Message, TextPart, UnknownFields, parse_chat_request
 
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop

@@ -1,4 +1,4 @@
-"""Large request bodies go from the socket straight into memory that the application names. Used by `server/app.py` and `server/body.py`.
+"""Large request bodies go from the socket straight into memory that the application names. Used by `app.py` and `body.py`.
 
     uvicorn:  socket ─▶ buffer ─▶ bytes ─▶ parser ─▶ bytes ─▶ bytearray ─▶ bytes ─▶ application
     here:     socket ─▶ application

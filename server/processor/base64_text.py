@@ -1,4 +1,4 @@
-"""Base64 as clients really send it: line breaks, URL-safe alphabet, missing padding, JSON escapes. Called by `server/media.py` in pools."""
+"""Base64 as clients really send it: line breaks, URL-safe alphabet, missing padding, JSON escapes. Called by `image.py` in pools."""
 
 import json
 from urllib.parse import unquote_to_bytes
