@@ -13,17 +13,15 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, Prefetch, RequestOutput, StepResult, Upcoming
+from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, RequestOutput, StepResult
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
-from engine.scheduler.state import Prefetched, State
+from engine.scheduler.state import State
 
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
-MAX_PREFETCHED_PIXELS = 1 << 24  # 48 MiB of RGB, which a worker holds beside what its memory was planned for
-MAX_PREFETCHED_BYTES = 1 << 25  # workers keep room for a copy of the largest file
 
 
 @dataclass(slots=True)
@@ -47,7 +45,7 @@ class SchedulerCore:
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
-        self._num_arrived = self._num_prompt_tokens = self._num_generated = self._num_prefetched = 0
+        self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
         self._last_progress = 0.0  # when the first request came, a step was planned or landed, or pixels came
 
     @property
@@ -79,17 +77,6 @@ class SchedulerCore:
         self._num_prompt_tokens += len(prompt_ids)
         self._requests[wire.rid] = request
         self.state.waiting.append(request)
-
-    def prefetch(self, upcoming: Upcoming) -> Prefetch | None:
-        """What the caller must send to every rank, if anything: an image is read while nothing else is to be done. Otherwise images are
-        read while a step runs, and that costs nothing."""
-        source = upcoming.source
-        is_large = source.height * source.width > MAX_PREFETCHED_PIXELS or source.region.length > MAX_PREFETCHED_BYTES
-        if self._requests or is_large:
-            return None
-        self.state.prefetched = Prefetched(self._num_prefetched, upcoming.rid, source)
-        self._num_prefetched += 1
-        return Prefetch(self.state.prefetched.number, source)
 
     def abort(self, rid: int) -> None:
         """The client wants no more: no output, only the release. Unknown or ended requests are ignored."""

@@ -17,7 +17,7 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSource, ImageSpan, Restore, StepPlan, VisualRef, WantedPixels
+from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef, WantedPixels
 from engine.scheduler.budget import prefill_budget
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
@@ -347,20 +347,10 @@ class _StepBuilder:
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
             return
-        source = request.sources[span.hash]
-        self.encodes.append(Encode(entry.image_id, source, span.grid, self._take_prefetched(request, source)))
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
         self.encoded[entry.image_id] = span.hash
         self.num_encoder_tokens += span.length
         request.wire.stages.images_encoded += 1
-
-    def _take_prefetched(self, request: Request, source: ImageSource) -> int | None:
-        """The number under which workers have read this image. At another request's place there may be another image by now."""
-        prefetched = self.state.prefetched
-        if prefetched is None or (prefetched.rid, prefetched.source) != (request.rid, source):
-            return None
-        self.state.prefetched = None
-        self.state.counters.images_prefetched += 1
-        return prefetched.number
 
 
 def _end(span: ImageSpan) -> int:
