@@ -19,11 +19,11 @@ from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
-from engine.messages import PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, Upcoming
+from engine.messages import DEPTH, PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.main import DEPTH, make_limits
+from engine.scheduler.main import make_limits
 from engine.scheduler.state import State
 from engine.worker.build import make_graphs
 from engine.worker.images import ImageCache
@@ -46,7 +46,7 @@ TEXT_ID = 5
 
 
 class Bench:
-    """A core and a runner on one GPU; `announce` and `prefill` run one request to its first token."""
+    """A core and a runner on one GPU; `prefill` runs one request to its first token."""
 
     def __init__(self, shape: str) -> None:
         device = torch.device("cuda", 0)
@@ -76,18 +76,9 @@ class Bench:
         state = State(limits, blocks, directory, free_rows=list(range(limits.max_num_seqs)))
         self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())
 
-    def announce(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
-        """What happens while a request arrives: its first image is read. `prefill` comes next."""
-        self._arrived = self._request(rid, jpegs, resolution)
-        wire, _ = self._arrived
-        prefetch = self._core.prefetch(Upcoming(rid, wire.images[0].source))
-        assert prefetch is not None, "something is left of the request before"
-        self._runner.prefetch(prefetch)
-        torch.cuda.synchronize()
-
-    def prefill(self) -> None:
+    def prefill(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
         """Two steps ahead, as the scheduler and the worker do it between them; afterwards what the worker does when it is idle."""
-        self._core.add(*self._arrived)
+        self._core.add(*self._request(rid, jpegs, resolution))
         pending: deque[LaunchedStep] = deque()
         while self._core.num_requests:
             while self._core.num_in_flight < DEPTH and (step := self._core.next_step()) is not None:
@@ -140,11 +131,10 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args.shape)
     for rid in range(2):
-        bench.announce(rid, make_jpegs(rid, args.images, args.resolution, "noise"), args.resolution)
-        bench.prefill()
-    bench.announce(2, make_jpegs(2, args.images, args.resolution, "noise"), args.resolution)
+        bench.prefill(rid, make_jpegs(rid, args.images, args.resolution, "noise"), args.resolution)
+    jpegs = make_jpegs(2, args.images, args.resolution, "noise")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        bench.prefill()
+        bench.prefill(2, jpegs, args.resolution)
         torch.cuda.synchronize()
     span, idle, gaps = gaps_of(list(profiler.events()))
     print(f"{args.images} x {args.resolution}: {span:.1f} ms from the first kernel to the last, {idle:.2f} ms idle in {len(gaps)} gaps")

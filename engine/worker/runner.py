@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Prefetch, StepPlan, StepResult
+from engine.messages import StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
@@ -97,11 +97,6 @@ class Runner:
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
         return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, marks)
-
-    @torch.inference_mode()
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Enqueues the reading of an image for a plan that is still to come."""
-        self._images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
