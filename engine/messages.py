@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from models.step_sizes import StepSizes
+
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
@@ -306,6 +308,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     image_cache_bytes: int
     bytes_per_image_token: int
+    step_sizes: StepSizes  # that pay on its device
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):

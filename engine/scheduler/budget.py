@@ -3,7 +3,6 @@
 from itertools import chain, islice
 
 from engine.scheduler.state import State
-from engine.step_sizes import largest_step, padded_decodes, smallest_step
 
 FEW_STEPS = 2  # steps beside decodes over which a short prompt is spread
 MANY_STEPS = 16  # steps over which all that waits is spread, if it is much
@@ -19,9 +18,10 @@ def prefill_budget(state: State, num_decodes: int) -> int:
     limits = state.limits
     if num_decodes == 0:
         return limits.max_num_batched_tokens
-    rows, lacking = padded_decodes(num_decodes), _num_lacking(state)
-    usual = min(limits.mixed_step_tokens, smallest_step(rows + lacking // FEW_STEPS))
-    size = max(usual, largest_step(rows + lacking // MANY_STEPS))
+    sizes, lacking = limits.step_sizes, _num_lacking(state)
+    rows = sizes.padded_decodes(num_decodes)
+    usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
+    size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
 

@@ -8,6 +8,7 @@ from engine.messages import WantedPixels
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.request import Request, Status
+from models.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,10 @@ class Limits:
     max_num_batched_tokens: int
     max_num_mixed_tokens: int
     max_num_encoder_tokens: int
+    mixed_step_tokens: int  # most tokens of a step that decodes and prefills, unless much more waits
     bytes_per_image_token: int
+    step_sizes: StepSizes
     prefix_cache: bool = True
-    mixed_step_tokens: int = 312  # most tokens of a step that decodes and prefills, unless much more waits
 
 
 @dataclass(slots=True)

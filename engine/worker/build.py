@@ -16,7 +16,6 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.step_sizes import LARGE_STEP
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
@@ -30,7 +29,9 @@ from models.backends.ops import KVPool
 from models.config import ModelConfig
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.step_sizes import StepSizes
 from models.symmetric import SymmetricSums, peers_are_mapped
+from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
@@ -56,10 +57,11 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     pools = allocate_pools(model_config.text, tp, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = make_attention(pools, model_config.text.num_heads // tp.size)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
+    step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
     graphs = None
     if device.type == "cuda" and not config.enforce_eager:
-        graphs = make_graphs(model, pools, rows, config.max_num_seqs, max_blocks)
+        graphs = make_graphs(model, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
         child.progress(f"captured {graphs.capture()} graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     decoder = pick_decoder(config, device)
@@ -67,7 +69,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)
+    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes)
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -136,14 +138,14 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
     return report
 
 
-def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> StepGraphs:
+def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, sizes: StepSizes, max_num_seqs: int, max_blocks: int) -> StepGraphs:
     """Graphs of small steps; the pool's last block is scratch."""
     from models.backends.hopper.attention import fixed_attention_factory  # needs Triton, which a CPU machine may lack
 
     num_heads = model.config.text.num_heads // model.tp.size
-    max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP
+    max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + sizes.large_step
     make_backend = fixed_attention_factory(pools, num_heads, *max_rows, max_blocks)
-    return StepGraphs(model, make_backend, rows, pools[0][0].shape[0] - 1, max_num_seqs)
+    return StepGraphs(model, make_backend, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from engine.worker.rows import HostStep, Rows
 from models.batch import ForwardBatch
 from models.layers.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.tuned import HOPPER_STEP_SIZES
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.unit.models import reference
@@ -171,20 +173,18 @@ def host_step(batch: ForwardBatch) -> HostStep:
     )
 
 
-def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_replay_with_new_lengths(model: Qwen3VL) -> None:
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
     from models.backends.hopper.attention import fixed_attention_factory
 
-    monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [64, 256])
-    monkeypatch.setattr(graphs, "LARGEST_CHUNK", 256)
-    monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2,))
+    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed_decodes=(2,), small_chunks=(64,), largest_chunk=256)
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model)
     rows = Rows(2, 1024, 16, model.config.geometry, model.device)
     make_backend = fixed_attention_factory(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 2, 1024)
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_backend, rows, scratch_block.pages[0], 2)
+    step_graphs = graphs.StepGraphs(model, make_backend, rows, sizes, scratch_block.pages[0], 2)
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:

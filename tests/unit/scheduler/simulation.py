@@ -27,6 +27,7 @@ from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep, preempt
 from engine.scheduler.state import Limits, State
+from models.tuned import HOPPER_STEP_SIZES
 
 EOS = 7
 PLACEHOLDER = 99
@@ -34,14 +35,16 @@ TOKEN_BYTES = 10  # of an embedding
 
 
 def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, host_bytes: int = 0, num_ranks: int = 1, **limits: int | bool
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, host_bytes: int = 0, num_ranks: int = 1, **limits: object
 ) -> SchedulerCore:
-    defaults: dict[str, int | bool] = {
+    defaults: dict[str, object] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_num_mixed_tokens": 8,
         "max_num_encoder_tokens": 16,
+        "mixed_step_tokens": 312,
         "bytes_per_image_token": TOKEN_BYTES,
+        "step_sizes": HOPPER_STEP_SIZES,
     }
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
     images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)

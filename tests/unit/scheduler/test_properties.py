@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import step_sizes
 from engine.messages import DEPTH
 from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler.core import SchedulerCore
+from models.tuned import HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
 
 
@@ -230,7 +230,7 @@ def test_a_short_prompt_is_spread_over_cheap_steps() -> None:
 
 def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if many waiting prompt tokens are computed in the smallest chunks, beside streams that then never end."""
-    monkeypatch.setattr(step_sizes, "MIXED_STEP_SIZES", (16, 18, 20, 22))
     monkeypatch.setattr(budget, "MANY_STEPS", 4)
-    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12)
+    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed=(16, 18, 20, 22))
+    core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12, step_sizes=sizes)
     assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]
