@@ -25,15 +25,16 @@ from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.main import make_limits
 from engine.scheduler.state import State
-from engine.worker.build import make_graphs, pick_decoder
+from engine.worker.build import make_graphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
 from engine.worker.runner import LaunchedStep, Runner
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools, make_attention
+from models.attention.paged import allocate_pools
+from models.backends.make import make_backend
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.tuned import HOPPER_STEP_SIZES
@@ -56,14 +57,18 @@ class Bench:
             write_model_folder(Path(folder), SHAPES[shape], weights="none", seed=0)
             self._model_config = ModelConfig.from_folder(Path(folder))
         model_config, tp = self._model_config, TensorParallel.single()
-        model = Qwen3VL(model_config, tp, torch.bfloat16, device)
+        backend = make_backend("hopper", device)
+        backend.load(model_config.text.head_dim, model_config.vision.head_dim)
+        decoder = backend.jpeg_decoder(self._config.processing_pool_size, "auto")
+        model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
         init_dummy_weights(model, seed=0)
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
         pools = allocate_pools(model_config.text, tp, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         rows = Rows(self._config.max_num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device)
-        images = ImageCache(model, ImageReader(self._arena, pick_decoder(self._config, device), device), tp, torch.cuda.Stream(device))
-        attention = make_attention(pools, model_config.text.num_heads)
-        graphs = make_graphs(model, pools, rows, HOPPER_STEP_SIZES, self._config.max_num_seqs, NUM_BLOCKS)
+        images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
+        attention = backend.attention(pools, model_config.text.num_heads)
+        graphs = make_graphs(model, backend, pools, rows, HOPPER_STEP_SIZES, self._config.max_num_seqs, NUM_BLOCKS)
+        assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, images, Staging(64 << 20, device), graphs, self._arena, tp)
         per_token = model_config.num_visual_levels * model_config.text.hidden_size * 2

@@ -17,8 +17,8 @@ import torch
 from engine.messages import Encode, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
-from models.layers.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
+from models.parallel import TensorParallel
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
@@ -49,7 +49,7 @@ class ImageCache:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         reader: ImageReader,
         tp: TensorParallel,
         stream: torch.cuda.Stream | None = None,
@@ -110,7 +110,7 @@ class ImageCache:
         return encoded
 
     def prepare(self, is_busy: bool) -> bool:
-        """As `Qwen3VL.prepare`."""
+        """As `VisionLanguageModel.prepare`."""
         with torch.cuda.stream(self._stream):
             return self._model.prepare(is_busy)
 
@@ -128,13 +128,13 @@ class ImageCache:
             started = time.monotonic()
             pixels = self._reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
-            good = [image for image in pixels if image is not None]
-            embeddings = iter(self._model.encode(good))
+            good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
+            embeddings = iter(self._model.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 own.append(self._zeros(self._num_tokens(encode)) if image is None else next(embeddings))
                 if image is None:
                     failed.append(encode.image_id)
-            kept += good
+            kept += [image for image, _ in good]
         watch.mark()
         return own, Encoded(failed, kept, read_ms, watch.marks())
 

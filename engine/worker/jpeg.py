@@ -4,37 +4,13 @@ Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG
 engine.
 """
 
-import io
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
-from PIL import Image
 
 from engine.arena import ArenaView
 from engine.messages import ImageSource
-
-Image.MAX_IMAGE_PIXELS = None  # the server's --max-image-pixels is the limit; Pillow's own would refuse what was accepted
-
-
-class JpegDecoder(Protocol):
-    """Decodes a batch; the pixels are within 2/255 of Pillow's, before EXIF orientation is applied."""
-
-    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3) on the device for each payload, None for one that cannot be decoded."""
-        ...
-
-
-class PillowDecoder:
-    """The reference, on CPU threads (Pillow releases the interpreter lock while it decodes)."""
-
-    def __init__(self, num_threads: int, device: torch.device):
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="jpeg")
-        self._device = device
-
-    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
-        return [None if pixels is None else pixels.to(self._device) for pixels in self._pool.map(_decode_with_pillow, payloads)]
+from models.backends.jpeg import JpegDecoder
 
 
 class ImageReader:
@@ -87,12 +63,3 @@ def apply_orientation(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tenso
         pixels_HWC = pixels_HWC.transpose(0, 1)
     flips = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}.get(orientation, ())
     return pixels_HWC.flip(flips).contiguous() if flips else pixels_HWC.contiguous()
-
-
-def _decode_with_pillow(payload: memoryview) -> torch.Tensor | None:
-    try:
-        with Image.open(io.BytesIO(payload), formats=("JPEG",)) as image:
-            rgb = image.convert("RGB")
-    except (OSError, ValueError, SyntaxError):
-        return None
-    return torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig, num_cpus
+from engine.config import num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag
 from engine.messages import DEPTH, StepPlan, StepResult, WorkerReady
 from engine.worker.build import build_runner
+from engine.worker.failure import explain
 from engine.worker.runner import LaunchedStep, Runner
 from models.config import ModelConfig
 
@@ -39,14 +40,11 @@ def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | St
             time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
 
 
-def pick_device(config: EngineConfig, rank: int) -> torch.device:
-    """The rank's GPU, or the CPU. ValueError if GPUs are demanded or too few."""
-    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if not use_gpu:
-        torch.set_num_threads(max(1, num_cpus() // config.tp))
+def take_device(child: Child, rank: int) -> torch.device:
+    """The rank's GPU, or its share of the CPU."""
+    if child.runtime.device == "cpu":
+        torch.set_num_threads(max(1, num_cpus() // child.config.tp))
         return torch.device("cpu")
-    if torch.cuda.device_count() < config.tp:
-        raise ValueError(f"--tp {config.tp} needs as many GPUs; there are {torch.cuda.device_count()}")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
@@ -64,10 +62,12 @@ def main() -> None:
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
         model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))
-        device = pick_device(child.config, rank)
+        device = take_device(child, rank)
         runner, ready = build_runner(child, model_config, rank, device)
-    except (ValueError, OSError, torch.OutOfMemoryError) as problem:
-        child.failed(str(problem))
+    except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
+        logger.debug("the model could not be built", exc_info=problem)
+        child.failed(explain(problem))
+        child.close()
         sys.exit(1)
     results.send(ready)
     run(runner, plans, results, stopping)

@@ -18,8 +18,8 @@ from engine.worker.sampler import SamplingInputs, sample
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.attention.paged import AttentionBackend
-from models.layers.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
+from models.parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         attention: AttentionBackend,
         rows: Rows,
         images: ImageCache,
@@ -118,7 +118,7 @@ class Runner:
             return self._graphs.run(step)
         inputs = self._rows.stage(step, self._staging)
         self._attention.plan(inputs.batch.attention)
-        return self._model(inputs.batch, self._attention), inputs.sampling
+        return self._model.logits(self._model(inputs.batch, self._attention)), inputs.sampling
 
     def _to_host(self, tokens_S: torch.Tensor) -> torch.Tensor:
         if not self._on_gpu:

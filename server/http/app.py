@@ -158,15 +158,11 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens already: whoever reads the address in our ready message may connect. OSError if it is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-
-async def serve(child: Child, listener: socket.socket) -> None:
+async def serve(child: Child) -> None:
     """Serves until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
+    listener = socket.socket(fileno=child.runtime.listener_fd)
+    listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect
     api = Api(child)
     warm_up(api.arena)
     config = uvicorn.Config(
@@ -206,7 +202,7 @@ def main() -> None:
     """Entry point. What the launcher would clean up is cleaned up here if the launcher has died."""
     child = Child.attach("api")
     try:
-        uvloop.run(serve(child, bind(child.config.host, child.config.port)))
+        uvloop.run(serve(child))
     except Exception as error:
         child.failed(f"{type(error).__name__}: {error}")
         raise

@@ -5,7 +5,8 @@ import torch
 
 from engine.arena import ArenaView, create_memfd
 from engine.messages import ImageSource, Region
-from engine.worker.jpeg import ImageReader, PillowDecoder
+from engine.worker.jpeg import ImageReader
+from models.backends.torch.jpeg import PillowDecoder
 
 CPU = torch.device("cpu")
 
