@@ -159,6 +159,10 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]  # (t, h, w) in patches
     source: ImageSource
 
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""

@@ -107,21 +107,14 @@ class Request:
         differs = self.token_ids[:end] != other.token_ids[:end]
         return int(differs.argmax()) if differs.any() else end
 
-    def append(self, token_id: int) -> None:
-        """A drawn token's id has come."""
+    def append(self, token_id: int) -> FinishReason | None:
+        """A drawn token's id has come. Whether it ends the request."""
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
         self.num_drawn -= 1
-
-    def finish_reason_of(self, token_id: int) -> FinishReason | None:
-        """Whether the token just appended ends the request."""
-        if not self.params.ignore_eos and token_id in self.eos_ids:
+        if token_id in self.params.stop_token_ids or (token_id in self.eos_ids and not self.params.ignore_eos):
             return "stop"
-        if token_id in self.params.stop_token_ids:
-            return "stop"
-        if self.num_known - self.num_prompt >= self.max_tokens:
-            return "length"
-        return None
+        return "length" if self.num_known - self.num_prompt >= self.max_tokens else None
 
     def known_ids(self) -> np.ndarray:
         """int32 ids of the prompt and the known output."""

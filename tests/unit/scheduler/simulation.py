@@ -25,7 +25,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep, preempt
+from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.state import Limits, State
 from models.tuned import HOPPER_STEP_SIZES
 
@@ -199,7 +199,7 @@ class Simulation:
     def step(self) -> bool:
         """One turn of the loop. False if nothing was in flight and nothing could be planned."""
         if self.core.state.running and self.rng.random() < self.preempt_rate:
-            preempt(self.core.state, self.core.state.running[-1])
+            self.core.state.preempt(self.core.state.running[-1])
         while self.core.num_in_flight < DEPTH and (step := self.core.next_step()) is not None:
             failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
