@@ -263,7 +263,11 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table."""
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table.
+
+    The last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the
+    model would have drawn, and one token more.
+    """
 
     row: int
     start: int
@@ -271,6 +275,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     blocks: list[int]
     visual: list[VisualRef]
+    drafts: tuple[int, ...] = ()
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -316,7 +321,8 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
-    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks; `failed_images` are those this rank could not decode."""
+    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks, so many of each as `num_tokens` says; if that is empty,
+    one of each. `failed_images` are those this rank could not decode."""
 
     rank: int
     step: int
@@ -327,6 +333,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     decode_ms: float = 0.0
     encode_ms: float = 0.0
     forward_ms: float = 0.0
+    num_tokens: list[int] = []
 
 
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -182,25 +183,28 @@ class SchedulerCore:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
             self._fail_image(step.encoded[image_id])
-        token_ids = iter(next(result for result in results if result.rank == 0).token_ids)
+        drawn = next(result for result in results if result.rank == 0)
+        token_ids, counts = iter(drawn.token_ids), iter(drawn.num_tokens)
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
-            token_id = next(token_ids) if chunk.sample else None
-            reason = self.state.land(request, chunk, token_id)
+            ids: list[int] = []
+            if chunk.sample:
+                ids = list(islice(token_ids, next(counts))) if drawn.num_tokens else [next(token_ids)]
+            kept, reason = self.state.land(request, chunk, ids)
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
             _note_stages(request, chunk.sample, results)
-            if token_id is not None:
-                self._deliver(request, token_id, reason)
+            if kept:
+                self._deliver(request, kept, reason)
 
-    def _deliver(self, request: Request, token_id: int, reason: FinishReason | None) -> None:
-        """A drawn token goes to the client."""
-        self._num_generated += 1
+    def _deliver(self, request: Request, token_ids: list[int], reason: FinishReason | None) -> None:
+        """Drawn tokens go to the client."""
+        self._num_generated += len(token_ids)
         stages = None
-        if request.num_known == request.num_prompt + 1:
+        if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, max(0, request.num_cached), stages))
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, max(0, request.num_cached), stages))
         if reason is not None:
             self._end(request)
 

@@ -59,20 +59,26 @@ class _StepBuilder:
         self.is_open = True  # until a waiting request cannot start
         self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row
         self.num_reserved_blocks = 0  # and these blocks
-        num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
-        self.budget = prefill_budget(state, num_decodes)
+        self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
+        num_lacking = 0
+        for request in state.running:
+            if not request.is_decoding:
+                num_lacking += request.num_tokens - request.num_computed
+            elif request.wants_tokens:
+                self.due.add(request)
+        self.budget = prefill_budget(state, len(self.due), num_lacking)
 
     def fill(self) -> None:
         """Chunks that fit the budget, by arrival: running requests go on, waiting ones start if nobody must be preempted for it."""
         i = 0
         while i < len(self.state.running):
             request = self.state.running[i]
-            i += self._admit_waiting(request.arrival)
-            if request.is_decoding:
-                if request.wants_tokens:
-                    self._schedule(request, 1)  # taken off the budget at the start
-            elif request.num_tokens > request.num_computed:
-                self.budget -= self._schedule(request, self.budget)
+            if self.state.waiting:
+                i += self._admit_waiting(request.arrival)
+            if request in self.due:
+                self._decode(request)
+            elif not request.is_decoding:
+                self.budget -= self._schedule(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # not: it has preempted itself
         self._admit_waiting(math.inf)
 
@@ -169,16 +175,26 @@ class _StepBuilder:
             request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
-    def _schedule(self, request: Request, budget: int) -> int:
-        """Adds a chunk of at most `budget` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
-        length = min(budget, request.num_tokens - request.num_computed)
+    def _decode(self, request: Request) -> None:
+        """The last token, which was taken off the budget at the start, and drafts behind it as far as there is room: nobody has to go
+        for a guess."""
+        drafts = request.drafts
+        if drafts:
+            drafts = drafts[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
+            lacking = self.state.blocks.num_needed(request.num_computed + 1 + len(drafts)) - len(request.blocks)
+            drafts = drafts if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else ()
+        if self._schedule(request, 1 + len(drafts), drafts):
+            self.budget -= len(drafts)
+
+    def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
+        """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
         while length > 0:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
                 return 0  # the step's encoder budget is used up, or there are no pixels
             new_blocks = self._blocks_for(request, fitting) if fitting else None
             if new_blocks is not None:
-                self._add_chunk(request, fitting, new_blocks)
+                self._add_chunk(request, fitting, new_blocks, drafts)
                 return fitting
             victim = self.state.running[-1]
             self.state.preempt(victim)
@@ -220,14 +236,14 @@ class _StepBuilder:
             encoder_tokens += span.length
         return length, False
 
-    def _add_chunk(self, request: Request, length: int, new_blocks: list[int]) -> None:
+    def _add_chunk(self, request: Request, length: int, new_blocks: list[int], drafts: tuple[int, ...]) -> None:
         start, end = request.num_computed, request.num_computed + length
         visual: list[VisualRef] = []
         num_images = 0
         if request.first_needed < len(request.images):
             visual, num_images = self._take_images(request, start, end)
-        sample = end == request.num_tokens
-        chunk = Chunk(request.row, start, length, sample, new_blocks, visual)
+        sample = end - len(drafts) == request.num_tokens
+        chunk = Chunk(request.row, start, length, sample, new_blocks, visual, drafts)
         is_decode_row = sample and length == 1 and not visual
         (self.decodes if is_decode_row else self.prefills).append((request, chunk))
         self.state.advance(request, chunk, num_images)

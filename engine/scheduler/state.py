@@ -154,7 +154,7 @@ class State:
     def advance(self, request: Request, chunk: Chunk, num_images: int) -> None:
         """A chunk of the request, which completes so many images, is in the plan."""
         request.blocks.extend(chunk.blocks)
-        request.num_computed = chunk.start + chunk.length
+        request.num_computed = chunk.start + chunk.length - len(chunk.drafts)
         request.num_drawn += chunk.sample
         request.first_needed += num_images
         request.num_in_flight += 1
@@ -166,15 +166,27 @@ class State:
         self.counters.images_restored += len(plan.restores)
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
-    def land(self, request: Request, chunk: Chunk, token_id: int | None) -> FinishReason | None:
-        """The result of a chunk is in, with the token that it drew: full blocks are offered to the directory. Whether the request ends."""
+    def land(self, request: Request, chunk: Chunk, drawn: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The result of a chunk is in: the ids that it drew, of which all but the last one were drafts. Full blocks are offered to the
+        directory. Returns the ids that count, since what follows an end is cut off, and whether the request ends."""
         request.num_in_flight -= 1
         if request.status is Status.STOPPING:
-            return None
-        reason = None if token_id is None else request.append(token_id)
+            return [], None
+        kept, reason = drawn, None
+        for i, token_id in enumerate(drawn):
+            reason = request.append(token_id)
+            if reason is not None:
+                kept = drawn[: i + 1]
+                break
+        num_computed = chunk.start + chunk.length - len(chunk.drafts)
+        if chunk.sample:
+            request.num_drawn -= 1
+            request.drafts = ()
+            num_computed += len(kept) - 1
         if request.status is Status.RUNNING:
-            self._commit(request, chunk.start + chunk.length)
-        return reason
+            request.num_computed = max(request.num_computed, num_computed)
+            self._commit(request, num_computed)
+        return kept, reason
 
     def check(self) -> None:
         """Asserts every invariant that relates requests, blocks, images and rows."""
