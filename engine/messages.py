@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from models.step_sizes import StepSizes
+
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
@@ -157,6 +159,10 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]  # (t, h, w) in patches
     source: ImageSource
 
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
@@ -257,7 +263,11 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table."""
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table.
+
+    The last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the
+    model would have drawn, and one token more.
+    """
 
     row: int
     start: int
@@ -265,6 +275,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     blocks: list[int]
     visual: list[VisualRef]
+    drafts: tuple[int, ...] = ()
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -306,10 +317,12 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     image_cache_bytes: int
     bytes_per_image_token: int
+    step_sizes: StepSizes  # that pay on its device
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
-    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks; `failed_images` are those this rank could not decode."""
+    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks, so many of each as `num_tokens` says; if that is empty,
+    one of each. `failed_images` are those this rank could not decode."""
 
     rank: int
     step: int
@@ -320,6 +333,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     decode_ms: float = 0.0
     encode_ms: float = 0.0
     forward_ms: float = 0.0
+    num_tokens: list[int] = []
 
 
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
