@@ -1,9 +1,9 @@
-"""Triton kernels that draw tokens: two launches, one reading of the logits, nothing sorted but a few candidates. Tested in the interpreter.
+"""Triton kernels of sampling. Tokens are drawn with two launches, one reading of the logits, nothing sorted but a few candidates.
 
 `_scan` reads every logit once. Of a row without a filter it keeps the best (score, token) of each tile; of a row with top-k the largest
 logit of each group of GROUP consecutive tokens. `_choose` ends a row. With top-k it takes the k best groups, in the order (largest logit,
 then lowest group), and finds the k best tokens in them: a token elsewhere has k groups before its own, hence k tokens before itself, also
-among equal logits, as groups are in the order of ids. Both are exact, so nothing depends on tile sizes.
+among equal logits, as groups are in the order of ids. Both are exact, so nothing depends on tile sizes. Tests run all in the interpreter.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,6 @@ import triton.language as tl
 
 from models.backends.torch.sampling import draw_random
 from models.sampling import MASS_BITS, DrawParams
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Sizes, all powers of two."""
-
-    group: int = 64  # tokens whose largest logit stands for them
-    tile: int = 8192  # logits of a program
-    candidates: tuple[int, ...] = (32, 128)  # a step uses the first that reaches all its top-k
-    scan_warps: int = 8
-    choose_warps: int = 8
-
-
-TILES = Tiles()
 
 
 @triton.jit
@@ -148,8 +134,51 @@ def _choose(
         tl.store(out + row, tl.min(tl.where(is_best, token, V - 1)).to(tl.int64))
 
 
-class TritonDraw:
-    """`models.sampling.Draw` for up to `max_rows` rows. Rows that need their whole vocabulary in order are drawn by torch."""
+@triton.jit(do_not_specialize=["stride"])
+def _penalise(
+    logits: tl.tensor, index: tl.tensor, counts: tl.tensor, penalties: tl.tensor, stride: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
+) -> None:
+    """One program: a tile of a row."""
+    row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    place = logits + tl.load(index + row) * stride + token
+    logit = tl.load(place, mask=token < V, other=0.0)
+    count = tl.load(counts + row.to(tl.int64) * V + token, mask=token < V, other=0)
+    repetition = tl.load(penalties + row * 3)
+    frequency, presence = tl.load(penalties + row * 3 + 1), tl.load(penalties + row * 3 + 2)
+    logit = tl.where(count > 0, tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition), logit)
+    drawn = count & 0x3FFFFFFF
+    penalty = frequency * drawn.to(tl.float32) + tl.where(drawn > 0, presence, 0.0)
+    tl.store(place, logit - penalty, mask=token < V)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _mask(
+    logits: tl.tensor, index: tl.tensor, allowed: tl.tensor, stride: tl.tensor, V: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr
+) -> None:
+    """One program: a tile of a row."""
+    row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    word = tl.load(allowed + row * WORDS + token // 32, mask=token < V, other=-1)
+    banned = (word >> (token % 32)) & 1 == 0
+    tl.store(logits + tl.load(index + row) * stride + token, float("-inf"), mask=(token < V) & banned)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes, all powers of two."""
+
+    group: int = 64  # tokens whose largest logit stands for them
+    tile: int = 8192  # logits of a program
+    candidates: tuple[int, ...] = (32, 128)  # a step uses the first that reaches all its top-k
+    scan_warps: int = 8
+    choose_warps: int = 8
+
+
+TILES = Tiles()
+ADJUSTED = 4096  # logits that a program changes
+
+
+class TritonSampling:
+    """`models.sampling.SamplingOps` for up to `max_rows` rows. Rows that need their whole vocabulary in order are drawn by torch."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tiles: Tiles = TILES):
         self.max_top_k = tiles.candidates[-1]
@@ -160,7 +189,15 @@ class TritonDraw:
         self._best_score = torch.empty((max_rows, self._num_tiles), device=device)
         self._best_token = torch.empty((max_rows, self._num_tiles), dtype=torch.int32, device=device)
 
-    def __call__(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    def penalise_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_AV: torch.Tensor, penalties_A3: torch.Tensor) -> None:
+        grid = triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)
+        _penalise[grid](logits_SV, index_A, counts_AV, penalties_A3, logits_SV.stride(0), V=self._vocab_size, TILE=ADJUSTED)
+
+    def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
+        grid, words = (triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)), allowed_AW.shape[1]
+        _mask[grid](logits_SV, index_A, allowed_AW, logits_SV.stride(0), V=self._vocab_size, WORDS=words, TILE=ADJUSTED)
+
+    def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
         out_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         rows = params.inverse_temperature, params.top_p, params.log_min_p, params.top_k, params.key
         self._launch(logits_SV, rows, params.largest_top_k, out_S)

@@ -1,18 +1,31 @@
-"""Drawing tokens in plain torch: the reference, and the way of rows whose filter needs their whole vocabulary in order."""
+"""Sampling in plain torch: the reference; also the way of rows whose filter needs their whole vocabulary in order."""
 
 import torch
 
-from models.sampling import MASS_BITS, DrawParams
+from models.sampling import IN_PROMPT, MASS_BITS, DrawParams
 
 MASK32 = 0xFFFFFFFF
 
 
-class TorchDraw:
-    """`models.sampling.Draw`: every random row is sorted if one row of the step has a filter."""
+class TorchSampling:
+    """`models.sampling.SamplingOps`: every random row is sorted if one row of the step has a filter."""
 
     max_top_k = 0
 
-    def __call__(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    def penalise_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_AV: torch.Tensor, penalties_A3: torch.Tensor) -> None:
+        logits_AV = logits_SV[index_A]
+        repetition, frequency, presence = penalties_A3[:, :, None].unbind(1)
+        repeated_AV = torch.where(logits_AV > 0, logits_AV / repetition, logits_AV * repetition)
+        drawn_AV = counts_AV & (IN_PROMPT - 1)
+        penalty_AV = frequency * drawn_AV + presence * (drawn_AV > 0)
+        logits_SV[index_A] = torch.where(counts_AV > 0, repeated_AV, logits_AV) - penalty_AV
+
+    def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
+        bits = torch.arange(32, dtype=torch.int32, device=allowed_AW.device)
+        allowed_AV = ((allowed_AW[:, :, None] >> bits) & 1).flatten(1)[:, : logits_SV.shape[1]]
+        logits_SV[index_A] = logits_SV[index_A].masked_fill(allowed_AV == 0, -torch.inf)
+
+    def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
         best_S = logits_SV.argmax(dim=-1)
         if params.is_greedy:
             return best_S

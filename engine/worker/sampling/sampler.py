@@ -1,0 +1,69 @@
+"""The stages in order: log-probabilities of the raw logits, changes of single rows, the draw, what the draw changes. Called by the runner."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import SamplingParams, TokenLogprobs
+from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.state import LogitState
+from models.sampling import SamplingOps
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of L draws, each with the `N` most likely tokens at its place, the most likely first. Tensors on one device."""
+
+    reported_L: torch.Tensor  # int64 indices of draws
+    tokens_L: torch.Tensor  # float32, of the tokens drawn
+    top_ids_LN: torch.Tensor  # int64
+    top_LN: torch.Tensor  # float32
+
+    def per_draw(self, num_draws: int) -> list[TokenLogprobs | None]:
+        """For each draw of the step. The tensors must be on the host, and there."""
+        found: list[TokenLogprobs | None] = [None] * num_draws
+        rows = zip(self.reported_L.tolist(), self.tokens_L.tolist(), self.top_ids_LN.tolist(), self.top_LN.tolist(), strict=True)
+        for index, token, top_ids, top in rows:
+            found[index] = TokenLogprobs(token, top_ids, top)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step drew."""
+
+    tokens_S: torch.Tensor  # int64
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Holds the state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+
+    def __init__(self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device):
+        self._ops = ops
+        self._eos_ids = eos_ids
+        self._state = LogitState(max_num_seqs, vocab_size, device)
+
+    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int) -> None:
+        """Row `row` now belongs to this request: `ids` are those of its prompt, then those drawn before a preemption."""
+        self._state.admit(row, params, ids, num_prompt, self._eos_ids)
+
+    def sample(self, logits_SV: torch.Tensor, draws: Draws) -> Sampled:
+        """Draws a token for each row of (S, V) float32 logits, which it may change."""
+        raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
+        if draws.changes:
+            self._state.change_(logits_SV, draws, self._ops)
+        tokens_S = self._ops.draw(logits_SV, draws.params)
+        if draws.changes:
+            self._state.note(tokens_S, draws)
+        return Sampled(tokens_S, None if raw_LV is None else take_logprobs(raw_LV, tokens_S, draws))
+
+
+def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) -> Logprobs:
+    """Those of the raw logits."""
+    norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
+    tokens_L1 = tokens_S[draws.reported_L][:, None]
+    top_LN, top_ids_LN = raw_LV.topk(draws.num_top, dim=-1)
+    return Logprobs(draws.reported_L, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
