@@ -8,8 +8,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MAX_PORT = (1 << 16) - 1
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
 MAY_BE_ZERO = frozenset({"port", "max_images_per_request", "image_host_cache_bytes"})  # any other number is at least 1
+
+CHILD_DEFAULTS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # grows its segments instead of leaving holes between image sizes
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # which nothing here uses
+    "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers keep each other from running where other processes want the cores too
+}
 
 
 def num_cpus() -> int:
@@ -32,6 +39,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' is as the checkpoint says"
     ] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
+    backend: Annotated[
+        Literal["auto", "hopper", "portable", "torch"], "who computes: 'auto' takes the fastest that this machine has; 'torch' is slow"
+    ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     symmetric_memory: Annotated[
         bool, "sum few tokens over the --tp GPUs through memory that they map from each other, where they can; else by NCCL"
@@ -60,10 +70,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
-    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "torchvision", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
+    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
 
-    api_arena_bytes: Annotated[int, "shared memory for request bodies"] = 1 * GIB
-    processor_arena_bytes: Annotated[int, "shared memory for images and token ids"] = 2 * GIB
+    api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: a sixteenth of the memory, at most 1G"] = None
+    processor_arena_bytes: Annotated[int | None, "shared memory for images and token ids; default: an eighth of it, at most 2G"] = None
     media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
     processing_pool_size: Annotated[int, "threads that decode images other than baseline JPEGs; on CPUs also JPEGs"] = max(
         1, min(16, num_cpus())
@@ -83,9 +93,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def child_environment() -> dict[str, str]:
-    """What the children inherit: ours, an allocator that grows its segments instead of leaving holes between image sizes, and symmetric
-    memory without the multicast that nothing here uses."""
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"} | dict(os.environ)
+    """What the children inherit: ours, and CHILD_DEFAULTS where ours says nothing."""
+    return CHILD_DEFAULTS | dict(os.environ)
 
 
 def parse_bytes(text: str) -> int:
@@ -142,6 +151,8 @@ def find_problem(config: EngineConfig) -> str | None:
         least = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans
             return f"--{name.replace('_', '-')} must be at least {least}"
+    if config.port > MAX_PORT:
+        return f"--port must be at most {MAX_PORT}"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
     if config.max_num_seqs > config.max_num_batched_tokens:

@@ -22,6 +22,7 @@ import zmq.asyncio
 from engine.arena import ArenaView
 from engine.config import EngineConfig
 from engine.messages import API_ARENA, PROCESSOR_ARENA, Status
+from models.backends.choose import BackendName, DeviceName
 
 T = TypeVar("T")
 
@@ -33,9 +34,12 @@ class Runtime(msgspec.Struct, frozen=True):
     """What the launcher hands to each child, as JSON in its first argument."""
 
     config: EngineConfig
+    backend: BackendName
+    device: DeviceName
     run_dir: str
     arena_fds: tuple[int, int]
     lifeline_fd: int
+    listener_fd: int  # the api's socket: bound, not listening
     model_folder: str
     model_name: str
     max_model_len: int
@@ -146,7 +150,9 @@ class Child:
         return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
 
     def arena_size(self, arena: int) -> int:
-        return {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
+        size = {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
+        assert size is not None, "the launcher decides"
+        return size
 
     def progress(self, text: str) -> None:
         self._status.send(Status(self.role, "progress", text))

@@ -1,6 +1,6 @@
 """Which JPEGs a GPU decoder handles like Pillow does, told from the header alone.
 
-Called by `server/media.py` in a pool thread, and by workers for bytes that nobody has vouched for.
+Called by `server/processor/inspect.py` in a pool thread, and by workers for bytes that nobody has vouched for.
 
     SOI  segments (marker, length, payload) ...  SOF0 ...  SOS  entropy-coded data ...  EOI
 

@@ -7,17 +7,21 @@ import functools
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 
+import msgspec
+
 from engine.arena import create_memfd, memory_limit
 from engine.config import GIB, EngineConfig, parse_args
 from engine.ipc import Runtime, setup_logging
 from engine.supervise import ChildDied, Family
+from models.backends.choose import choose, list_gpus
 from models.config import ModelConfig
-from models.hub import resolve
+from models.hub import DEMO, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     family = Family()
     _on_interrupt(functools.partial(_leave, family))
     try:
-        runtime = make_runtime(config, family)
-        _on_interrupt(_interrupt)
-        start_all(family, runtime)
+        with bind(config.host, config.port) as listener:
+            runtime = make_runtime(config, family, listener.fileno())
+            _on_interrupt(_interrupt)
+            start_all(family, runtime)
         roles = {"processor", "scheduler", "api"}
         url = family.wait_ready(roles)["api"]
         print(ready_text(url, runtime, time.monotonic() - started), flush=True)
@@ -56,25 +61,53 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def make_runtime(config: EngineConfig, family: Family) -> Runtime:
+def bind(host: str, port: int) -> socket.socket:
+    """The api's socket, taken before anything else: an address that cannot be had is known at once. It listens when the api serves.
+    OSError says what is wrong."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as problem:
+        listener.close()
+        raise OSError(f"cannot listen on --host {host} --port {port}: {problem.strerror}") from None
+    return listener
+
+
+def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
+    """Arenas of a machine with so many bytes of memory. ValueError names the flags if what was asked for is too much."""
+    api_bytes = config.api_arena_bytes or min(GIB, memory // 16)
+    processor_bytes = config.processor_arena_bytes or min(2 * GIB, memory // 8)
+    total = api_bytes + processor_bytes
+    there = f"{memory / GIB:.1f} GiB of memory"
+    if total > memory // 2:
+        raise ValueError(f"--api-arena-bytes and --processor-arena-bytes take {total / GIB:.1f} GiB: more than half of the {there}")
+    total += config.tp * config.image_host_cache_bytes
+    if total > memory:
+        raise ValueError(f"arenas and --image-host-cache-bytes take {total / GIB:.1f} GiB: there are {there}")
+    return msgspec.structs.replace(config, api_arena_bytes=api_bytes, processor_arena_bytes=processor_bytes)
+
+
+def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runtime:
     """Finds the model, sizes the context and reserves the arenas. ValueError or OSError says what is missing."""
+    choice = choose(config.backend, config.device, config.tp, config.model == DEMO, list_gpus())
+    if choice.note:
+        logger.warning("%s", choice.note)
+    config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, family.run_dir)
     model = ModelConfig.from_folder(resolved.folder)
     limit = model.text.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
-    total, available = config.api_arena_bytes + config.processor_arena_bytes, memory_limit()
-    if total > available // 2:
-        raise ValueError(f"the arenas take {total / GIB:.1f} GiB: more than half of the {available / GIB:.1f} GiB of memory")
-    total += config.tp * config.image_host_cache_bytes
-    if total > available:
-        raise ValueError(f"arenas and --image-host-cache-bytes take {total / GIB:.1f} GiB: there are {available / GIB:.1f} GiB of memory")
-    fds = (create_memfd("api", config.api_arena_bytes), create_memfd("processor", config.processor_arena_bytes))
+    fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
+        backend=choice.backend,
+        device=choice.device,
         run_dir=str(family.run_dir),
         arena_fds=fds,
         lifeline_fd=family.lifeline_fd,
+        listener_fd=listener_fd,
         model_folder=str(resolved.folder),
         model_name=config.served_model_name or resolved.name,
         max_model_len=config.max_model_len or limit,
@@ -86,8 +119,8 @@ def start_all(family: Family, runtime: Runtime) -> None:
     for rank in range(runtime.config.tp):
         family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     family.start("scheduler", "engine.scheduler.main", runtime)
-    family.start("processor", "server.processor", runtime)
-    family.start("api", "server.app", runtime)
+    family.start("processor", "server.processor.main", runtime)
+    family.start("api", "server.http.app", runtime, fds=(runtime.listener_fd,))
     for fd in runtime.arena_fds:
         os.close(fd)
 

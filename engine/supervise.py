@@ -48,14 +48,14 @@ class Family:
         self._children: list[ChildProcess] = []
         self._failures: list[str] = []
 
-    def start(self, role: str, module: str, runtime: Runtime, *arguments: str) -> None:
-        """Starts `python -m module RUNTIME.json arguments`, with the arenas and the lifeline as its only inherited descriptors."""
+    def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
+        """Starts `python -m module RUNTIME.json arguments`, with the arenas, the lifeline and `fds` as its only inherited descriptors."""
         path = self.run_dir / f"{role}.json"
         path.touch(0o600)
         path.write_bytes(msgspec.json.encode(runtime))
         command = [sys.executable, "-m", module, str(path), *arguments]
-        fds = (*runtime.arena_fds, self.lifeline_fd)
-        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=fds, env=child_environment(), process_group=0)))
+        inherited = (*runtime.arena_fds, self.lifeline_fd, *fds)
+        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=inherited, env=child_environment(), process_group=0)))
 
     def wait_ready(self, roles: set[str]) -> dict[str, str]:
         """Logs progress until every role has said that it is ready; their texts. Raises ChildDied."""

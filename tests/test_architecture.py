@@ -35,9 +35,9 @@ SERVER_MAY_IMPORT = {
 ENVIRONMENT_ALLOWED = {"engine/config.py"}
 GETATTR_ALLOWED = {"models/config.py"}
 BROAD_EXCEPT_ALLOWED = {
-    "server/app.py": "the process's boundary: told to the launcher and raised again",
-    "server/processor.py": "the process's boundary: told to the launcher and raised again",
-    "server/pixels.py": "the boundary to image codecs, which raise anything: becomes the client's 422, the cause is kept",
+    "server/http/app.py": "the process's boundary: told to the launcher and raised again",
+    "server/processor/main.py": "the process's boundary: told to the launcher and raised again",
+    "server/processor/pixels.py": "the boundary to image codecs, which raise anything: becomes the client's 422, the cause is kept",
 }
 
 
@@ -92,7 +92,25 @@ def test_only_the_launcher_sees_everything() -> None:
             assert not [name for name in imports(path) if name.split(".")[0] == "server"], relative(path)
 
 
-@pytest.mark.parametrize("module", ["server.app", "server.processor", "engine.scheduler.main", "engine.serve"])
+def test_no_module_imports_itself_through_others() -> None:
+    """Red if two files can only be understood together."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if path.name != "__init__.py"}
+    names = {name: path for name, path in names.items() if not name.startswith("models.")}  # where backends still choose each other
+    edges = {name: {found for found in imports(path) if found in names} for name, path in names.items()}
+    finished: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in finished:
+            for imported in sorted(edges[name]):
+                visit(imported, (*way, name))
+            finished.add(name)
+
+    for name in sorted(names):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("module", ["server.http.app", "server.processor.main", "engine.scheduler.main", "engine.serve"])
 def test_no_torch_outside_the_workers(module: str) -> None:
     """Red if a process that must start fast and stay small imports torch (2-3 s and 330 MB)."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

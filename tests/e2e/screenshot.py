@@ -7,7 +7,7 @@ from tests.e2e.browser import open_page
 from tests.e2e.serving import ROOT, serve
 from tests.e2e.test_page import SAME_DRAWINGS, ask
 
-TARGET = ROOT / "server/page.png"
+TARGET = ROOT / "server/http/page.png"
 WIDTH, HEIGHT = 1200, 800
 
 

@@ -162,7 +162,7 @@ def role_of(pid: int) -> str:
     """'api', 'processor', 'scheduler' or 'worker' of a child process."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     module = command[command.index(b"-m") + 1].decode()
-    return {"server.app": "api", "server.processor": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
+    return {"server.http.app": "api", "server.processor.main": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
 
 
 def run_dir_of(pid: int) -> Path:

@@ -28,8 +28,8 @@ from models.geometry import Grid
 from models.mrope import Positions, mrope_positions
 from models.qwen3_vl import Qwen3VL
 from server.checkpoint import read_checkpoint
-from server.media import Inspector
-from server.prompt import PromptBuilder
+from server.processor.inspect import Inspector
+from server.processor.prompt import PromptBuilder
 from tests.unit.worker import in_process
 
 SIDE = 192  # 36 image tokens

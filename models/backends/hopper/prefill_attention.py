@@ -14,7 +14,7 @@ from models.backends.hopper.flash_decoding_plan import max_token_groups, token_g
 from models.backends.hopper.mixed_plan import prefill_blocks
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, plan_items
 from models.backends.ops import KVPool
-from models.backends.portable.text import num_multiprocessors
+from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout
 
 GROUPS = (1, 2, 4, 8, 16)  # query heads that share a KV head: they share a tile's rows without a rest

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.portable.text import launch_early
+from models.backends.portable.launch import early_launch
 from models.layers.fp8 import BLOCK, BlockScaled, GroupScaled
 
 ROWS = 64  # of the matrix in a program
@@ -79,6 +79,6 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
     _multiply[(rows // ROWS, num_parts)](
         x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
         OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
-        ROWS=ROWS, TOKENS=max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)), STAGES=STAGES, OVERLAP=out_STN.is_cuda,
-        num_warps=WARPS, **launch_early(out_STN),
+        ROWS=ROWS, TOKENS=max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)), STAGES=STAGES,
+        num_warps=WARPS, **early_launch(out_STN),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from engine.config import GIB, MIB, EngineConfig, make_parser, parse_args, parse_bytes
+from engine.config import GIB, MIB, EngineConfig, child_environment, make_parser, parse_args, parse_bytes
 
 
 def test_every_field_is_a_flag_with_help() -> None:
@@ -48,3 +48,11 @@ def test_the_environment_gives_an_api_key(monkeypatch: pytest.MonkeyPatch) -> No
     """Red if a key must be shown in the process list."""
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
     assert parse_args([]).api_key == "secret" and parse_args(["--api-key", "other"]).api_key == "other"
+
+
+def test_threads_of_children_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a token on the CPU takes 370 ms instead of 14 because two other processes want the cores, or if a user's own setting loses."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert child_environment()["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert child_environment()["OMP_WAIT_POLICY"] == "active"

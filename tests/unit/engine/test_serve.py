@@ -1,18 +1,23 @@
 """What the launcher says when it is ready, and what it refuses to start."""
 
+import socket
+import subprocess
+import sys
+
+import msgspec
 import pytest
 
 from engine.arena import memory_limit
-from engine.config import EngineConfig
+from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Runtime
-from engine.serve import make_runtime, ready_text
+from engine.serve import bind, make_runtime, ready_text, size_arenas
 from engine.supervise import Family
 
 
 @pytest.mark.parametrize("api_key", [None, "secret"])
 def test_the_example_works_as_it_stands(api_key: str | None) -> None:
     """Red if the curl line of a server with a key would be answered by 401, or if the key is printed."""
-    runtime = Runtime(EngineConfig(api_key=api_key), "", (0, 0), 0, "", "demo", 100)
+    runtime = Runtime(EngineConfig(api_key=api_key), "", (0, 0), 0, 0, "", "demo", 100)
     text = ready_text("http://127.0.0.1:8000", runtime, 1.0)
     assert ("-H 'Authorization: Bearer " in text) == (api_key is not None) and "secret" not in text
 
@@ -22,6 +27,45 @@ def test_more_host_memory_than_there_is_does_not_start() -> None:
     family = Family()
     try:
         with pytest.raises(ValueError, match="--image-host-cache-bytes take"):
-            make_runtime(EngineConfig(tp=4, image_host_cache_bytes=memory_limit() // 4), family)
+            make_runtime(EngineConfig(tp=4, image_host_cache_bytes=memory_limit() // 4), family, 0)
     finally:
         family.stop()
+
+
+SIZES = [(GIB, (64, 128)), (4 * GIB, (256, 512)), (16 * GIB, (1024, 2048)), (500 * GIB, (1024, 2048))]
+
+
+@pytest.mark.parametrize(("memory", "sizes"), SIZES)
+def test_arenas_follow_the_memory(memory: int, sizes: tuple[int, int]) -> None:
+    """Red if a small machine cannot serve the demo because of memory that it would never use, or if a large one gets less than before."""
+    config = size_arenas(EngineConfig(), memory)
+    assert (config.api_arena_bytes, config.processor_arena_bytes) == tuple(size * MIB for size in sizes)
+
+
+def test_arenas_that_are_too_large_are_refused_by_their_flags() -> None:
+    """Red if the refusal does not say what to change, or if a size that was asked for is not taken."""
+    asked = EngineConfig(api_arena_bytes=3 * GIB)
+    assert size_arenas(asked, 8 * GIB) == msgspec.structs.replace(asked, processor_arena_bytes=GIB)
+    with pytest.raises(ValueError, match=r"--api-arena-bytes and --processor-arena-bytes take 3.5 GiB.* 4.0 GiB"):
+        size_arenas(asked, 4 * GIB)
+
+
+ADDRESSES = [("--port", "used"), ("--port", "99999"), ("--host", "no-such-host.invalid"), ("--host", "1.2.3.4")]
+
+
+@pytest.mark.parametrize(("flag", "value"), ADDRESSES)
+def test_an_address_that_cannot_be_had_is_one_line_at_once(flag: str, value: str) -> None:
+    """Red if it is noticed after processes were started, or told by a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        value = str(other.getsockname()[1]) if value == "used" else value
+        command = [sys.executable, "-m", "engine.serve", flag, value, *(["--port", "0"] if flag == "--host" else [])]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    lines = [line for line in ended.stderr.splitlines() if "usage" not in line and not line.startswith(" ")]
+    assert ended.returncode == 2 and not ended.stdout
+    assert len(lines) == 1 and flag in lines[0], ended.stderr
+
+
+def test_a_socket_that_nobody_serves_refuses_connections() -> None:
+    """Red if clients of a server that still loads wait instead of being told at once."""
+    with bind("127.0.0.1", 0) as listener, socket.socket() as client:
+        assert client.connect_ex(listener.getsockname()) != 0

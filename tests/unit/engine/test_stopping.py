@@ -24,13 +24,13 @@ DOWNLOAD = """
 import os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from engine import serve
-def make_runtime(config, family):
+def make_runtime(config, family, listener_fd):
     print(family.run_dir, flush=True)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGNAL)).start()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(time.sleep, 15).result()
 serve.make_runtime = make_runtime
-sys.exit(serve.main([]))
+sys.exit(serve.main(['--port', '0']))
 """
 
 ORPHAN = """

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
-from server.detokenize import TokenTable
-from tests.unit.server.media_bench import Bench
+from server.processor.detokenize import TokenTable
+from tests.unit.server.loading import Loading
 from tests.unit.server.stack import Stack
 
 
@@ -54,7 +54,7 @@ def stack(model_folder: Path) -> Iterator[Stack]:
 
 
 @pytest.fixture
-async def bench(checkpoint: Checkpoint) -> AsyncIterator[Bench]:
-    made = Bench(checkpoint)
+async def loading(checkpoint: Checkpoint) -> AsyncIterator[Loading]:
+    made = Loading(checkpoint)
     yield made
     await made.close()

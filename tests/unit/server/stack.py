@@ -28,13 +28,14 @@ from engine.messages import (
     Stages,
     Status,
     ToScheduler,
-    Upcoming,
     WantedPixels,
 )
+from engine.serve import bind
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 HEARTBEAT_S = 0.03
+MODULES = {"processor": "server.processor.main", "api": "server.http.app"}
 
 Script = Callable[["FakeScheduler", EngineRequest], None]
 
@@ -56,7 +57,6 @@ class FakeScheduler:
         self.arrivals: list[float] = []
         self.held: set[int] = set()
         self.pixels: list[Pixels] = []
-        self.upcoming: list[Upcoming] = []
 
     def start(self) -> None:
         self._thread.start()
@@ -99,8 +99,6 @@ class FakeScheduler:
                 self.script(self, message)
             elif isinstance(message, Pixels):
                 self.pixels.append(message)
-            elif isinstance(message, Upcoming):
-                self.upcoming.append(message)
             elif isinstance(message, Abort):
                 self.aborted.append(message.rid)
                 if message.rid in self.held:
@@ -154,18 +152,23 @@ class Stack:
         }
         self.config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.run_dir = tempfile.mkdtemp()
-        sizes = (self.config.api_arena_bytes, self.config.processor_arena_bytes)
+        sizes = (self.config.api_arena_bytes or 0, self.config.processor_arena_bytes or 0)
         self._fds = tuple(create_memfd(name, size) for name, size in zip(("api", "processor"), sizes, strict=True))
         lifeline, self._lifeline_end = os.pipe()
         os.set_inheritable(lifeline, True)
-        runtime = Runtime(self.config, self.run_dir, self._fds, lifeline, str(model_folder), "test-model", max_model_len)  # type: ignore[arg-type]
+        listener = bind(self.config.host, self.config.port)
+        os.set_inheritable(listener.fileno(), True)
+        self._inherited = (*self._fds, lifeline, listener.fileno())
+        fds: tuple[int, int] = self._fds  # type: ignore[assignment]
+        name, folder = "test-model", str(model_folder)
+        runtime = Runtime(self.config, "torch", "cpu", self.run_dir, fds, lifeline, listener.fileno(), folder, name, max_model_len)
         self._runtime_file = Path(self.run_dir, "runtime.json")
         self._runtime_file.write_bytes(msgspec.json.encode(runtime))
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
         self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]), max_model_len)
-        self._inherited = (*self._fds, lifeline)
-        self.processes = {role: self._spawn(role, module) for role, module in (("processor", "server.processor"), ("api", "server.app"))}
+        self.processes = {role: self._spawn(role, module) for role, module in MODULES.items()}
         os.close(lifeline)
+        listener.close()
         self.scheduler.beats = is_started
         self.scheduler.start()
         self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"

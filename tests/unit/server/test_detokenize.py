@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from server.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:

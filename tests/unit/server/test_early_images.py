@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.messages import Region
-from server.body import Body
-from server.scan import Scanner
-from tests.unit.server.pictures import PLAIN, jpeg, pixels, save
+from server.http.body import Body
+from server.http.scan import Scanner
+from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import MIB, Stack, answer_text, hold
 from tests.unit.server.test_direct import body_of, connect, head_of, large_image, read_answer
 from tests.unit.server.test_stack import image, uri
@@ -55,41 +55,6 @@ def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
     assert read_answer(connection)[0] == 200
     assert [stack.scheduler.image(stack.scheduler.requests[-1], i) for i in range(NUM_IMAGES)] == pictures
     connection.close()
-
-
-def test_the_scheduler_hears_of_images_before_the_body_ends(stack: Stack) -> None:
-    """Red if workers cannot read an image until the last one is here, are told of one that needs no reading (a PNG becomes RGB here), or of
-    more than the first."""
-    pictures = images()
-    pictures.insert(0, save(pixels(), "PNG"))
-    body = body_of(*pictures)
-    stack.scheduler.upcoming.clear()
-    connection = connect(stack)
-    connection.sendall(head_of(len(body)) + body[: -MIB // 2])
-    stack.wait_until(lambda: len(stack.scheduler.upcoming) > 0)
-    (upcoming,) = stack.scheduler.upcoming
-    assert stack.scheduler.bytes_at(upcoming.source.region) == pictures[1]
-    connection.sendall(body[-MIB // 2 :])
-    assert read_answer(connection)[0] == 200
-    request = stack.scheduler.requests[-1]
-    assert stack.scheduler.upcoming == [upcoming]
-    assert (upcoming.rid, upcoming.source) == (request.rid, request.images[1].source)
-    connection.close()
-
-
-def test_the_first_new_image_is_announced(stack: Stack) -> None:
-    """Red if a conversation's old image is read again, if its new one is not because the old one comes first, if a small body's images are
-    not announced, or bad ones are."""
-    old, new = jpeg(pixels(seed=1)), jpeg(pixels(seed=2), orientation=6)
-    stack.scheduler.upcoming.clear()
-    assert stack.chat([image(uri(new[:-2])), image(uri(old))]).status_code == 422
-    assert stack.scheduler.upcoming == []
-    assert stack.chat([image(uri(old)), image(uri(old))]).status_code == 200
-    assert stack.chat([image(uri(old)), image(uri(old))]).status_code == 200
-    assert stack.chat([image(uri(old)), image(uri(new)), image(uri(old))]).status_code == 200
-    first, _, last = stack.scheduler.requests[-3:]
-    announced = [(upcoming.rid, upcoming.source) for upcoming in stack.scheduler.upcoming]
-    assert announced == [(first.rid, first.images[0].source), (last.rid, last.images[1].source)]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.99])

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from engine.arena import ArenaTooSmall
 from engine.config import EngineConfig
-from server import fetch
 from server.errors import RequestError
-from server.fetch import Fetcher, Resolver, is_public
+from server.processor import fetch
+from server.processor.fetch import Fetcher, Resolver, is_public
 
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",

@@ -13,7 +13,7 @@ from PIL import Image
 from engine.messages import EngineRequest, RequestOutput
 from tests.unit.server.pictures import DECODED, PLAIN, save
 from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text, hold_silently
-from tests.unit.server.test_media import shown
+from tests.unit.server.test_image import shown
 from tests.unit.server.test_stack import image, uri
 from tests.unit.server.test_stack_edges import RawClient
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
-from server.prompt import PromptBuilder
+from server.processor.prompt import PromptBuilder
 
 # In the manner of the published template: images only in a user's turn, other roles' parts by their text, thoughts cut from old answers.
 USER_ONLY_TEMPLATE = """\

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from server.checkpoint import Checkpoint, read_checkpoint
-from server.detokenize import TokenTable
-from server.prompt import PromptBuilder
-from server.reasoning import OutputText, ThinkTokens
+from server.processor.detokenize import TokenTable
+from server.processor.prompt import PromptBuilder
+from server.processor.reasoning import OutputText, ThinkTokens
 from tests.unit.server.test_detokenize import pieces_of
 
 OPEN, CLOSED = "<think>\n", ""  # ends of a prompt

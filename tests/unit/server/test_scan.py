@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.scan import Scanner
+from server.http.scan import Scanner
 
 NONCE = "0123456789abcdef"
 PIECES = st.sampled_from(

@@ -7,11 +7,11 @@ import tracemalloc
 import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
-from server.chat import read_conversation, sampling_params
+from server.api.chat import read_conversation, sampling_params
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
-from server.scan import Scanner
-from server.schema import ChatRequest, UnknownFields, parse_chat_request
+from server.http.scan import Scanner
+from server.http.schema import ChatRequest, UnknownFields, parse_chat_request
 
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
 HELLO = [{"role": "user", "content": "hello"}]

@@ -1,0 +1,35 @@
+"""Why a worker could not start, in one line that says what to do. Called by `engine/worker/main.py`; the traceback is in the debug log."""
+
+import re
+
+import torch
+import torch.distributed
+
+MAX_CHARACTERS = 300
+COMPILER_ERROR = re.compile(r"^.*\berror\b.*$", re.IGNORECASE | re.MULTILINE)
+LIBRARIES = re.compile(r"\blib\w+\.so\S*")
+
+
+def explain(problem: Exception) -> str:
+    """The line. Its beginning is ours, the rest what the library says of it."""
+    text = str(problem)
+    if isinstance(problem, ModuleNotFoundError):
+        return f"the package {problem.name} is missing: install the extra with `pip install -e '.[cuda]'`, or serve with --device cpu"
+    if isinstance(problem, ImportError):
+        library = LIBRARIES.search(text)
+        return f"{library[0] if library else 'a package'} cannot be loaded: is the driver or CUDA another version? {_line(text)}"
+    if isinstance(problem, torch.OutOfMemoryError):
+        return f"the GPU's memory is too small: lower --gpu-memory-utilization, or end what else runs there. {_line(text)}"
+    if isinstance(problem, torch.distributed.DistError):
+        return f"the GPUs cannot reach each other (NCCL_DEBUG=INFO says more; try --no-symmetric-memory): {_line(text)}"
+    if "building extension" in text or "ninja" in text.lower() or "nvcc" in text:
+        cause = COMPILER_ERROR.search(text.partition("\n")[2])
+        said = _line(cause[0] if cause else text)
+        return f"kernels could not be compiled: are nvcc and a C++ compiler of its CUDA version installed? {said}"
+    return _line(text) or type(problem).__name__
+
+
+def _line(text: str) -> str:
+    """The first line that says something, shortened."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return first if len(first) <= MAX_CHARACTERS else first[:MAX_CHARACTERS] + " ..."

@@ -1,0 +1,147 @@
+"""Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/api/chat.py`.
+
+socket ─▶ region ─▶ scanner ─▶ small JSON
+                       └─────▶ every image of a large body, as soon as it is complete ─▶ processor
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from engine.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.config import EngineConfig
+from engine.messages import API_ARENA
+from engine.messages import Region as WireRegion
+from server.errors import RequestError, overloaded
+from server.http.client import Client
+from server.http.direct import DirectReader
+from server.http.scan import Scanner
+from server.region import Region
+
+FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
+MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout: memory is reserved for what a client has announced
+MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
+DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
+MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
+MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds, and parsed in a few milliseconds
+
+
+class Body:
+    """A body that arrives: as it was sent in `region`, the small JSON in `scanner`. The owner hands the region on or gives the body up."""
+
+    def __init__(self, region: Region, scanner: Scanner, client: Client, started: float):
+        self.region = region
+        self.scanner = scanner
+        self.started = started  # first byte asked for
+        self.received = 0.0  # last byte here
+        self.rid = client.new_rid()
+        self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
+        self._client = client
+
+    @property
+    def payloads(self) -> memoryview:
+        return self.region.view
+
+    def announce(self, limit: int) -> None:
+        """Images that are complete are decoded while the rest arrives, at most `limit` in all. The region may not move any more."""
+        complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
+        for reference in complete:
+            self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
+        self.num_announced += len(complete)
+
+    def give_up(self) -> None:
+        """The body is refused or was cut."""
+        if self.num_announced:
+            self._client.abandon(self.rid, self.region.offset)
+        else:
+            self.region.free()
+
+
+class Pace:
+    """How long a client may let us wait: `timeout` seconds at once, and in all so many and those that its bytes take at MIN_BYTES_PER_S."""
+
+    def __init__(self, started: float, timeout: float):
+        self._started = started
+        self._timeout = timeout
+
+    def patience(self, num_bytes: int) -> float:
+        """Seconds until more than so many bytes must be here. TimeoutError if they are late."""
+        left = self._started + self._timeout + num_bytes / MIN_BYTES_PER_S - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return min(left, self._timeout)
+
+
+async def read_body(
+    receive: Receive, content_length: int | None, direct: DirectReader | None, arena: Arena, config: EngineConfig, client: Client
+) -> Body:
+    """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
+    if content_length is not None and content_length > config.max_body_bytes:
+        raise _too_large(config.max_body_bytes)
+    started = time.monotonic()
+    pace = Pace(started, config.body_timeout)
+    with contextlib.ExitStack() as undo:
+        try:
+            region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
+            scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
+            body = Body(region, scanner, client, started)
+            undo.callback(body.give_up)
+            while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
+                rest = (content_length or 0) - region.used
+                if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
+                    await _read_directly(direct, rest, body, config.max_images_per_request, pace)
+                    break
+        except TimeoutError:
+            raise RequestError(408, "The request body came too slowly.") from None
+        except ArenaTooSmall:
+            raise _too_large(arena.size) from None
+        except ArenaFull:
+            raise overloaded("The server holds too many request bodies right now.") from None
+        region.trim()
+        undo.pop_all()
+    body.received = time.monotonic()
+    return body
+
+
+async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
+    """What the server has read by itself. Returns whether there is more."""
+    async with asyncio.timeout(pace.patience(region.used)):
+        message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    chunk: bytes = message.get("body", b"")
+    if region.used + len(chunk) > max_bytes:
+        raise _too_large(max_bytes)
+    region.append(chunk)
+    scanner.feed(chunk)
+    check_text_bytes(scanner.num_text_bytes)
+    more: bool = message.get("more_body", False)
+    return more
+
+
+async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int, pace: Pace) -> None:
+    """The last `rest` bytes, from the socket into the region, which has room for them."""
+    region, scanner = body.region, body.scanner
+    end = region.used + rest
+    with direct.take_over(rest):
+        while region.used < end:
+            piece = region.room[: min(DIRECT_PIECE_BYTES, end - region.used)]
+            await direct.fill(piece, lambda filled: pace.patience(region.used + filled))
+            region.used += len(piece)
+            scanner.feed(bytes(piece))
+            check_text_bytes(scanner.num_text_bytes)
+            body.announce(max_images)
+
+
+def check_text_bytes(num_bytes: int) -> None:
+    """RequestError 413 if this much JSON without media is too much."""
+    if num_bytes > MAX_TEXT_BYTES:
+        raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"The request body exceeds the limit of {limit} bytes.")

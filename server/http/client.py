@@ -1,0 +1,141 @@
+"""The api process's bookkeeping: which client waits for which request, and which bodies are still in use. Owned by `server/http/app.py`."""
+
+import asyncio
+import itertools
+import time
+
+from starlette.requests import ClientDisconnect
+
+from engine.arena import Arena
+from engine.ipc import Outbox
+from engine.messages import Abort, EngineStats, ErrorInfo, Event, Events, Payload, Region, Submit, ToProcessor
+from server.errors import RequestError
+
+HEARTBEAT_STALE_S = 15.0
+
+
+def is_terminal(event: Event) -> bool:
+    return event.finish_reason is not None or event.error is not None
+
+
+class Stream:
+    """The events of one request, in order. Exactly one of them is terminal, and nothing follows it."""
+
+    __slots__ = ("_disconnected", "_events", "_waiter", "ended", "rid")
+
+    def __init__(self, rid: int):
+        self.rid = rid
+        self.ended = False  # the terminal event has come
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._disconnected = False
+
+    async def next(self) -> list[Event]:
+        """Every event that has come since the last call, at least one. Raises ClientDisconnect when the client is gone."""
+        if not self._events and not self._disconnected:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._disconnected:
+            raise ClientDisconnect
+        events, self._events = self._events, []
+        return events
+
+    def push(self, event: Event) -> None:
+        if not self.ended:
+            self.ended = is_terminal(event)
+            self._events.append(event)
+            self._wake()
+
+    def disconnect(self) -> None:
+        """The client is gone: `next` raises from now on."""
+        self._disconnected = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._waiter = None
+
+
+class Client:
+    """Requests on their way through the engine. Every stream given out by `submit` must be given back to `close`.
+
+    A body named in a Submit, or in `abandon`, belongs to the processor until `released_bodies` names it, also when the client has gone.
+    """
+
+    def __init__(self, outbox: Outbox[ToProcessor], arena: Arena):
+        self.stats = EngineStats()
+        self.num_bodies = 0  # handed to the processor, not yet released
+        self._outbox = outbox
+        self._arena = arena
+        self._rids = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._heartbeat = 0.0
+        self._refusal: ErrorInfo | None = None
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def started(self) -> bool:
+        """The engine has shown life at least once."""
+        return self._heartbeat > 0.0
+
+    @property
+    def healthy(self) -> bool:
+        """The engine made progress, or had nothing to do, a short while ago."""
+        return self._refusal is None and time.monotonic() - self._heartbeat < HEARTBEAT_STALE_S
+
+    def new_rid(self) -> int:
+        return next(self._rids)
+
+    def announce(self, rid: int, payload: Region) -> None:
+        """An image of a request that is not submitted yet. From now on `submit` or `abandon` must hand the body over."""
+        self._outbox.send(Payload(rid, payload))
+
+    def abandon(self, rid: int, body: int) -> None:
+        """The request that was announced does not come. The body, at this offset, is freed when the processor has let go of it."""
+        self._outbox.send(Abort(rid, body))
+        self.num_bodies += 1
+
+    def submit(self, message: Submit) -> Stream:
+        """Sends a request with a new id. Raises RequestError while the server shuts down; the body is then still the caller's."""
+        self.check_open()
+        self._outbox.send(message)
+        if message.body is not None:
+            self.num_bodies += 1
+        stream = Stream(message.rid)
+        self._streams[message.rid] = stream
+        return stream
+
+    def check_open(self) -> None:
+        """Raises RequestError while the server shuts down."""
+        if self._refusal is not None:
+            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
+
+    def close(self, stream: Stream) -> None:
+        """The client has its answer or is gone; in the latter case the engine is told to stop."""
+        del self._streams[stream.rid]
+        if not stream.ended:
+            self._outbox.send(Abort(stream.rid))
+
+    def dispatch(self, message: Events) -> None:
+        """Hands events to their streams; those of a closed stream are dropped."""
+        for event in message.events:
+            stream = self._streams.get(event.rid)
+            if stream is not None:
+                stream.push(event)
+        for offset in message.released_bodies:
+            self._arena.free(offset)
+            self.num_bodies -= 1
+        if message.stats is not None:
+            self.stats = message.stats
+            self._arena.check()
+        self._heartbeat = max(self._heartbeat, message.heartbeat)
+
+    def refuse_all(self, error: ErrorInfo) -> None:
+        """Ends every stream with `error` and refuses new ones: the server is going down."""
+        self._refusal = error
+        for stream in self._streams.values():
+            stream.push(Event(stream.rid, error=error))

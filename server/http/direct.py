@@ -1,0 +1,167 @@
+"""Large request bodies go from the socket straight into memory that the application names. Used by `app.py` and `body.py`.
+
+    uvicorn:  socket ─▶ buffer ─▶ bytes ─▶ parser ─▶ bytes ─▶ bytearray ─▶ bytes ─▶ application
+    here:     socket ─▶ application
+
+A request whose body has a known length carries a `DirectReader` as an ASGI extension. Once the application has taken what the parser had
+read already, it may take the connection over for the rest of the body; after the last byte uvicorn's protocol goes on with a fresh parser.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+import httptools
+from starlette.requests import ClientDisconnect
+from starlette.types import Scope
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+EXTENSION = "direct_body"
+SCRATCH_BYTES = 1 << 16
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class DirectProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, whose applications may read bodies directly."""
+
+    _running: RequestResponseCycle | None = None
+    _is_before_body = True
+
+    def data_received(self, data: bytes) -> None:
+        """An offer to upgrade, which Java's client makes with every first request, is passed over: the parser would drop the body."""
+        if self._is_before_body:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"\r\nx-offer:", head) + end + rest
+        super().data_received(data)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the newest request only; with pipelining it is an older one that runs."""
+        super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def on_headers_complete(self) -> None:
+        self._is_before_body = False
+        self.scope["extensions"] = {EXTENSION: DirectReader(self)}  # type: ignore[dict-item]
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_before_body = True
+        super().on_message_complete()
+
+    def end_body(self) -> None:
+        """The current body was read past the parser: the next byte begins a new request."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.on_message_complete()
+
+
+class DirectReader(asyncio.BufferedProtocol):
+    """The rest of one body. Between `take_over` and the last byte it is the connection's protocol, and reading pauses between two `fill`.
+
+    If the application gives up, what still comes is thrown away, so that the client gets to read its answer.
+    """
+
+    def __init__(self, http: DirectProtocol):
+        self._http = http
+        self._rest = 0  # bytes of the body that are still to come
+        self._room = memoryview(b"")  # where they go
+        self._waiter: asyncio.Future[None] | None = None  # of the application, until the room is full
+        self._is_discarding = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the application has all that was parsed, and more is to come."""
+        cycle = self._http.cycle
+        return cycle.more_body and not cycle.body and not cycle.disconnected
+
+    @contextlib.contextmanager
+    def take_over(self, num_bytes: int) -> Iterator[None]:
+        """Reads the last `num_bytes` of the body by `fill`; only while `is_ready`."""
+        self._rest = num_bytes
+        self._http.flow.pause_reading()
+        self._http.transport.set_protocol(self)
+        try:
+            yield
+        finally:
+            self._discard_rest()
+
+    async def fill(self, room: memoryview, patience: Callable[[int], float]) -> None:
+        """Reads until `room` is full; it must not exceed the rest. ClientDisconnect; TimeoutError if nothing comes for the seconds that
+        `patience` gives for so many bytes of the room, or what it raises."""
+        self._raise_if_lost()
+        self._room = room
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._http.flow.resume_reading()
+        while not self._waiter.done():
+            before = self._rest
+            await asyncio.wait((self._waiter,), timeout=patience(len(room) - len(self._room)))
+            if not self._waiter.done() and self._rest == before:
+                raise TimeoutError
+        self._raise_if_lost()
+
+    # ---- called by the event loop ----------------------------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room[: self._rest]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._rest -= nbytes
+        if not self._is_discarding:
+            self._room = self._room[nbytes:]
+            if not self._room:
+                self._http.flow.pause_reading()
+                self._wake()
+        if not self._rest:
+            self._hand_back()
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+        self._room = memoryview(b"")
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+    # ---- private ---------------------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _raise_if_lost(self) -> None:
+        if self._http.cycle.disconnected:
+            raise ClientDisconnect
+
+    def _discard_rest(self) -> None:
+        if self._rest and not self._http.cycle.disconnected:
+            self._is_discarding = True
+            self._room = memoryview(bytearray(SCRATCH_BYTES))
+            self._http.flow.resume_reading()
+
+    def _hand_back(self) -> None:
+        """Reading stays paused until the application asks for what follows, or has answered."""
+        self._http.flow.pause_reading()
+        self._http.transport.set_protocol(self._http)
+        self._http.end_body()
+        if self._http.cycle.response_complete:
+            self._http.flow.resume_reading()
+
+
+def direct_reader(scope: Scope) -> DirectReader | None:
+    """The reader of a request, if the server offers one."""
+    reader: DirectReader | None = scope.get("extensions", {}).get(EXTENSION)
+    return reader

@@ -1,0 +1,153 @@
+"""Takes the images out of a request body while it arrives: a body of 60 MB never becomes a Python string. Called by `server/http/body.py`.
+
+    {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the body
+
+A base64 `data:` string is swapped wherever it stands as a JSON string; `schema.py` honours a reference in URL fields only and asks
+for every other one to be put back (`json(keep)`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
+"""
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+OPENING = b'"data:'
+MAX_OPENING_BYTES = 272  # longer media types with their parameters do not exist
+STRING_REST = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # ends at the closing quote, or at a last backslash
+HEADER = re.compile(rb'"data:((?:[^"\\,]|\\/)*);base64,')
+
+
+@dataclass(slots=True)
+class Reference:
+    """One payload: base64 text as it stood in the JSON string, escapes included, at `offset` of the body."""
+
+    mime: str
+    offset: int
+    length: int
+    opening: bytes  # what stood before the payload, from the quote on
+    piece: int  # its place in the scanner's output
+
+
+class Scanner:
+    """Incremental: `feed` every chunk, then `json`. Linear in the bytes fed, however they are split. The caller keeps the body.
+
+    Invariant: `_in_string` and `_escaped` describe the position after the last byte handled; `_held` follows it, undecided.
+    """
+
+    def __init__(self, nonce: str, max_references: int):
+        self.references: list[Reference] = []
+        self.num_text_bytes = 0  # of the JSON without payloads
+        self._num_fed = 0
+        self._prefix = f"{nonce}:"
+        self._max_references = max_references
+        self._pieces: list[bytes] = []
+        self._held = b""
+        self._in_string = False
+        self._escaped = False
+        self._in_payload = False
+
+    def feed(self, chunk: bytes) -> None:
+        """Scans the next bytes of the body."""
+        data = self._held + chunk if self._held else chunk
+        self._held = b""
+        self._num_fed += len(chunk)
+        position = 0
+        while position < len(data):
+            position = self._skip_payload(data, position) if self._in_payload else self._scan_text(data, position)
+
+    @property
+    def num_complete(self) -> int:
+        """References whose payload has arrived: the first ones."""
+        return len(self.references) - self._in_payload
+
+    def index_of(self, text: str) -> int | None:
+        """The index of the reference that `text` is, or None."""
+        if not text.startswith(self._prefix):
+            return None
+        return int(text[len(self._prefix) :])
+
+    def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
+        """The JSON with references; those not in `keep` (None: all) are the original strings again. Call it when everything was fed."""
+        pieces = [*self._pieces, self._held]
+        if keep is not None:
+            for index, reference in enumerate(self.references):
+                if index not in keep:
+                    payload = body[reference.offset : reference.offset + reference.length]
+                    pieces[reference.piece] = reference.opening + bytes(payload)
+        return b"".join(pieces)
+
+    def _scan_text(self, data: bytes, start: int) -> int:
+        """Handles text from `start` on, up to the first payload or the end. Returns where to go on."""
+        synced = search = start
+        while len(self.references) < self._max_references and (found := data.find(OPENING, search)) >= 0:
+            self._advance(data[synced:found])
+            synced, search = found, found + 1
+            if self._in_string:
+                continue  # the quote is escaped or closes a string
+            header = HEADER.match(data, found, found + MAX_OPENING_BYTES)
+            if header:
+                self._emit(data[start:found])
+                self._open(header, self._num_fed - len(data) + header.end())
+                return header.end()
+            if _is_undecided(data, found):
+                self._emit(data[start:found])
+                self._held = data[found:]
+                return len(data)
+        end = len(data) - _overlap(data)
+        self._advance(data[synced:end])
+        self._emit(data[start:end])
+        self._held = data[end:]
+        return len(data)
+
+    def _emit(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self.num_text_bytes += len(piece)
+
+    def _open(self, header: re.Match[bytes], offset: int) -> None:
+        mime = header[1].split(b";")[0].replace(b"\\/", b"/").decode("latin-1")
+        self.references.append(Reference(mime, offset, 0, header[0], len(self._pieces)))
+        self._emit(f'"{self._prefix}{len(self.references) - 1}'.encode())
+        self._in_payload = True
+
+    def _skip_payload(self, data: bytes, start: int) -> int:
+        """Passes payload bytes up to the closing quote or the end of the data. Returns where to go on: the quote is text again."""
+        end = self._find_closing_quote(data, start)
+        self.references[-1].length += (len(data) if end is None else end) - start
+        if end is None:
+            return len(data)
+        self._in_payload = self._escaped = False
+        self._in_string = True
+        return end
+
+    def _find_closing_quote(self, data: bytes, start: int) -> int | None:
+        """Where the string ends that `start` lies in; None: not in these bytes."""
+        end = data.find(b'"', start)
+        if not self._escaped and data.find(b"\\", start, end if end >= 0 else len(data)) < 0:
+            return end if end >= 0 else None
+        first = start + self._escaped
+        match = STRING_REST.match(data, first)
+        end = match.end() if match else first  # there is always a match
+        self._escaped = data[end : end + 1] == b"\\"
+        return end if data[end : end + 1] == b'"' else None
+
+    def _advance(self, data: bytes) -> None:
+        """Moves the string state over text: a quote toggles it unless a backslash escapes it."""
+        if self._escaped and data:
+            data = data[1:]
+            self._escaped = False
+        num_quotes = data.count(b'"')
+        if b"\\" in data:
+            unpaired = data.replace(b"\\\\", b"")
+            num_quotes -= unpaired.count(b'\\"')
+            self._escaped = unpaired.endswith(b"\\")
+        self._in_string ^= bool(num_quotes & 1)
+
+
+def _is_undecided(data: bytes, found: int) -> bool:
+    """Whether more bytes may still make the string at `found` a base64 data URI."""
+    opening = data[found : found + MAX_OPENING_BYTES]
+    return len(opening) < MAX_OPENING_BYTES and b"," not in opening and b'"' not in opening[1:]
+
+
+def _overlap(data: bytes) -> int:
+    """How many bytes at the end may be the beginning of OPENING."""
+    return next((n for n in range(len(OPENING) - 1, 0, -1) if data.endswith(OPENING[:n])), 0)

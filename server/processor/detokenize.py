@@ -1,0 +1,105 @@
+"""Token ids to text, one token at a time: whole UTF-8 characters only, special tokens skipped, stop strings cut out.
+
+Called by `server/processor/output.py` for every token of every stream, so the cost per token does not depend on what came before.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, decoders
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def byte_alphabet() -> dict[int, int]:
+    """How byte-level BPE (GPT-2) spells bytes: printable ones as themselves, the others as the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
+
+
+class TokenTable:
+    """The bytes of every token. `texts[i]` is the text of a token that is whole UTF-8 by itself, else None; special tokens are empty."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            raise ValueError("only tokenizers of the byte-level kind are supported")
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        size = 1 + max(vocabulary.values())
+        alphabet = byte_alphabet()
+        self.bytes: list[bytes] = [b""] * size  # ids without a token have no text
+        for token, token_id in vocabulary.items():
+            if token_id in added:
+                self.bytes[token_id] = b"" if added[token_id].special else token.encode()
+            else:
+                self.bytes[token_id] = token.translate(alphabet).encode("latin-1")
+        self.texts = [_decode_whole(data) for data in self.bytes]
+
+
+def _decode_whole(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+class Detokenizer:
+    """The text of one stream. The pieces that `push` and `flush` return are, joined, what the tokenizer decodes all ids to."""
+
+    def __init__(self, table: TokenTable):
+        self._table = table
+        self._decoder = _new_utf8_decoder("replace")
+        self._is_between = True  # no unfinished character
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty if its bytes end inside a character."""
+        table = self._table
+        if token_id >= len(table.texts):
+            return ""
+        text = table.texts[token_id]
+        if text is not None and self._is_between:
+            return text
+        text = self._decoder.decode(table.bytes[token_id])
+        self._is_between = not self._decoder.getstate()[0]
+        return text
+
+    def flush(self) -> str:
+        """At the end: an unfinished character becomes U+FFFD."""
+        return "" if self._is_between else self._decoder.decode(b"", final=True)
+
+
+class StopMatcher:
+    """Finds stop strings in a text that comes in pieces. Holds back only what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string was found: it and what follows it are never shown."""
+        if not self._stops:
+            return piece, False
+        text = self._held + piece
+        found = [index for index in map(text.find, self._stops) if index >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = min(self._possible_start(text, stop) for stop in self._stops)
+        self._held = text[keep:]
+        return text[:keep], False
+
+    def flush(self) -> str:
+        """What was held back, when the text has ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _possible_start(text: str, stop: str) -> int:
+        """Where the longest suffix of `text` begins that is a beginning of `stop`; the end of the text if there is none."""
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0:
+            if stop.startswith(text[start:]):
+                return start
+            start = text.find(stop[0], start + 1)
+        return len(text)

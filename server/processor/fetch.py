@@ -1,0 +1,200 @@
+"""Media from outside the request: http(s) and file URLs under the rules of a server that must not be a proxy. Called by `image.py`.
+
+One parse of a URL serves check and connection; a host is resolved once, its address checked and pinned for that connection; redirects are
+followed by hand and checked like the first URL.
+"""
+
+import asyncio
+import functools
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from engine.arena import ArenaTooSmall
+from engine.config import EngineConfig
+from server.errors import RequestError
+
+CONNECT_TIMEOUT_S = 5.0
+TOTAL_TIMEOUT_S = 30.0
+MAX_REDIRECTS = 3
+MAX_CONCURRENT = 64
+READ_BYTES = 1 << 18
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+Write = Callable[[bytes], None]
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class ForbiddenAddress(OSError):
+    """A host that has no globally routable address."""
+
+
+def is_public(address: Address) -> bool:
+    """Globally routable, and so is every IPv4 address that an IPv6 address stands for."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        if address in NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None and not is_public(inner):
+            return False
+        if address.ipv4_mapped is not None:
+            return True
+        if address.is_site_local:
+            return False
+    return address.is_global and not address.is_multicast
+
+
+class Resolver(AbstractResolver):
+    """Resolves for one connection and hands out public addresses only, unless private ones are allowed: what was checked is what is
+    connected to. In a pool of its own: the event loop's resolves two names at a time, so that slow ones would hold up all others."""
+
+    def __init__(self, allow_private: bool = False) -> None:
+        self._allow_private = allow_private
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT, "resolve")
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
+        lookup = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, family=family)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            found = await asyncio.get_running_loop().run_in_executor(self._pool, lookup)
+        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        results = [
+            ResolveResult(hostname=host, host=str(address[0]), port=port, family=kind, proto=proto, flags=numeric)
+            for kind, _, proto, _, address in found
+            if self._allow_private or is_public(ipaddress.ip_address(str(address[0]).split("%")[0]))
+        ]
+        if not results:
+            raise ForbiddenAddress("not globally routable")
+        return results
+
+    async def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Fetcher:
+    """Downloads into a sink. Make it inside a running event loop; close it there."""
+
+    def __init__(self, config: EngineConfig):
+        self._max_bytes = config.max_download_bytes
+        self._allow_private = config.allow_private_media
+        domains = config.allowed_media_domains
+        self._domains = None if domains is None else {name.strip().lower() for name in domains.split(",")}
+        self._local_root = None if config.allowed_local_media_path is None else os.path.realpath(config.allowed_local_media_path)
+        resolver = Resolver(self._allow_private)
+        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=MAX_CONCURRENT)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "engine"},
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def download(self, url: str, write: Write) -> None:
+        """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422; or what `write` raises."""
+        try:
+            async with asyncio.timeout(TOTAL_TIMEOUT_S):
+                await self._follow(url, write)
+        except ForbiddenAddress:
+            raise RequestError(400, "its host has no globally routable address", code="media_not_allowed") from None
+        except TimeoutError:
+            raise RequestError(422, "it could not be fetched in time", code="media_unavailable") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(error, RequestError | ArenaTooSmall):
+                raise
+            if isinstance(error.__cause__, ForbiddenAddress):
+                raise RequestError(400, "its host has no globally routable address", code="media_not_allowed") from None
+            raise RequestError(422, "it could not be fetched", code="media_unavailable") from None
+
+    async def _follow(self, url: str, write: Write) -> None:
+        target = self._check(URL(url))
+        for _ in range(1 + MAX_REDIRECTS):
+            async with self._session.get(target, allow_redirects=False) as response:
+                location = response.headers.get("Location")
+                if response.status in REDIRECTS and location is not None:
+                    target = self._check(target.join(URL(location)))
+                    continue
+                if response.status != 200:
+                    raise RequestError(422, f"its server answered with status {response.status}", code="media_unavailable")
+                await self._read(response, write)
+                return
+        raise RequestError(422, f"it redirects more than {MAX_REDIRECTS} times", code="media_unavailable")
+
+    def _check(self, url: URL) -> URL:
+        host = url.host
+        if url.scheme not in ("http", "https") or not host:
+            raise RequestError(400, "its URL is not an http(s) URL with a host", code="media_not_allowed")
+        if url.user is not None or url.password is not None:
+            raise RequestError(400, "its URL carries credentials", code="media_not_allowed")
+        if self._domains is not None and host.lower() not in self._domains:
+            raise RequestError(400, "its host is not among the allowed media domains", code="media_not_allowed")
+        if not self._allow_private:
+            _check_literal(host)
+        return url
+
+    async def _read(self, response: aiohttp.ClientResponse, write: Write) -> None:
+        if response.content_length is not None and response.content_length > self._max_bytes:
+            raise self._too_large()
+        num_bytes = 0
+        async for piece in response.content.iter_chunked(READ_BYTES):
+            num_bytes += len(piece)
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
+            write(piece)
+
+    def _too_large(self) -> RequestError:
+        return RequestError(413, f"it is larger than {self._max_bytes} bytes", code="media_too_large")
+
+    def read_local(self, url: str) -> bytes:
+        """The content of a file URL below the allowed folder; runs in a pool thread. RequestError 400, 413 or 422."""
+        if self._local_root is None:
+            raise RequestError(400, "file URLs are not allowed on this server", code="media_not_allowed")
+        try:
+            parsed = URL(url)
+        except ValueError:
+            raise RequestError(400, "its URL is damaged", code="media_not_allowed") from None
+        if parsed.host not in (None, "", "localhost"):
+            raise RequestError(400, "its file URL names another host", code="media_not_allowed")
+        try:
+            path = os.path.realpath(parsed.path)
+            is_inside = os.path.commonpath([path, self._local_root]) == self._local_root
+            # A FIFO must not block, and a link that was put there meanwhile must not be followed.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) if is_inside else None
+        except (OSError, ValueError):
+            raise RequestError(422, "it could not be read", code="media_unavailable") from None
+        if descriptor is None:
+            raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed")
+        try:
+            return self._read_regular(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read_regular(self, descriptor: int) -> bytes:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise RequestError(422, "it is not a regular file", code="media_unavailable")
+        if status.st_size > self._max_bytes:
+            raise self._too_large()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(self._max_bytes)
+
+
+def _check_literal(host: str) -> None:
+    """A host that is an address already never reaches the resolver: it is checked here. Odd spellings of IPv4 are refused."""
+    if ":" in host or host.replace(".", "").isdigit():
+        try:
+            is_allowed = is_public(ipaddress.ip_address(host.split("%")[0]))
+        except ValueError:
+            is_allowed = False
+        if not is_allowed:
+            raise ForbiddenAddress("not globally routable")

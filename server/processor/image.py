@@ -1,0 +1,231 @@
+"""Images of requests, each owned by one object from its payload to its release. Used by `server/processor/{intake,output}.py`.
+
+    payload, URL ──▶ encoded ─┬▶ jpeg: a plain one stays as it is
+      (media pool: fetch,     ├▶ file: decoded before, only the scheduler can tell whether its pixels are needed ──▶ rgb
+       base64, header, hash)  └▶ rgb: a new one is decoded at once, so that damage is refused early (pixel pool)         ... ──▶ released
+
+The event loop allocates; pool threads fill. Nothing is given back while a thread may still read or write it.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from engine.arena import ArenaFull, ArenaView
+from engine.config import EngineConfig
+from engine.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef
+from engine.messages import Region as WireRegion
+from models.geometry import Grid
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from server.processor.base64_text import decode_base64, decode_data_url
+from server.processor.fetch import Fetcher
+from server.processor.inspect import Header, Inspector
+from server.processor.pixels import DecodedSize, decode_rgb
+from server.processor.room import Room
+from server.region import Region
+
+T = TypeVar("T")
+
+FIRST_DOWNLOAD_BYTES = 1 << 20
+NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is decoded once more
+
+
+class ImageTools:
+    """What all images share: memory, threads, limits, and which files were decoded before. Make it inside a running event loop."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room):
+        self.bodies = bodies
+        self.room = room
+        self.inspector = Inspector(config, checkpoint)
+        self.fetcher = Fetcher(config)
+        self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
+        self.pixel_pool = ThreadPoolExecutor(config.processing_pool_size, "pixels")
+        self.num_decoded = 0  # images that became RGB here
+        self._upright_sizes: OrderedDict[bytes, DecodedSize] = OrderedDict()  # of decoded files by hash, least recently used first
+
+    async def close(self) -> None:
+        self.media_pool.shutdown(wait=False, cancel_futures=True)
+        self.pixel_pool.shutdown(wait=False, cancel_futures=True)
+        await self.fetcher.close()
+
+    def known_size(self, digest: bytes) -> DecodedSize | None:
+        """The size of a file that was decoded before."""
+        size = self._upright_sizes.get(digest)
+        if size is not None:
+            self._upright_sizes.move_to_end(digest)
+        return size
+
+    def note_decoded(self, digest: bytes, size: DecodedSize) -> None:
+        self.num_decoded += 1
+        self._upright_sizes[digest] = size
+        self._upright_sizes.move_to_end(digest)
+        if len(self._upright_sizes) > NUM_REMEMBERED:
+            self._upright_sizes.popitem(last=False)
+
+
+class Image:
+    """One image of one request. `hash`, which covers its encoded bytes and every processing parameter, `source` and `grid` are there after
+    `load`. Whatever happens, `release` must be awaited once."""
+
+    hash: bytes
+    source: ImageSource
+    grid: Grid
+    num_tokens: int
+
+    def __init__(self, tools: ImageTools, ref: MediaRef):
+        self._tools = tools
+        self._ref = ref
+        self._index = 0  # in its request
+        self._header: Header | None = None  # when the encoded bytes are there
+        self._encoded: Region | None = None
+        self._pixels: Region | None = None
+        self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
+
+    def start(self) -> None:
+        """Takes the payload up, also of a body that still arrives. How that ends is the business of `load`."""
+        self._task = _start(self._encode())
+
+    async def load(self, index: int) -> None:
+        """As image `index` of its request, until the scheduler may have it. RequestError, ArenaFull or ArenaTooSmall."""
+        self._index = index
+        with self._named():
+            if self._task is not None:
+                with contextlib.suppress(ArenaFull):  # there may be room by now
+                    await self._task
+            if self._header is None:
+                await self._encode()
+            await self._settle()
+
+    def span(self, start: int) -> ImageSpan:
+        """What the scheduler gets: the image's placeholders begin at token `start`."""
+        return ImageSpan(self.hash, start, self.num_tokens, self.grid, self.source)
+
+    def make_pixels(self) -> asyncio.Task[None]:
+        """RGB of a file, once; room for it is waited for, because the request may have streamed text already. Errors as with `load`;
+        cancelled when the image is released first."""
+        assert self.source.encoding == "file"
+        self._task = _start(self._make_pixels())
+        return self._task
+
+    async def release(self) -> None:
+        """Gives everything back as soon as no thread works for this image."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for region in (self._encoded, self._pixels):
+            if region is not None:
+                self._tools.room.give_back(region)
+
+    async def _encode(self) -> None:
+        """payload or URL -> encoded"""
+        payload = self._ref.payload
+        if payload is not None:
+            self.hash, self._header = await self._take_payload(payload)
+        else:
+            encoded = await self._fetch(self._ref.url or "")
+            self.hash, self._header = await _run(self._tools.media_pool, lambda: self._tools.inspector.inspect(encoded.view))
+
+    async def _take_payload(self, payload: WireRegion) -> tuple[bytes, Header]:
+        """Base64 from a request body, decoded into our arena and looked at in one go."""
+        text = self._tools.bodies.view(payload.offset, payload.length)
+        encoded = self._encoded = self._tools.room.take(3 * (payload.length // 4 + 1))
+        room = encoded.room
+
+        def job() -> tuple[int, tuple[bytes, Header]]:
+            data = decode_base64(text)
+            # numpy copies without the interpreter lock; a slice assignment would hold it, and with it the other threads and the event loop
+            np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
+            return len(data), self._tools.inspector.inspect(room[: len(data)])
+
+        encoded.used, facts = await _run(self._tools.media_pool, job)
+        encoded.trim()
+        return facts
+
+    async def _fetch(self, url: str) -> Region:
+        tools = self._tools
+        scheme = url.partition(":")[0].lower()
+        if scheme in ("http", "https"):
+            encoded = self._encoded = tools.room.take(FIRST_DOWNLOAD_BYTES)
+            await tools.fetcher.download(url, encoded.append)
+        else:
+            read = decode_data_url if scheme == "data" else tools.fetcher.read_local
+            data = await _run(tools.media_pool, lambda: read(url))
+            encoded = self._encoded = tools.room.take(len(data))
+            encoded.append(data)
+        encoded.trim()
+        return encoded
+
+    async def _settle(self) -> None:
+        """encoded -> jpeg, file or rgb"""
+        header, encoded = self._header, self._encoded
+        assert header is not None and encoded is not None
+        size = None if header.stays_encoded else self._tools.known_size(self.hash)
+        if header.stays_encoded:
+            self.source = _source("jpeg", encoded, header.height, header.width, header.orientation)
+        elif size is not None:
+            self.source = _source("file", encoded, size.height, size.width)
+        else:
+            await self._decode(encoded, self._tools.room.take(3 * header.height * header.width))
+        inspector = self._tools.inspector
+        self.grid = inspector.grid(self.source.height, self.source.width)
+        self.num_tokens = inspector.geometry.num_tokens(self.grid)
+
+    async def _make_pixels(self) -> None:
+        """file -> rgb"""
+        assert self._encoded is not None
+        with self._named():
+            await self._decode(self._encoded, await self._tools.room.take_patiently(3 * self.source.height * self.source.width))
+
+    async def _decode(self, encoded: Region, pixels: Region) -> None:
+        self._pixels = pixels
+        room = pixels.room
+        size = await _run(self._tools.pixel_pool, lambda: decode_rgb(encoded.view, room))
+        pixels.used = 3 * size.height * size.width
+        self._encoded = None
+        self._tools.room.give_back(encoded)
+        self._tools.note_decoded(self.hash, size)
+        self.source = _source("rgb", pixels, size.height, size.width)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Tells the client which image of its request an error is about."""
+        try:
+            yield
+        except RequestError as error:
+            info = error.info
+            message = f"Image {self._index + 1}: {info.message}."
+            raise RequestError(info.status, message, "messages", info.code, info.retry_after) from error
+
+
+async def release_all(images: Iterable[Image]) -> None:
+    """Of all of them, whether or not one is still worked on."""
+    await asyncio.gather(*(image.release() for image in images))
+
+
+def _source(encoding: Literal["rgb", "jpeg", "file"], region: Region, height: int, width: int, orientation: int = 1) -> ImageSource:
+    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width, orientation)
+
+
+def _start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if somebody asks for it
+    return task
+
+
+async def _run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
+    """Runs a job in a pool. When cancelled, returns only after the job has: its memory may then be given back."""
+    future = pool.submit(job)
+    waiter = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        if not future.cancel():
+            await asyncio.wait([waiter])
+            waiter.exception()  # taken note of: nobody wants to know any more
+        raise

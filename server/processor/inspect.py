@@ -1,0 +1,85 @@
+"""What is told of an image from its encoded bytes: size, limits, identity. Called by `server/processor/image.py` in pools."""
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
+from models.geometry import Grid, VisionGeometry
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from server.processor.pixels import read_orientation, read_size
+
+PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header says. Sizes of a plain JPEG are after orientation, those of other files before."""
+
+    stays_encoded: bool
+    height: int
+    width: int
+    orientation: int = 1
+
+
+class Inspector:
+    """Limits and identity. Immutable."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint):
+        self.geometry: VisionGeometry = checkpoint.geometry
+        self._max_pixels = config.max_image_pixels
+        self._max_tokens = config.max_num_encoder_tokens
+        value_bytes = 4 if config.dtype == "float32" else 2
+        if config.image_cache_bytes is not None:
+            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // (checkpoint.num_values_per_image_token * value_bytes))
+        geometry = self.geometry
+        sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
+        self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
+
+    def inspect(self, data: memoryview) -> tuple[bytes, Header]:
+        """The hash and the header. Errors as `read_header`."""
+        header = self.read_header(data)
+        return self.identify(data, header), header
+
+    def read_header(self, data: memoryview) -> Header:
+        """Raises RequestError 400 or 422 in words that follow "Image n: "."""
+        if is_jpeg(data):
+            if not has_end(data):
+                raise RequestError(422, "it is a truncated JPEG", code="invalid_image")
+            plain = parse_plain_jpeg(data)
+            if plain is not None:
+                orientation = read_orientation(data) if plain.has_metadata else 1
+                height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
+                self.check_size(height, width)
+                return Header(True, height, width, orientation)
+            if has_too_many_scans(data):
+                raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
+        height, width = read_size(data)
+        self.check_size(height, width)
+        return Header(False, height, width)
+
+    def check_size(self, height: int, width: int) -> None:
+        """Limits on pixels, shape and tokens; all are the same for an image and its transpose."""
+        if height * width > self._max_pixels:
+            raise RequestError(400, f"it has {width}x{height} pixels, the limit is {self._max_pixels}", code="image_too_large")
+        num_tokens = self.geometry.num_tokens(self.grid(height, width))
+        if num_tokens > self._max_tokens:
+            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")
+
+    def grid(self, height: int, width: int) -> Grid:
+        try:
+            return self.geometry.grid(height, width)
+        except ValueError as error:
+            raise RequestError(400, str(error), code="invalid_image") from None
+
+    def identify(self, data: memoryview, header: Header) -> bytes:
+        """sha256 over length-framed fields, so that no two different inputs can read the same."""
+        digest = hashlib.sha256()
+        for field in (b"jpeg" if header.stays_encoded else b"rgb", self._parameters):
+            digest.update(len(field).to_bytes(8, "little") + field)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+        return digest.digest()

@@ -1,0 +1,177 @@
+"""Requests on their way in: images and prompt are prepared, then the scheduler takes over. Driven by `server/processor/main.py`.
+
+    Payload ──▶ image.start ─┐
+    Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
+                     └──▶ an error, and the body goes back to the api
+"""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.ipc import Outbox
+from engine.messages import (
+    PROCESSOR_ARENA,
+    Abort,
+    EngineRequest,
+    ErrorInfo,
+    Event,
+    Events,
+    MediaRef,
+    Payload,
+    Region,
+    Submit,
+    ToScheduler,
+)
+from server.errors import RequestError, error_of, overloaded
+from server.processor.detokenize import TokenTable
+from server.processor.image import Image, ImageTools, release_all
+from server.processor.prompt import PromptBuilder
+from server.processor.reasoning import OutputText, ThinkTokens
+from server.processor.request import Request
+
+LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
+LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
+
+
+class Intake:
+    """Prepares requests and puts them into the table that it shares with the output. Work that waits runs in `tasks`: its failure is the
+    process's."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        requests: dict[int, Request],
+        tools: ImageTools,
+        prompts: PromptBuilder,
+        api: Outbox[Events],
+        scheduler: Outbox[ToScheduler],
+        tasks: asyncio.TaskGroup,
+    ):
+        self.max_model_len = max_model_len
+        self._max_requests = config.max_queued_requests
+        self._requests = requests
+        self._tools = tools
+        self._prompts = prompts
+        self._tokens = TokenTable(prompts.tokenizer)
+        self._think = ThinkTokens.of(prompts.tokenizer)
+        self._api = api
+        self._scheduler = scheduler
+        self._tasks = tasks
+        self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
+        self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests without a Submit that hold memory."""
+        return len(self._early)
+
+    def close(self) -> None:
+        self._large_prompts.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, message: Payload) -> None:
+        """An image of a body that still arrives. A Submit follows, or an Abort with the body."""
+        image = Image(self._tools, MediaRef(message.payload))
+        self._early.setdefault(message.rid, {})[message.payload.offset] = image
+        image.start()
+
+    def accept(self, submit: Submit) -> None:
+        if len(self._requests) >= self._max_requests:
+            self._give_up(submit.rid, submit.body, overloaded("The server has as many requests as it can queue.").info)
+            return
+        early = self._early.pop(submit.rid, {})
+        images = [self._image(ref, early) for ref in submit.media]
+        request = Request(submit, images, OutputText(self._tokens, self._think, submit.stop))
+        self._requests[submit.rid] = request
+        request.task = asyncio.create_task(self._build(request))
+        self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
+
+    def abort(self, message: Abort) -> None:
+        """The client left: whatever stage the request is in, it ends without a further event."""
+        rid = message.rid
+        request = self._requests.get(rid)
+        if message.body is not None:
+            self._give_up(rid, message.body)
+        elif request is not None and not request.is_ended:
+            request.is_ended = True
+            if request.is_in_scheduler:
+                self._scheduler.send(Abort(rid))
+            elif request.task is not None:
+                request.task.cancel()
+
+    def _image(self, ref: MediaRef, early: dict[int, Image]) -> Image:
+        return (early.pop(ref.payload.offset, None) if ref.payload is not None else None) or Image(self._tools, ref)
+
+    def _give_up(self, rid: int, body: int | None, error: ErrorInfo | None = None) -> None:
+        """Ends what does not become a request."""
+
+        async def end() -> None:
+            await release_all(self._early.get(rid, {}).values())
+            self._early.pop(rid, None)
+            self._tell_api(rid, body, error)
+
+        self._tasks.create_task(end())
+
+    async def _build(self, request: Request) -> EngineRequest:
+        """Images load in the pools while the prompt is rendered and tokenised here."""
+        submit, images = request.submit, request.images
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, image in enumerate(images):
+                    group.create_task(image.load(i))
+                encode = group.create_task(self._encode(submit))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
+        num_prompt = len(prompt.ids)
+        self._check_length(num_prompt)
+        region = request.prompt = self._tools.room.take(4 * num_prompt)
+        region.append(prompt.ids.tobytes())
+        request.num_prompt_tokens = num_prompt
+        request.text.read_prompt(prompt.ids)
+        spans = [image.span(start) for image, start in zip(images, prompt.starts, strict=True)]
+        room = self.max_model_len - num_prompt
+        limit = submit.params.max_tokens
+        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room))
+        submit.stages.submitted = time.monotonic()
+        wire = Region(PROCESSOR_ARENA, region.offset, region.used)
+        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)
+
+    async def _encode(self, submit: Submit) -> list[int]:
+        def job() -> list[int]:
+            return self._prompts.encode(msgspec.json.decode(submit.messages), len(submit.media), submit.template_kwargs)
+
+        if len(submit.messages) < LARGE_MESSAGES_BYTES:
+            return job()
+        return await asyncio.get_running_loop().run_in_executor(self._large_prompts, job)
+
+    def _check_length(self, num_prompt: int) -> None:
+        if num_prompt >= self.max_model_len:
+            text = f"The prompt has {num_prompt} tokens; the context of this server holds {self.max_model_len}, answer included."
+            raise RequestError(400, text, "messages", "context_length_exceeded")
+
+    async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest]", strays: list[Image]) -> None:
+        """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here. Strays, which
+        look like images but stand elsewhere in the body, are given back in any case."""
+        rid = request.submit.rid
+        await asyncio.wait([task])
+        request.task = None
+        await release_all(strays)
+        failure = None if task.cancelled() else task.exception()
+        if task.cancelled() or failure is not None or request.is_ended:
+            await request.release(self._tools.room)
+            del self._requests[rid]
+        else:
+            request.is_in_scheduler = True
+            self._scheduler.send(task.result())
+        self._tell_api(rid, request.submit.body, None if failure is None else error_of(failure))
+
+    def _tell_api(self, rid: int, body: int | None, error: ErrorInfo | None) -> None:
+        events = [] if error is None else [Event(rid, error=error)]
+        bodies = [] if body is None else [body]
+        if events or bodies:
+            self._api.send(Events(events, bodies))

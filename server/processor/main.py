@@ -1,0 +1,117 @@
+"""The processor process: media, prompts and detokenisation. `python -m server.processor.main RUNTIME.json`, started by the launcher.
+
+    Payload, Submit ──▶ intake ──▶ EngineRequest ──▶ scheduler
+             Events ◀── output ◀── EngineOutputs ◀──────┘
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from engine.arena import Arena
+from engine.ipc import AsyncInbox, Child, Outbox
+from engine.messages import API_ARENA, PROCESSOR_ARENA, Abort, EngineOutputs, Events, Payload, Submit, ToProcessor, ToScheduler
+from server.checkpoint import read_checkpoint
+from server.processor.image import ImageTools
+from server.processor.intake import Intake
+from server.processor.output import Output
+from server.processor.prompt import PromptBuilder
+from server.processor.request import Request
+from server.processor.room import Room
+from server.warm import warm_up
+
+SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event loop sooner than by default
+
+
+class Processor:
+    """Single-threaded but for the pools of its parts. Made inside the event loop; work that waits runs in `tasks`."""
+
+    def __init__(self, child: Child, tasks: asyncio.TaskGroup):
+        self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
+        api: Outbox[Events] = Outbox(child.run_dir, "api")
+        scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
+        checkpoint = read_checkpoint(Path(child.runtime.model_folder))
+        bodies = child.arena_view(API_ARENA)
+        self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
+        warm_up(self._arena, bodies)
+        self._requests: dict[int, Request] = {}
+        self._tools = ImageTools(child.config, checkpoint, bodies, Room(self._arena, lambda: self._num_holders > 1))
+        prompts = PromptBuilder(checkpoint)
+        max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
+        self._intake = Intake(child.config, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)
+        self._output = Output(self._requests, self._tools, api, scheduler, tasks)
+
+    async def run(self) -> None:
+        """Handles messages until it is cancelled."""
+        try:
+            while True:
+                message = await self._inbox.recv()
+                match message:
+                    case Payload():
+                        self._intake.begin(message)
+                    case Submit():
+                        self._intake.accept(message)
+                    case Abort():
+                        self._intake.abort(message)
+                    case EngineOutputs():
+                        self._output.forward(message)
+                        if message.stats is not None:
+                            self._intake.max_model_len = message.stats.max_model_len
+                            self._check()
+        finally:
+            self._intake.close()
+            await self._tools.close()
+
+    @property
+    def _num_holders(self) -> int:
+        return len(self._requests) + self._intake.num_arriving
+
+    def _check(self) -> None:
+        """At idle the arena must be empty."""
+        if not self._num_holders:
+            self._arena.check()
+            assert self._arena.is_empty(), "a request's region was lost in the arena"
+
+
+async def serve(child: Child) -> None:
+    """Runs until SIGTERM or until the launcher is gone; a broken invariant is raised."""
+    loop = asyncio.get_running_loop()
+    serving = asyncio.create_task(_serve(child))
+    loop.add_signal_handler(signal.SIGTERM, serving.cancel)
+    child.on_orphaned(lambda: stop_from_thread(loop, serving))
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _serve(child: Child) -> None:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            processor = Processor(child, tasks)
+            child.ready()
+            await processor.run()
+    except BaseExceptionGroup as failures:  # the first one is the cause
+        raise failures.exceptions[0] from None
+
+
+def stop_from_thread(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None]) -> None:
+    loop.call_soon_threadsafe(serving.cancel)
+
+
+def main() -> None:
+    """Entry point of the processor process."""
+    child = Child.attach("processor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        uvloop.run(serve(child))
+    except Exception as error:
+        child.failed(f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What the scheduler says, on its way out: tokens become text, wanted pixels are made. Driven by `server/processor/main.py`.
+
+    EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
+                 ├──▶ wanted ──▶ image.make_pixels ──▶ Pixels ──▶ scheduler
+                 └──▶ released ──▶ memory is given back
+"""
+
+import asyncio
+
+import msgspec
+
+from engine.ipc import Outbox
+from engine.messages import (
+    Abort,
+    EngineOutputs,
+    ErrorInfo,
+    Event,
+    Events,
+    FinishReason,
+    Pixels,
+    RequestOutput,
+    ToScheduler,
+    WantedPixels,
+)
+from server.errors import error_of, error_type
+from server.processor.image import ImageTools
+from server.processor.request import Request
+
+ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
+
+
+class Output:
+    """Reads the table of requests, and removes those that the scheduler has released. Work that waits runs in `tasks`."""
+
+    def __init__(
+        self,
+        requests: dict[int, Request],
+        tools: ImageTools,
+        api: Outbox[Events],
+        scheduler: Outbox[ToScheduler],
+        tasks: asyncio.TaskGroup,
+    ):
+        self._requests = requests
+        self._tools = tools
+        self._api = api
+        self._scheduler = scheduler
+        self._tasks = tasks
+
+    def forward(self, message: EngineOutputs) -> None:
+        """One Events for everything that a step brought."""
+        events: list[Event] = []
+        for output in message.outputs:
+            request = self._requests.get(output.rid)
+            if request is not None and not request.is_ended:
+                self._append_events(events, request, output)
+        for rid in message.released:
+            self._release(rid, events)
+        for wanted in message.wanted:
+            self._decode(wanted)
+        stats = message.stats
+        if stats is not None:
+            stats = msgspec.structs.replace(stats, images_decoded=self._tools.num_decoded)
+        if events or message.heartbeat:
+            self._api.send(Events(events, [], stats, message.heartbeat))
+
+    def _append_events(self, events: list[Event], request: Request, output: RequestOutput) -> None:
+        """One event a token; the last one of a request is terminal and carries the last token, so that an end token is no extra event."""
+        final = None if output.error is not None else output.finish_reason
+        hidden = request.submit.params.stop_token_ids if final == "stop" else ()  # a stop token ends the text, it is no part of it
+        for i, token_id in enumerate(output.token_ids):
+            is_last = final is not None and i == len(output.token_ids) - 1
+            text, is_stopped = request.text.push(token_id, is_hidden=is_last and token_id in hidden)
+            request.num_tokens += 1
+            if is_stopped:
+                self._stop_early(request, output)
+                events.append(_full_event(request, output, text, "stop"))
+                return
+            if final is not None and is_last:
+                events.append(_finish(request, output, text, final))
+                return
+            is_first = request.num_tokens == 1
+            events.append(_full_event(request, output, text) if is_first else _event(request, text))
+        if output.error is not None:
+            request.is_ended = True
+            events.append(Event(request.submit.rid, error=output.error))
+        elif final is not None:
+            events.append(_finish(request, output, "", final))
+
+    def _stop_early(self, request: Request, output: RequestOutput) -> None:
+        """A stop string was found: the scheduler need not go on, unless it has ended the request itself."""
+        request.is_ended = True
+        if output.finish_reason is None and output.error is None:
+            self._scheduler.send(Abort(request.submit.rid))
+
+    def _release(self, rid: int, events: list[Event]) -> None:
+        """The engine is done with the request's regions. A request that it gave up without a word still gets its terminal event."""
+        request = self._requests[rid]
+        if not request.is_ended:
+            request.is_ended = True
+            events.append(Event(rid, error=ABORTED))
+
+        async def drop() -> None:
+            await request.release(self._tools.room)
+            del self._requests[rid]
+
+        self._tasks.create_task(drop())
+
+    def _decode(self, wanted: WantedPixels) -> None:
+        """The scheduler has to encode an image that stayed a file. If the request has ended, it knows or will know without an answer."""
+        request = self._requests.get(wanted.rid)
+        if request is not None and not request.is_ended:
+            self._tasks.create_task(self._answer(wanted, request))
+
+    async def _answer(self, wanted: WantedPixels, request: Request) -> None:
+        """Pixels or an error; nothing if the request is released meanwhile."""
+        image = request.images[wanted.index]
+        task = image.make_pixels()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            failure = task.exception()
+            source, error = (image.source, None) if failure is None else (None, error_of(failure))
+            self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
+
+
+def _event(request: Request, text: str) -> Event:
+    """An event between the first and the last."""
+    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning)
+
+
+def _full_event(request: Request, output: RequestOutput, text: str, reason: FinishReason | None = None) -> Event:
+    """The first or last event of a request: with the counts that its usage needs."""
+    rid, num_tokens, num_prompt = request.submit.rid, request.num_tokens, request.num_prompt_tokens
+    return Event(rid, text, num_tokens, request.text.is_reasoning, reason, None, num_prompt, output.num_cached_tokens, output.stages)
+
+
+def _finish(request: Request, output: RequestOutput, text: str, reason: FinishReason) -> Event:
+    """The terminal event: what was held back is shown, unless it completes a stop string."""
+    request.is_ended = True
+    if reason in ("abort", "error"):
+        return Event(request.submit.rid, error=ABORTED)
+    rest, is_stopped = request.text.flush()
+    return _full_event(request, output, text + rest, "stop" if is_stopped else reason)

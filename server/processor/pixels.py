@@ -1,0 +1,91 @@
+"""What Pillow does for the processor: looks at headers, decodes what is no plain JPEG. Called by `inspect.py` and `image.py` in pools.
+
+Every error of Pillow and its codecs becomes a RequestError in our own words here: this is the boundary to other people's bytes.
+"""
+
+import io
+import math
+import struct
+from dataclasses import dataclass
+
+from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
+
+from server.errors import RequestError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+ORIENTATION_TAG = 0x0112
+TILE_TAGS = (322, 323)  # of a TIFF: width and length of its tiles
+MAX_TILE_PIXELS = 1 << 22  # tiles may be larger than the image, and are decoded whole
+TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+DAMAGED_METADATA = (SyntaxError, ValueError, OSError, KeyError, IndexError, TypeError, AttributeError, struct.error)
+
+Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow's own would warn below it
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSize:
+    """The size of an image as it is shown."""
+
+    height: int
+    width: int
+
+
+def read_size(data: memoryview) -> tuple[int, int]:
+    """(height, width) as the header says, which orientation may swap. Allocates no pixels. RequestError 422 if it is no image."""
+    with _open(data) as image:
+        if isinstance(image, TiffImageFile) and _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
+            raise RequestError(422, "its tiles are much larger than the image", code="invalid_image")
+        return image.height, image.width
+
+
+def read_orientation(data: memoryview) -> int:
+    """EXIF orientation 1-8 as Pillow reads it, from EXIF or XMP; damaged metadata count as 1."""
+    with _open(data) as image:
+        return _orientation(image)
+
+
+def decode_rgb(data: memoryview, target: memoryview) -> DecodedSize:
+    """Writes the first frame, upright and converted to RGB as Pillow does it, to `target` (height * width * 3 bytes). RequestError 422."""
+    with _open(data) as image:
+        try:
+            image.load()
+            orientation = _orientation(image)  # after loading: TIFF turns itself, PNG may carry its EXIF behind the pixels
+            upright = image.transpose(TRANSPOSITIONS[orientation]) if orientation in TRANSPOSITIONS else image
+            rgb = upright.convert("RGB")
+            target[: rgb.height * rgb.width * 3] = rgb.tobytes()
+        except Exception as error:
+            raise RequestError(422, f"it cannot be decoded as {image.format}", code="invalid_image") from error
+        return DecodedSize(rgb.height, rgb.width)
+
+
+def _open(data: memoryview) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise RequestError(422, f"it is none of {', '.join(FORMATS)}", code="invalid_image") from error
+    except Exception as error:
+        raise RequestError(422, "its header is damaged", code="invalid_image") from error
+
+
+def _tile_pixels(image: TiffImageFile) -> int:
+    try:
+        return math.prod([int(image.tag_v2.get(tag, 0)) for tag in TILE_TAGS])
+    except DAMAGED_METADATA as error:
+        raise RequestError(422, "its header is damaged", code="invalid_image") from error
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(ORIENTATION_TAG, 1)
+    except DAMAGED_METADATA:
+        return 1
+    return value if value in TRANSPOSITIONS else 1

@@ -1,0 +1,171 @@
+"""Messages to token ids: chat template, special tokens, placeholders. Called by `server/processor/intake.py`; the ids equal transformers'.
+
+What a user typed never becomes a control token or an image slot. A text that contains (or ends like the beginning of) a special token gets
+a marker with a private nonce in its place before the template runs; afterwards the rendered text is cut at its special tokens, which are
+then all the template's own, and the markers in the pieces between become text again.
+"""
+
+import json
+import re
+import secrets
+from array import array
+from collections.abc import Sequence
+from datetime import datetime
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+
+Messages = list[dict[str, object]]
+
+# Shown by templates that look for text in every role's parts but for images only in a user's.
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+class ExpandedPrompt:
+    """int32 ids with every image's placeholder repeated; `starts[i]` is where image i begins."""
+
+    def __init__(self, ids: Sequence[int], image_token_id: int, lengths: Sequence[int]):
+        self.ids = array("i")
+        self.starts: list[int] = []
+        position = 0
+        for length in lengths:
+            slot = ids.index(image_token_id, position)
+            self.ids.extend(ids[position:slot])
+            self.starts.append(len(self.ids))
+            self.ids.extend(array("i", [image_token_id]) * length)
+            position = slot + 1
+        self.ids.extend(ids[position:])
+
+
+class PromptBuilder:
+    """The checkpoint's tokenizer and chat template. Stateless between calls; may be used from several threads."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
+        self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
+        self._literal.encode_special_tokens = True  # special tokens in its input are text
+        self._image_token_id = checkpoint.image_token_id
+        self._special_variables = checkpoint.special_tokens
+        self._template = _environment().from_string(checkpoint.chat_template)
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._special = re.compile("|".join(re.escape(token) for token in sorted(self._special_ids, key=len, reverse=True)))
+        self._beginnings = {token[:length] for token in self._special_ids for length in range(1, len(token))}
+        self._longest_beginning = max(map(len, self._beginnings))
+
+    def encode(self, messages: Messages, num_images: int, template_kwargs: dict[str, bool | str]) -> list[int]:
+        """Ids with one placeholder per image. RequestError 400 if the template refuses the messages or does not show every image."""
+        shield = _Shield()
+        rendered = self._render([self._protect(message, shield) for message in messages], template_kwargs)
+        if not shield.originals:
+            ids: list[int] = self.tokenizer.encode_batch_fast([rendered], add_special_tokens=False)[0].ids
+        else:
+            ids = self._encode_pieces(rendered, shield)
+        if ids.count(self._image_token_id) != num_images:
+            raise RequestError(400, "The chat template of this model does not show every image of these messages.", "messages")
+        return ids
+
+    def expand(self, ids: Sequence[int], lengths: Sequence[int]) -> ExpandedPrompt:
+        """Repeats the placeholder of image i `lengths[i]` times."""
+        return ExpandedPrompt(ids, self._image_token_id, lengths)
+
+    def _render(self, messages: Messages, template_kwargs: dict[str, bool | str]) -> str:
+        try:
+            variables = {**self._special_variables, **template_kwargs}
+            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **variables)
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
+            raise RequestError(400, f"The chat template of this model refuses these messages: {words}", "messages") from None
+
+    def _protect(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [self._protect_part(part, shield) for part in content]
+        else:
+            content = self._protect_text(str(content), shield)
+        protected = {**message, "content": content}
+        if "reasoning_content" in message:
+            protected["reasoning_content"] = self._protect_text(str(message["reasoning_content"]), shield)
+        return protected
+
+    def _protect_part(self, part: dict[str, object], shield: "_Shield") -> dict[str, object]:
+        if part["type"] == "image":
+            return {"type": "image", "image": "", "text": IMAGE_TEXT}
+        return {**part, "text": self._protect_text(str(part["text"]), shield)}
+
+    def _protect_text(self, text: str, shield: "_Shield") -> str:
+        """Markers for whole special tokens, and for the end of a text that the text after it might complete to one."""
+        text = self._special.sub(lambda match: shield.hide(match[0]), text)
+        for length in range(min(len(text), self._longest_beginning), 0, -1):
+            if text[-length:] in self._beginnings:
+                return text[:-length] + shield.hide(text[-length:])
+        return text
+
+    def _encode_pieces(self, rendered: str, shield: "_Shield") -> list[int]:
+        pieces = self._special.split(rendered)
+        tokens = self._special.findall(rendered)
+        encodings = self._literal.encode_batch_fast([shield.reveal(piece) for piece in pieces], add_special_tokens=False)
+        ids: list[int] = list(encodings[0].ids)
+        for token, encoding in zip(tokens, encodings[1:], strict=True):
+            ids.append(self._special_ids[token])
+            ids.extend(encoding.ids)
+        return ids
+
+
+class _Shield:
+    """The texts of one request that are hidden from the template, behind markers that no client can know."""
+
+    def __init__(self) -> None:
+        self.originals: list[str] = []
+        self._nonce = f"x{secrets.token_hex(16)}x"
+
+    def hide(self, text: str) -> str:
+        self.originals.append(text)
+        return f"{self._nonce}{len(self.originals) - 1}x"
+
+    def reveal(self, text: str) -> str:
+        return re.sub(f"{self._nonce}([0-9]+)x", lambda match: self.originals[int(match[1])], text)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks, for training, what the assistant says; it shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment in which transformers renders chat templates."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without Jinja's escaping of HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,31 @@
+"""What the processor knows of one request. Made by `server/processor/intake.py`, kept until nothing of it is left here."""
+
+import asyncio
+from dataclasses import dataclass
+
+from engine.messages import EngineRequest, Submit
+from server.processor.image import Image, release_all
+from server.processor.reasoning import OutputText
+from server.processor.room import Room
+from server.region import Region
+
+
+@dataclass(slots=True)
+class Request:
+    """From Submit until its memory is given back: when the scheduler has released it, or when it fails before it gets there."""
+
+    submit: Submit
+    images: list[Image]
+    text: OutputText
+    task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
+    prompt: Region | None = None  # token ids
+    is_in_scheduler: bool = False
+    is_ended: bool = False  # its terminal event is out, or nobody wants it
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+    async def release(self, room: Room) -> None:
+        """Gives its memory back, as soon as no thread works for it."""
+        await release_all(self.images)
+        if self.prompt is not None:
+            room.give_back(self.prompt)

@@ -1,0 +1,68 @@
+"""Images that are loaded between two real arenas, for tests."""
+
+import base64
+import os
+
+import pytest
+
+from engine.arena import Arena, ArenaView, create_memfd
+from engine.config import EngineConfig
+from engine.messages import API_ARENA, MediaRef, Region
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from server.processor.image import Image, ImageTools, release_all
+from server.processor.room import Room
+
+SIZE = 8 << 20
+
+
+class Loading:
+    """What a processor has for its images."""
+
+    def __init__(self, checkpoint: Checkpoint, **settings: object):
+        self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
+        self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
+        self.arena = Arena(self.arena_fd, SIZE)
+        room = Room(self.arena, is_shared=lambda: False)
+        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room)  # type: ignore[arg-type]
+        self._images: list[Image] = []
+
+    async def close(self) -> None:
+        await self.tools.close()
+        await self.release()
+        self.arena.check()
+        assert self.arena.is_empty()
+        os.close(self.bodies_fd)
+        os.close(self.arena_fd)
+
+    async def release(self) -> None:
+        """Of all images that were loaded until now, also of those that failed."""
+        images, self._images = self._images, []
+        await release_all(images)
+
+    def body(self, text: bytes) -> MediaRef:
+        """Base64 text as the scanner leaves it in the api's arena."""
+        self.bodies.view(0, len(text))[:] = text
+        return MediaRef(Region(API_ARENA, 0, len(text)))
+
+    async def load(self, ref: MediaRef) -> Image:
+        image = Image(self.tools, ref)
+        self._images.append(image)
+        if ref.payload is not None:
+            image.start()
+        await image.load(0)
+        return image
+
+    async def load_bytes(self, data: bytes) -> Image:
+        return await self.load(self.body(base64.b64encode(data)))
+
+    def bytes_of(self, image: Image) -> bytes:
+        return bytes(self.arena.view(image.source.region.offset, image.source.region.length))
+
+    async def refusal(self, ref: MediaRef) -> RequestError:
+        """The error of an image that is not accepted: its words must not tell where anything is."""
+        with pytest.raises(RequestError) as caught:
+            await self.load(ref)
+        assert "/" not in caught.value.info.message.replace("file://", "").replace("http(s)", "")
+        assert caught.value.info.message.startswith("Image 1: ")
+        return caught.value

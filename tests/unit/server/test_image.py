@@ -1,0 +1,356 @@
+"""Images on their way in: every row of the list of bad input is a clean 4xx, every odd but valid form is shown as Pillow shows it."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from engine.arena import ArenaFull, ArenaTooSmall
+from engine.messages import MediaRef
+from engine.plain_jpeg import parse_plain_jpeg
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from server.processor import image as image_module
+from server.processor import inspect
+from tests.unit.server.loading import SIZE, Loading
+from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow warns of the damage that these tests are about
+
+
+def shown(data: bytes) -> np.ndarray:
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+
+
+@pytest.mark.parametrize("name", DECODED)
+async def test_unusual_images_are_shown_as_pillow_shows_them(loading: Loading, name: str) -> None:
+    """Red if a mode, a format, the first frame or the orientation is converted otherwise than by Pillow, or stays encoded."""
+    image = await loading.load_bytes(DECODED[name])
+    expected = shown(DECODED[name])
+    assert (image.source.encoding, image.source.orientation) == ("rgb", 1)
+    assert (image.source.height, image.source.width) == expected.shape[:2]
+    assert loading.bytes_of(image) == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", DECODED)
+async def test_a_known_file_is_decoded_only_if_somebody_wants_its_pixels(loading: Loading, name: str) -> None:
+    """Red if a file is decoded again unasked, if its tokens are counted otherwise than at first, or if its pixels are other ones then."""
+    first = await loading.load_bytes(DECODED[name])
+    await loading.release()
+    known = await loading.load_bytes(DECODED[name])
+    assert (known.source.encoding, loading.bytes_of(known), loading.tools.num_decoded) == ("file", DECODED[name], 1)
+    assert (known.hash, known.grid, known.num_tokens) == (first.hash, first.grid, first.num_tokens)
+    file = known.source
+    await known.make_pixels()
+    source = known.source
+    assert (source.encoding, source.height, source.width) == ("rgb", first.source.height, first.source.width)
+    assert (file.height, file.width) == (source.height, source.width)
+    assert bytes(loading.arena.view(source.region.offset, source.region.length)) == shown(DECODED[name]).tobytes()
+    assert loading.tools.num_decoded == 2
+
+
+async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
+    """Red if a request holds both, or if it loses its file although there was no room for the pixels."""
+    data = DECODED["png"]
+    await loading.load_bytes(data)
+    await loading.release()
+    known = await loading.load_bytes(data)
+    file = known.source.region
+    room = []
+    while True:
+        try:
+            room.append(loading.arena.alloc(4096))
+        except ArenaFull:
+            break
+    with pytest.raises(ArenaFull):
+        await known.make_pixels()
+    assert (known.source.region, loading.bytes_of(known)) == (file, data)
+    for offset in room:
+        loading.arena.free(offset)
+    await known.make_pixels()
+    with pytest.raises(KeyError):
+        loading.arena.free(file.offset)
+    assert known.source.region.length == 48 * 80 * 3
+
+
+async def test_how_many_files_are_known(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the memory of files grows without bound, forgets the wrong ones, or remembers what could not be decoded."""
+    monkeypatch.setattr(image_module, "NUM_REMEMBERED", 2)
+
+    async def encodings(names: str) -> list[str]:
+        return [(await loading.load_bytes(files[name])).source.encoding for name in names]
+
+    files = {name: save(pixels(seed=i), "PNG") for i, name in enumerate("abc")}
+    assert await encodings("abab") == ["rgb", "rgb", "file", "file"]
+    assert await encodings("aca") == ["file", "rgb", "file"]
+    assert await encodings("bac") == ["rgb", "file", "rgb"]
+    for _ in range(2):
+        assert (await loading.refusal(loading.body(base64.b64encode(DECODED["png"][:200])))).info.status == 422
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_plain_jpegs_stay_encoded(loading: Loading, name: str) -> None:
+    """Red if a common JPEG is decoded on the CPU, or if its bytes or size change on the way."""
+    image = await loading.load_bytes(PLAIN[name])
+    assert image.source.encoding == "jpeg"
+    assert (image.source.height, image.source.width, image.source.orientation) == (*shown(PLAIN[name]).shape[:2], 1)
+    assert loading.bytes_of(image) == PLAIN[name]
+
+
+@pytest.mark.parametrize("orientation", [*range(1, 9), 0, 9])
+async def test_orientation_is_read_and_sizes_are_upright(loading: Loading, orientation: int) -> None:
+    """Red if EXIF is ignored, or if height and width are those before the rotation."""
+    data = jpeg(orientation=orientation)
+    image = await loading.load_bytes(data)
+    assert image.source.encoding == "jpeg"
+    assert image.source.orientation == (orientation if 1 <= orientation <= 8 else 1)
+    assert (image.source.height, image.source.width) == shown(data).shape[:2]
+
+
+async def test_orientation_in_xmp_and_damaged_metadata(loading: Loading) -> None:
+    """Red if XMP is ignored where Pillow heeds it, or if damaged EXIF makes a good picture unusable."""
+    data = jpeg(xmp=b'<x tiff:Orientation="6"/>')
+    assert (await loading.load_bytes(data)).source.orientation == 6
+    assert shown(data).shape[:2] == (80, 48)
+    for exif in (b"Exif\0\0", b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\xff" * 30):
+        image = await loading.load_bytes(jpeg(exif=exif))
+        assert (image.source.encoding, image.source.orientation) == ("jpeg", 1)
+
+
+@pytest.mark.parametrize("tenth", range(10))
+@pytest.mark.parametrize("progressive", [False, True])
+async def test_a_truncated_jpeg_is_a_422(loading: Loading, tenth: int, progressive: bool) -> None:
+    """Red if a JPEG without its end is accepted, wherever it was cut."""
+    data = jpeg(progressive=progressive, orientation=3)
+    cut = max(3, len(data) * tenth // 10)
+    for length in (cut, len(data) - 1 - tenth):
+        error = await loading.refusal(loading.body(base64.b64encode(data[:length])))
+        assert error.info.status == 422
+
+
+BROKEN = {
+    "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EOF",
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"/>',
+    "heic": b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic" + b"\x00" * 100,
+    "text": b"just some text in a file called .jpg",
+    "pdf": b"%PDF-1.7\n",
+    "ppm": b"P6 2 2 255 " + b"\x00" * 12,
+    "cut png": DECODED["png"][:200],
+    "cut gif": DECODED["gif"][: len(DECODED["gif"]) // 2],
+    "cut webp": DECODED["webp"][:100],
+    "cut tiff": DECODED["tiff"][:60],
+    "empty png": png_header(10, 10),
+    "jpeg that ends at once": b"\xff\xd8\xff\xd9",
+    "jpeg header only": jpeg()[:300] + b"\xff\xd9",
+    "zeros": b"\x00" * 1000,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_what_is_no_image_is_a_422(loading: Loading, name: str) -> None:
+    """Red if a format that is not allowed opens, or if a codec's own error comes through."""
+    error = await loading.refusal(loading.body(base64.b64encode(BROKEN[name])))
+    assert error.info.status == 422
+
+
+@pytest.mark.parametrize("size", [(1, 201), (20_000, 1), (1, 20_000)])
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+async def test_an_extreme_ratio_is_a_400(loading: Loading, size: tuple[int, int], format: str) -> None:
+    """Red if an image that the model cannot see in this shape is accepted."""
+    error = await loading.refusal(loading.body(base64.b64encode(save(Image.new("RGB", size), format))))
+    assert (error.info.status, "aspect ratio" in error.info.message) == (400, True)
+
+
+async def test_a_claimed_size_is_checked_before_pixels_exist(loading: Loading) -> None:
+    """Red if a header that claims 30000x30000 makes anybody allocate pixels."""
+    error = await loading.refusal(loading.body(base64.b64encode(png_header(30_000, 30_000))))
+    assert (error.info.status, "pixels" in error.info.message) == (400, True)
+    with pytest.raises(ArenaTooSmall):
+        await loading.load_bytes(png_header(10_000, 10_000))
+
+
+async def test_limits_on_tokens(checkpoint: Checkpoint) -> None:
+    """Red if an image of one token more than the encoder's or the cache's budget is accepted, or one of exactly the budget refused."""
+    square = save(Image.new("RGB", (320, 320)), "PNG")  # 100 tokens
+    token_bytes = checkpoint.num_values_per_image_token * 2
+    for settings in ({"max_num_encoder_tokens": 99}, {"image_cache_bytes": 100 * token_bytes - 1}):
+        small = Loading(checkpoint, **settings)
+        error = await small.refusal(small.body(base64.b64encode(square)))
+        assert (error.info.status, "100 tokens" in error.info.message) == (400, True)
+        await small.close()
+    for settings in ({"max_num_encoder_tokens": 100}, {"image_cache_bytes": 100 * token_bytes}):
+        exact = Loading(checkpoint, **settings)
+        assert (await exact.load_bytes(square)).num_tokens == 100
+        await exact.close()
+
+
+def base64_forms(data: bytes) -> dict[str, bytes]:
+    plain = base64.b64encode(data)
+    return {
+        "line breaks": base64.encodebytes(data),
+        "escaped line breaks": base64.encodebytes(data).replace(b"\n", b"\\r\\n"),
+        "escaped slashes": plain.replace(b"/", b"\\/"),
+        "unicode escapes": plain.replace(b"+", b"\\u002b"),
+        "url-safe": base64.urlsafe_b64encode(data),
+        "no padding": plain.rstrip(b"="),
+        "percent-encoded": plain.replace(b"+", b"%2B").replace(b"=", b"%3D"),
+        "spaces": plain[:40] + b"  \t" + plain[40:],
+    }
+
+
+@pytest.mark.parametrize("form", base64_forms(b""))
+async def test_base64_as_clients_send_it(loading: Loading, form: str) -> None:
+    """Red if a common way to write base64 is refused or decoded to other bytes."""
+    data = PLAIN["4:2:0"]
+    assert loading.bytes_of(await loading.load(loading.body(base64_forms(data)[form]))) == data
+
+
+@pytest.mark.parametrize("text", [b"", b"====", b"*not base64*", b"QUJ", b"A", b"\\", b"\\u00", b"QUJD\xff", b"=QUJD"])
+async def test_bad_base64_is_a_4xx(loading: Loading, text: bytes) -> None:
+    """Red if broken base64, or a payload of nothing, is anything but the client's error."""
+    error = await loading.refusal(loading.body(text))
+    assert error.info.status in (400, 422)
+
+
+@pytest.mark.parametrize("url", ["data:", "data:,", "data:image/png;base64,", "data:image/png;base64,???", "DATA:image/png,%89PNG"])
+async def test_bad_data_urls_that_the_scanner_leaves_alone(loading: Loading, url: str) -> None:
+    """Red if a data URL in the small JSON ends in a 500."""
+    assert (await loading.refusal(MediaRef(url=url))).info.status in (400, 422)
+
+
+async def test_data_urls_that_the_scanner_leaves_alone(loading: Loading) -> None:
+    """Red if a percent-encoded or oddly spelt data URL is refused."""
+    data = DECODED["1x1"]
+    percent = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
+    odd = "DATA:image/png;BASE64," + base64.b64encode(data).decode()
+    first, again = [await loading.load(MediaRef(url=url)) for url in (percent, odd)]
+    assert loading.bytes_of(first) == shown(data).tobytes()
+    assert (again.hash, loading.bytes_of(again)) == (first.hash, data)
+
+
+async def test_identity_covers_bytes_and_parameters(loading: Loading, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if equal images stop sharing a cache entry, or if different bytes or parameters begin to."""
+    first = await loading.load_bytes(PLAIN["4:2:0"])
+    again = await loading.load_bytes(PLAIN["4:2:0"])
+    other = await loading.load_bytes(PLAIN["4:4:4"])
+    assert first.hash == again.hash != other.hash
+    assert len(first.hash) == 32
+    monkeypatch.setattr(inspect, "PROCESSING_VERSION", inspect.PROCESSING_VERSION + 1)
+    changed = Loading(checkpoint)
+    assert (await changed.load_bytes(PLAIN["4:2:0"])).hash != first.hash
+    await changed.close()
+
+
+async def test_a_full_arena_is_reported_and_nothing_leaks(loading: Loading) -> None:
+    """Red if lack of room is anything but ArenaFull, which becomes a 503, or if a failed image keeps its region (fixture)."""
+    held = loading.arena.alloc(SIZE - 64)
+    with pytest.raises(ArenaFull):
+        await loading.load_bytes(PLAIN["4:2:0"])
+    loading.arena.free(held)
+
+
+async def test_a_cancelled_load_waits_for_its_thread(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a region can be given back while a pool thread still writes to it."""
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    decode = image_module.decode_base64
+
+    def slow_decode(text: memoryview | bytes) -> bytes:
+        is_inside.set()
+        may_go_on.wait(5)
+        return decode(text)
+
+    monkeypatch.setattr(image_module, "decode_base64", slow_decode)
+    task = asyncio.create_task(loading.load_bytes(PLAIN["4:2:0"]))
+    await asyncio.to_thread(is_inside.wait, 5)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_headers_that_are_not_plain() -> None:
+    """Red if a JPEG with a table, a component or a scan that decoders disagree on is sent to the GPU."""
+    data = bytearray(PLAIN["4:2:0"])
+    assert parse_plain_jpeg(memoryview(bytes(data))) is not None
+    frame = data.index(b"\xff\xc0")
+    scan = data.index(b"\xff\xda")
+    for position, value in (
+        (frame + 4, 12),  # sample precision
+        (frame + 9, 4),  # number of components
+        (frame + 6, 0), (frame + 5, 0),  # a height of 0
+        (frame + 11, 0x41),  # luminance sampling
+        (frame + 14, 0x22),  # chrominance sampling
+        (frame + 12, 3),  # an undefined quantization table
+        (frame + 1, 0xC1), (frame + 1, 0xC9), (frame + 1, 0xC3),  # extended, arithmetic, lossless
+        (scan + 4, 1),  # one component in the scan
+        (scan + 6, 0x33),  # undefined Huffman tables
+        (len(data) - 1, 0xD8),  # no end
+    ):  # fmt: skip
+        damaged = bytearray(data)
+        damaged[position] = value
+        if position in (frame + 6, frame + 5):
+            damaged[frame + 5 : frame + 7] = b"\0\0"
+        assert parse_plain_jpeg(memoryview(bytes(damaged))) is None, (position - frame, value)
+
+
+@pytest.mark.parametrize(("transform", "encoding"), [(1, "jpeg"), (0, "rgb"), (2, "rgb")])
+async def test_the_colour_transform_of_adobe(loading: Loading, transform: int, encoding: str) -> None:
+    """Red if a JPEG whose marker says that it is not YCbCr goes to decoders that may or may not believe it."""
+    marker = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
+    data = PLAIN["4:2:0"][:2] + marker + PLAIN["4:2:0"][2:]
+    image = await loading.load_bytes(data)
+    assert image.source.encoding == encoding
+    if encoding == "rgb":
+        assert loading.bytes_of(image) == shown(data).tobytes()
+
+
+async def test_random_damage_never_escapes(loading: Loading) -> None:
+    """Red if any damage to a header ends in another error than a RequestError."""
+    draw = np.random.default_rng(0)
+    for data in (PLAIN["4:2:0"], DECODED["progressive jpeg"], DECODED["png"], DECODED["gif"], DECODED["tiff compressed"], DECODED["webp"]):
+        for _ in range(40):
+            damaged = bytearray(data)
+            for position in draw.integers(0, min(len(data), 400), 3):
+                damaged[position] = int(draw.integers(0, 256))
+            with contextlib.suppress(RequestError, ArenaFull, ArenaTooSmall):
+                await loading.load_bytes(bytes(damaged))
+            await loading.release()
+
+
+async def test_local_files_only_below_the_allowed_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Red if `..`, a symbolic link, a device or a missing option lets a client read other files."""
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    (allowed / "a b.png").write_bytes(DECODED["png"])
+    (tmp_path / "secret.png").write_bytes(DECODED["png"])
+    (tmp_path / "allowed2").mkdir()
+    (tmp_path / "allowed2" / "x.png").write_bytes(DECODED["png"])
+    (allowed / "link.png").symlink_to(tmp_path / "secret.png")
+    os.mkfifo(allowed / "fifo.png")
+    local = Loading(checkpoint, allowed_local_media_path=str(allowed))
+    assert (await local.load(MediaRef(url=f"file://{allowed}/a%20b.png"))).source.height == 48
+    for name, status in (
+        ("../secret.png", 400), ("%2e%2e/secret.png", 400), ("link.png", 400), ("../allowed2/x.png", 400),
+        ("fifo.png", 422), ("missing.png", 422), (".", 422), ("%00", 422),
+    ):  # fmt: skip
+        assert (await local.refusal(MediaRef(url=f"file://{allowed}/{name}"))).info.status == status, name
+    assert (await local.refusal(MediaRef(url=f"file://elsewhere{allowed}/a%20b.png"))).info.status == 400
+    await local.close()
+    closed = Loading(checkpoint)
+    assert (await closed.refusal(MediaRef(url=f"file://{allowed}/a%20b.png"))).info.status == 400
+    await closed.close()
+
+
+def test_pictures_differ_in_their_corners() -> None:
+    """Red if the test pictures become so symmetric that a wrong rotation would not show."""
+    image = np.asarray(pixels())
+    assert len({image[y, x].tobytes() for y in (0, -1) for x in (0, -1)}) == 4
