@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, RequestOutput, StepResult
+from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, RequestOutput, StepResult, TokenLogprobs
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
@@ -183,9 +184,10 @@ class SchedulerCore:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
             self._fail_image(step.encoded[image_id])
-        token_ids = iter(next(result for result in results if result.rank == 0).token_ids)
+        drawn = next(result for result in results if result.rank == 0)
+        tokens = zip(drawn.token_ids, drawn.logprobs or repeat(None), strict=False)
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
-            token_id = next(token_ids) if chunk.sample else None
+            token = next(tokens) if chunk.sample else None
             request.num_in_flight -= 1
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
@@ -193,10 +195,10 @@ class SchedulerCore:
             _note_stages(request, chunk.sample, results)
             if request.status is Status.RUNNING:
                 policy.commit(self.state, request, chunk.start + chunk.length)
-            if token_id is not None:
-                self._deliver(request, token_id)
+            if token is not None:
+                self._deliver(request, *token)
 
-    def _deliver(self, request: Request, token_id: int) -> None:
+    def _deliver(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """A drawn token goes to its request and to the client."""
         request.append(token_id)
         self._num_generated += 1
@@ -204,8 +206,8 @@ class SchedulerCore:
         if request.num_known == request.num_prompt + 1:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        reason = request.finish_reason_of(token_id)
-        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, max(0, request.num_cached), stages))
+        reason, known = request.finish_reason_of(token_id), [] if logprobs is None else [logprobs]
+        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, max(0, request.num_cached), stages, known))
         if reason is not None:
             self._stop(request)
             self._release_if_landed(request)

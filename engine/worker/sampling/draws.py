@@ -53,22 +53,27 @@ class HostDraws:
     changes: npt.NDArray[np.uint8]  # (S,)
     num_logprobs: npt.NDArray[np.int32]  # (S,)
 
+    @classmethod
+    def empty(cls) -> "HostDraws":
+        """No draws."""
+        return DrawTable(0, 0).draws(*np.zeros((2, 0), dtype=np.int64))
+
     def stage(self, staging: Staging) -> Draws:
         """Puts what the step needs into `staging`, whose `copy` comes later."""
         rows_S = staging.put(self.rows)
-        floats, ints = staging.put(self.floats), staging.put(self.ints)
+        (inverse_temperature, top_p, log_min_p), (top_k, key) = staging.put(self.floats), staging.put(self.ints)
         wide = staging.put(self.wide) if len(self.wide) else None
-        params = DrawParams(*floats.unbind(), *ints.unbind(), wide, self.largest_top_k, is_greedy=not self.floats[0].any())
-        changed, reported = self.changes.nonzero()[0], (self.num_logprobs >= 0).nonzero()[0]
-        return Draws(
-            rows_S=rows_S,
-            params=params,
-            changes=int(np.bitwise_or.reduce(self.changes, initial=0)),
-            changed_A=staging.put(changed),
-            positions_A=staging.put(self.positions[changed]),
-            reported_L=staging.put(reported),
-            num_top=int(self.num_logprobs.max(initial=0)),
-        )
+        is_greedy = not self.floats[0].any()
+        params = DrawParams(inverse_temperature, top_p, log_min_p, top_k, key, wide, self.largest_top_k, is_greedy)
+        changed_A = positions_A = reported_L = rows_S[:0]
+        changes = int(np.bitwise_or.reduce(self.changes, initial=0))
+        if changes:
+            changed = self.changes.nonzero()[0]
+            changed_A, positions_A = staging.put(np.stack((changed, self.positions[changed])))
+        num_top = int(self.num_logprobs.max(initial=NO_LOGPROBS))
+        if num_top != NO_LOGPROBS:
+            reported_L = staging.put((self.num_logprobs != NO_LOGPROBS).nonzero()[0])
+        return Draws(rows_S, params, changes, changed_A, positions_A, reported_L, num_top)
 
 
 class DrawTable:

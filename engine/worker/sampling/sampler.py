@@ -21,13 +21,8 @@ class Logprobs:
     top_ids_LN: torch.Tensor  # int64
     top_LN: torch.Tensor  # float32
 
-    def per_draw(self, num_draws: int) -> list[TokenLogprobs | None]:
-        """For each draw of the step. The tensors must be on the host, and there."""
-        found: list[TokenLogprobs | None] = [None] * num_draws
-        rows = zip(self.reported_L.tolist(), self.tokens_L.tolist(), self.top_ids_LN.tolist(), self.top_LN.tolist(), strict=True)
-        for index, token, top_ids, top in rows:
-            found[index] = TokenLogprobs(token, top_ids, top)
-        return found
+    def to_host(self) -> "Logprobs":
+        return Logprobs(*(to_host(values) for values in (self.reported_L, self.tokens_L, self.top_ids_LN, self.top_LN)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +31,20 @@ class Sampled:
 
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
+
+    def to_host(self) -> "Sampled":
+        """Enqueues the copies; on a CPU there is nothing to copy."""
+        return Sampled(to_host(self.tokens_S), self.logprobs and self.logprobs.to_host())
+
+    def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
+        """For each draw; empty if none wants any. What was copied must be on the host by now."""
+        if self.logprobs is None:
+            return []
+        found: list[TokenLogprobs | None] = [None] * len(self.tokens_S)
+        values = self.logprobs.reported_L, self.logprobs.tokens_L, self.logprobs.top_ids_LN, self.logprobs.top_LN
+        for index, *rest in zip(*(part.tolist() for part in values), strict=True):
+            found[index] = TokenLogprobs(*rest)
+        return found
 
 
 class Sampler:
@@ -67,3 +76,10 @@ def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) ->
     tokens_L1 = tokens_S[draws.reported_L][:, None]
     top_LN, top_ids_LN = raw_LV.topk(draws.num_top, dim=-1)
     return Logprobs(draws.reported_L, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, enqueued; on a CPU the values themselves."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
