@@ -12,6 +12,7 @@ import torch
 from engine.messages import Encode, ImageSource, Region, Restore, Save
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.memory import allocate_host
+from models.geometry import Grid
 from models.parallel import TensorParallel
 
 SINGLE = TensorParallel.single()
@@ -28,7 +29,8 @@ class Tower:
         self.config = SimpleNamespace(geometry=geometry, num_visual_levels=4, text=SimpleNamespace(hidden_size=24))
         self.groups: list[list[int]] = []
 
-    def encode(self, images: list[int]) -> list[torch.Tensor]:
+    def encode(self, images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
+        assert [w for _, _, w in grids] == images
         self.groups.append(images)
         return [torch.full((1, image, 1), float(image)) for image in images]
 
