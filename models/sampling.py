@@ -28,7 +28,7 @@ class DrawParams:
     log_min_p: torch.Tensor  # float32; minus infinity where off
     top_k: torch.Tensor  # int32; 0 where off
     key: torch.Tensor  # int32: 32 random bits of this draw
-    wide: torch.Tensor | None  # int64 (W,): rows with a filter that are not drawn by top-k up to `SamplingOps.max_top_k` first; None if there are none
+    wide: torch.Tensor | None  # int64 (W,): filtered rows that are not cut by a top-k up to `SamplingOps.max_top_k` first
     largest_top_k: int  # of the other rows
     is_greedy: bool  # all rows are
 

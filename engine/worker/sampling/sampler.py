@@ -1,4 +1,4 @@
-"""The stages in order: log-probabilities of the raw logits, changes of single rows, the draw, what the draw changes. Called by the runner."""
+"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes. Called by the runner."""
 
 from dataclasses import dataclass
 
