@@ -14,15 +14,17 @@ from models.sampling import SamplingOps
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of L draws, each with the `N` most likely tokens at its place, the most likely first. Tensors on one device."""
+    """Of L draws, each with the N most likely tokens at its place, the most likely first. Tensors on one device."""
 
     reported_L: torch.Tensor  # int64 indices of draws
+    num_top: tuple[int, ...]  # L: how many of the N each wants
     tokens_L: torch.Tensor  # float32, of the tokens drawn
     top_ids_LN: torch.Tensor  # int64
     top_LN: torch.Tensor  # float32
 
     def to_host(self) -> "Logprobs":
-        return Logprobs(*(to_host(values) for values in (self.reported_L, self.tokens_L, self.top_ids_LN, self.top_LN)))
+        copies = [to_host(values) for values in (self.tokens_L, self.top_ids_LN, self.top_LN)]
+        return Logprobs(to_host(self.reported_L), self.num_top, *copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Sampled:
             return []
         found: list[TokenLogprobs | None] = [None] * len(self.tokens_S)
         values = self.logprobs.reported_L, self.logprobs.tokens_L, self.logprobs.top_ids_LN, self.logprobs.top_LN
-        for index, *rest in zip(*(part.tolist() for part in values), strict=True):
-            found[index] = TokenLogprobs(*rest)
+        for n, index, token, top_ids, top in zip(self.logprobs.num_top, *(part.tolist() for part in values), strict=True):
+            found[index] = TokenLogprobs(token, top_ids[:n], top[:n])
         return found
 
 
@@ -74,8 +76,8 @@ def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) ->
     """Those of the raw logits."""
     norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
     tokens_L1 = tokens_S[draws.reported_L][:, None]
-    top_LN, top_ids_LN = raw_LV.topk(draws.num_top, dim=-1)
-    return Logprobs(draws.reported_L, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
+    top_LN, top_ids_LN = raw_LV.topk(max(draws.num_top), dim=-1)
+    return Logprobs(draws.reported_L, draws.num_top, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS,
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
 from models.sampling import IN_PROMPT, SamplingOps
 
-FOREVER = np.iinfo(np.int32).max
+FOREVER = 2**31 - 1
 ANY = -1  # in front of a word that is shorter than the longest
 NOTHING = -2  # in front of an output that is shorter than a word
 
