@@ -27,12 +27,12 @@ from models.backends.torch.attention import TorchAttention
 from models.backends.torch.backend import TorchBackend
 from models.backends.torch.jpeg import PillowDecoder
 from models.backends.torch.sampling import TorchSampling
+from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.step_sizes import StepSizes
-from models.tuned import CPU_STEP_SIZES
 from models.weights import load_weights
 
 ARENA_BYTES = 1 << 24
