@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -27,6 +28,8 @@ from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import ChatEndpoint
+from server.api.completions import CompletionEndpoint
+from server.api.generation import Service
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
 from server.http.client import Client
@@ -63,6 +66,29 @@ class ApiKeyGuard:
         return hmac.compare_digest(given[:7].lower() + given[7:], self._expected)
 
 
+class JsonGuard:
+    """ASGI middleware: a body is JSON and says so, uncompressed. What a web page may send without asking first never gets in."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._find_problem(Headers(scope=scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(ErrorInfo(415, problem, error_type(415), code="unsupported_media_type"))(scope, receive, send)
+
+    @staticmethod
+    def _find_problem(headers: Headers) -> str | None:
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            return "The Content-Type of a request must be application/json."
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            return "The Content-Encoding of a request must be identity: compressed bodies are not read."
+        return None
+
+
 class Api:
     """The routes and what they share."""
 
@@ -72,15 +98,16 @@ class Api:
         outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
         self.client = Client(outbox, self.arena)
         self._metrics = Metrics(self.client)
-        defaults = read_checkpoint(Path(child.runtime.model_folder)).sampling
+        checkpoint = read_checkpoint(Path(child.runtime.model_folder))
         self._name = child.runtime.model_name
         self._created = int(time.time())
-        self._chat = ChatEndpoint(child.config, self._name, defaults, self.arena, self.client, self._metrics)
+        self._service = Service(child.config, checkpoint, self._name, self.arena, self.client, self._metrics)
 
     def build(self) -> ASGIApp:
         """The ASGI application."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        app.router.routes.append(Route("/v1/chat/completions", self._chat, methods=["POST"]))
+        for path, endpoint in (("/v1/chat/completions", ChatEndpoint), ("/v1/completions", CompletionEndpoint)):
+            app.router.routes.append(Route(path, endpoint(self._service), methods=["POST"]))
         app.add_route("/", Page().show, methods=["GET"])
         app.add_route("/v1/models", self._models, methods=["GET"])
         app.add_route("/health", self._health, methods=["GET"])
@@ -91,7 +118,8 @@ class Api:
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(Exception, self._on_bug)
-        return ApiKeyGuard(app, self._child.config.api_key) if self._child.config.api_key else app
+        guarded = JsonGuard(app)
+        return ApiKeyGuard(guarded, self._child.config.api_key) if self._child.config.api_key else guarded
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
         """Hands the processor's events out, for ever; the first heartbeat makes us ready. At idle the arena must be empty."""
@@ -101,7 +129,7 @@ class Api:
             self.client.dispatch(message)
             if self.client.started and not was_started:
                 self._child.ready(url)
-            if message.stats is not None and not (self.client.num_bodies or self._chat.num_reading):
+            if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
 
     async def _models(self, request: Request) -> Response:

@@ -16,6 +16,7 @@ from engine.ipc import Outbox
 from engine.messages import (
     PROCESSOR_ARENA,
     Abort,
+    ChatPrompt,
     EngineRequest,
     ErrorInfo,
     Event,
@@ -27,6 +28,7 @@ from engine.messages import (
     ToScheduler,
 )
 from server.errors import RequestError, error_of, overloaded
+from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.prompt import PromptBuilder
@@ -85,7 +87,8 @@ class Intake:
             return
         early = self._early.pop(submit.rid, {})
         images = [self._image(ref, early) for ref in submit.media]
-        request = Request(submit, images, OutputText(self._tokens, self._think, submit.stop))
+        text = OutputText(self._tokens, self._think, submit.output, self._schemas(submit))
+        request = Request(submit, images, text)
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
         self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
@@ -126,6 +129,8 @@ class Intake:
                 encode = group.create_task(self._encode(submit))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        if submit.output.echo:
+            request.echo = self._prompts.text_of(submit.prompt)
         prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
         self._check_length(num_prompt)
@@ -143,11 +148,18 @@ class Intake:
 
     async def _encode(self, submit: Submit) -> list[int]:
         def job() -> list[int]:
-            return self._prompts.encode(msgspec.json.decode(submit.messages), len(submit.media), submit.template_kwargs)
+            return self._prompts.encode(submit.prompt, len(submit.media))
 
-        if len(submit.messages) < LARGE_MESSAGES_BYTES:
+        if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
             return job()
         return await asyncio.get_running_loop().run_in_executor(self._large_prompts, job)
+
+    def _schemas(self, submit: Submit) -> Schemas:
+        """What the functions of a request take, where its calls are to be found."""
+        if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
+            return {}
+        functions = [tool["function"] for tool in msgspec.json.decode(submit.prompt.tools)]
+        return {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
 
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt >= self.max_model_len:

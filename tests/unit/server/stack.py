@@ -172,7 +172,7 @@ class Stack:
         self.scheduler.beats = is_started
         self.scheduler.start()
         self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=30, headers={"Content-Type": "application/json"})
 
     def _spawn(self, role: str, module: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", module, str(self._runtime_file)]
