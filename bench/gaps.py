@@ -19,21 +19,22 @@ from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
-from engine.messages import PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, Upcoming
+from engine.messages import DEPTH, PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.main import DEPTH, make_limits
+from engine.scheduler.main import make_limits
 from engine.scheduler.state import State
-from engine.worker.build import make_graphs, pick_decoder
+from engine.worker.build import make_graphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
 from engine.worker.runner import LaunchedStep, Runner
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools, make_attention
+from models.attention.paged import allocate_pools
+from models.backends.make import make_backend
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import init_dummy_weights
@@ -45,7 +46,7 @@ TEXT_ID = 5
 
 
 class Bench:
-    """A core and a runner on one GPU; `announce` and `prefill` run one request to its first token."""
+    """A core and a runner on one GPU; `prefill` runs one request to its first token."""
 
     def __init__(self, shape: str) -> None:
         device = torch.device("cuda", 0)
@@ -55,14 +56,18 @@ class Bench:
             write_model_folder(Path(folder), SHAPES[shape], weights="none", seed=0)
             self._model_config = ModelConfig.from_folder(Path(folder))
         model_config, tp = self._model_config, TensorParallel.single()
-        model = Qwen3VL(model_config, tp, torch.bfloat16, device)
+        backend = make_backend("hopper", device)
+        backend.load(model_config.text.head_dim, model_config.vision.head_dim)
+        decoder = backend.jpeg_decoder(self._config.processing_pool_size, "auto")
+        model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
         init_dummy_weights(model, seed=0)
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
         pools = allocate_pools(model_config.text, tp, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         rows = Rows(self._config.max_num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device)
-        images = ImageCache(model, ImageReader(self._arena, pick_decoder(self._config, device), device), tp, torch.cuda.Stream(device))
-        attention = make_attention(pools, model_config.text.num_heads)
-        graphs = make_graphs(model, pools, rows, self._config.max_num_seqs, NUM_BLOCKS)
+        images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
+        attention = backend.attention(pools, model_config.text.num_heads)
+        graphs = make_graphs(model, backend, pools, rows, self._config.max_num_seqs, NUM_BLOCKS)
+        assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, images, Staging(64 << 20, device), graphs, self._arena, tp)
         per_token = model_config.num_visual_levels * model_config.text.hidden_size * 2
@@ -71,18 +76,9 @@ class Bench:
         state = State(limits, blocks, directory, free_rows=list(range(limits.max_num_seqs)))
         self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())
 
-    def announce(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
-        """What happens while a request arrives: its first image is read. `prefill` comes next."""
-        self._arrived = self._request(rid, jpegs, resolution)
-        wire, _ = self._arrived
-        prefetch = self._core.prefetch(Upcoming(rid, wire.images[0].source))
-        assert prefetch is not None, "something is left of the request before"
-        self._runner.prefetch(prefetch)
-        torch.cuda.synchronize()
-
-    def prefill(self) -> None:
+    def prefill(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
         """Two steps ahead, as the scheduler and the worker do it between them; afterwards what the worker does when it is idle."""
-        self._core.add(*self._arrived)
+        self._core.add(*self._request(rid, jpegs, resolution))
         pending: deque[LaunchedStep] = deque()
         while self._core.num_requests:
             while self._core.num_in_flight < DEPTH and (step := self._core.next_step()) is not None:
@@ -135,11 +131,10 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args.shape)
     for rid in range(2):
-        bench.announce(rid, make_jpegs(rid, args.images, args.resolution, "noise"), args.resolution)
-        bench.prefill()
-    bench.announce(2, make_jpegs(2, args.images, args.resolution, "noise"), args.resolution)
+        bench.prefill(rid, make_jpegs(rid, args.images, args.resolution, "noise"), args.resolution)
+    jpegs = make_jpegs(2, args.images, args.resolution, "noise")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        bench.prefill()
+        bench.prefill(2, jpegs, args.resolution)
         torch.cuda.synchronize()
     span, idle, gaps = gaps_of(list(profiler.events()))
     print(f"{args.images} x {args.resolution}: {span:.1f} ms from the first kernel to the last, {idle:.2f} ms idle in {len(gaps)} gaps")

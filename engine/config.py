@@ -39,6 +39,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' is as the checkpoint says"
     ] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
+    backend: Annotated[
+        Literal["auto", "hopper", "portable", "torch"], "who computes: 'auto' takes the fastest that this machine has; 'torch' is slow"
+    ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     symmetric_memory: Annotated[
         bool, "sum few tokens over the --tp GPUs through memory that they map from each other, where they can; else by NCCL"
@@ -67,7 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
-    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "torchvision", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
+    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
 
     api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: a sixteenth of the memory, at most 1G"] = None
     processor_arena_bytes: Annotated[int | None, "shared memory for images and token ids; default: an eighth of it, at most 2G"] = None

@@ -22,6 +22,7 @@ import zmq.asyncio
 from engine.arena import ArenaView
 from engine.config import EngineConfig
 from engine.messages import API_ARENA, PROCESSOR_ARENA, Status
+from models.backends.choose import BackendName, DeviceName
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class Runtime(msgspec.Struct, frozen=True):
     """What the launcher hands to each child, as JSON in its first argument."""
 
     config: EngineConfig
+    backend: BackendName
+    device: DeviceName
     run_dir: str
     arena_fds: tuple[int, int]
     lifeline_fd: int

@@ -4,10 +4,9 @@
 |-----------------------|-------------------------------|----------------------------------------------------------------------------|
 | api -> processor      | Payload, Submit, Abort        | the small JSON of a request; its media as regions of the api arena or URLs |
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
-| processor -> scheduler| Upcoming, EngineRequest,      | prompt ids as a region, image spans with their bytes as regions            |
-|                       | Pixels, Abort                 |                                                                            |
+| processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
-| scheduler -> worker   | StepPlan, Prefetch            | diffs and pointers: the same bytes to every rank                           |
+| scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
 | worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
 
@@ -20,6 +19,8 @@ import msgspec
 
 API_ARENA = 0
 PROCESSOR_ARENA = 1
+
+DEPTH = 2  # plans sent whose results are not all in: one runs, one waits behind it. What workers keep for steps in flight is for so many
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -66,7 +67,7 @@ class Stages(msgspec.Struct):
     prefilled: float = 0.0  # last chunk done on the device
     first_token: float = 0.0  # first token received by the scheduler
     sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images, but for one read before the plan;
+    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
     encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
     forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
     images_encoded: int = 0  # for this request; its other images came from a cache
@@ -197,14 +198,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     source: ImageSource
 
 
-class Upcoming(msgspec.Struct, tag=True, frozen=True):
-    """The first plain JPEG that a request brings and that was not seen before. The request may follow, or end unsent: then something else
-    may come to lie at `source`."""
-
-    rid: int
-    source: ImageSource
-
-
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
 
@@ -266,7 +259,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     images_skipped: int = 0  # every token came from the prefix cache
     images_evicted: int = 0
     images_restored: int = 0  # from host memory; not hits
-    images_prefetched: int = 0  # of the encoded ones: read before the plan came
     images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
     preemptions: int = 0
 
@@ -315,18 +307,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     visual: list[VisualRef]
 
 
-class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """Read this image now: a plan may name it by `number`. It takes the place of the one before."""
-
-    number: int
-    source: ImageSource
-
-
 class Encode(msgspec.Struct, frozen=True, array_like=True):
     image_id: int
     source: ImageSource
     grid: tuple[int, int, int]
-    prefetch: int | None = None  # the number under which it was read
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
@@ -390,5 +374,4 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = Upcoming | EngineRequest | Pixels | Abort | WorkerReady | StepResult
-ToWorker = StepPlan | Prefetch
+ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult

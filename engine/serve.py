@@ -19,8 +19,9 @@ from engine.arena import create_memfd, memory_limit
 from engine.config import GIB, EngineConfig, parse_args
 from engine.ipc import Runtime, setup_logging
 from engine.supervise import ChildDied, Family
+from models.backends.choose import choose, list_gpus
 from models.config import ModelConfig
-from models.hub import resolve
+from models.hub import DEMO, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
 
 def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runtime:
     """Finds the model, sizes the context and reserves the arenas. ValueError or OSError says what is missing."""
+    choice = choose(config.backend, config.device, config.tp, config.model == DEMO, list_gpus())
+    if choice.note:
+        logger.warning("%s", choice.note)
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, family.run_dir)
     model = ModelConfig.from_folder(resolved.folder)
@@ -98,6 +102,8 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
+        backend=choice.backend,
+        device=choice.device,
         run_dir=str(family.run_dir),
         arena_fds=fds,
         lifeline_fd=family.lifeline_fd,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models.geometry import VisionGeometry
+from models.registry import Architecture, architecture_of
 
 # Of the published checkpoints' preprocessor_config.json, for folders that lack the file.
 DEFAULT_MIN_PIXELS = 65_536
@@ -72,12 +73,12 @@ class ModelConfig:
 
     text: TextConfig
     vision: VisionConfig
+    architecture: Architecture
     geometry: VisionGeometry
     sampling: SamplingDefaults
     dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
     tie_word_embeddings: bool
     image_token_id: int
-    video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -91,6 +92,7 @@ class ModelConfig:
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Reads config.json, preprocessor_config.json and generation_config.json. ValueError names what is not supported."""
         config = _read_json(folder / "config.json", required=True)
+        architecture = architecture_of(config)
         _reject_unsupported(config)
         generation = _read_json(folder / "generation_config.json", required=False)
         vision = _vision(config["vision_config"])
@@ -98,12 +100,12 @@ class ModelConfig:
         return cls(
             text=_text(text, _is_fp8(config.get("quantization_config"))),
             vision=vision,
+            architecture=architecture,
             geometry=_geometry(_read_json(folder / "preprocessor_config.json", required=False), vision),
             sampling=_sampling(generation),
             dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             image_token_id=config["image_token_id"],
-            video_token_id=config["video_token_id"],
             vision_start_token_id=config["vision_start_token_id"],
             vision_end_token_id=config["vision_end_token_id"],
             eos_token_ids=_as_ids(_first((generation, config, text), ("eos_token_id",), ())),
@@ -135,11 +137,6 @@ def _as_ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _reject_unsupported(config: Mapping[str, Any]) -> None:
-    model_type = config.get("model_type")
-    if model_type == "qwen3_vl_moe":
-        raise ValueError("mixture-of-experts checkpoints (qwen3_vl_moe) are not supported yet")
-    if model_type != "qwen3_vl":
-        raise ValueError(f"model_type must be qwen3_vl, got {model_type!r}")
     text, vision = config["text_config"], config["vision_config"]
     for found, supported, name in (
         (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),

@@ -3,6 +3,7 @@
 Imports no torch; the hub is contacted only for a model that is not on disk.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,14 +13,18 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from models.demo import CHECKPOINT
+from models.registry import architecture_of
 from models.scaffold import SHAPES, write_model_folder
 
 LoadFormat = Literal["auto", "dummy"]
 
 DENSE_SIZES = ("2B", "4B", "8B", "32B")
 MOE_SIZES = ("30B-A3B", "235B-A22B")
+DEMO = "demo"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
-WEIGHT_PATTERNS = ("*.safetensors",)
+INDEX_PATTERNS = ("*.safetensors.index.json",)
+COSMOS_REASON_SIZES = ("2B", "8B")  # Qwen3-VL, trained further
+COSMOS3 = {"Cosmos3-Nano": "nvidia/Cosmos3-Nano", "Cosmos3-Super": "nvidia/Cosmos3-Super"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     A published size with dummy weights needs no network: the scaffold writes its files below `cache_dir`. ValueError for what is
     neither a folder, an alias nor a hub id, for mixture-of-experts checkpoints, and when the download fails.
     """
-    if model == "demo":
+    if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()
     if path.is_dir():
@@ -48,8 +53,10 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
         folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
         write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0, is_fp8=hub_id.endswith("-FP8"))
         return ResolvedModel(folder, model)
-    patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
-    return ResolvedModel(_download(hub_id, patterns), model)
+    folder = _download(hub_id, CONFIG_PATTERNS)
+    if load_format != "dummy":
+        folder = _download(hub_id, CONFIG_PATTERNS + _weight_patterns(folder))
+    return ResolvedModel(folder, model)
 
 
 def aliases() -> dict[str, str]:
@@ -60,11 +67,22 @@ def aliases() -> dict[str, str]:
         for kind in ("Instruct", "Thinking", "Instruct-FP8", "Thinking-FP8"):
             names[f"Qwen3-VL-{size}-{kind}"] = f"Qwen/Qwen3-VL-{size}-{kind}"
         names[f"Qwen3-VL-{size}-FP8"] = f"Qwen/Qwen3-VL-{size}-Instruct-FP8"
+    names |= {f"Cosmos-Reason2-{size}": f"nvidia/Cosmos-Reason2-{size}" for size in COSMOS_REASON_SIZES}
+    for name, hub_id in COSMOS3.items():
+        names |= {name: hub_id, f"{name}-Reasoner": hub_id}
     return names
 
 
 def _published_size(hub_id: str) -> str | None:
+    if hub_id.startswith("nvidia/Cosmos-Reason2-"):
+        return hub_id.removeprefix("nvidia/Cosmos-Reason2-")
     return next((size for size in DENSE_SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
+
+
+def _weight_patterns(folder: Path) -> tuple[str, ...]:
+    """What the architecture of a downloaded configuration reads."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return architecture_of(config).weight_files + INDEX_PATTERNS
 
 
 def _reject_unsupported(hub_id: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from models.contract import VisionLanguageModel
 from models.layers.checkpoint import Index
-from models.qwen3_vl import Qwen3VL
+from models.registry import Architecture
 
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
@@ -29,28 +30,13 @@ class WeightSource(Protocol):
         """`tensor[index]`, on any device."""
 
 
-class TensorSource:
-    """Whole tensors in memory, such as the state of another model."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        return self._tensors[name][index]
-
-
 class SafetensorsSource:
-    """The files of a model folder: model.safetensors, or the shards that its index names. A context manager: it holds them open."""
+    """The weight files of a model folder, under the names that the model knows. A context manager: it holds them open."""
 
-    def __init__(self, folder: Path) -> None:
-        self._files = {file: safe_open(file, framework="pt") for file in _weight_files(folder)}
-        self._file_of = {name: opened for opened in self._files.values() for name in opened.keys()}  # noqa: SIM118 - not a dict
+    def __init__(self, folder: Path, architecture: Architecture) -> None:
+        self._files = {file: safe_open(file, framework="pt") for file in weight_files(folder, architecture)}
+        file_of = {name: opened for opened in self._files.values() for name in opened.keys()}  # noqa: SIM118 - not a dict
+        self._places = {name: (file_of[stored], stored) for name, stored in architecture.names_of(file_of).items()}
 
     def __enter__(self) -> "SafetensorsSource":
         for opened in self._files.values():
@@ -62,7 +48,7 @@ class SafetensorsSource:
             opened.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -72,16 +58,17 @@ class SafetensorsSource:
         return part
 
     def _slice(self, name: str) -> Any:
-        return self._file_of[name].get_slice(name)
+        opened, stored = self._places[name]
+        return opened.get_slice(stored)
 
 
-def load_weights(model: Qwen3VL, folder: Path, progress: Progress) -> None:
+def load_weights(model: VisionLanguageModel, folder: Path, progress: Progress) -> None:
     """Reads the folder's safetensors into the model. ValueError names tensors that are missing, not expected, or of another shape."""
-    with SafetensorsSource(folder) as source:
+    with SafetensorsSource(folder, model.config.architecture) as source:
         fill(model, source, progress)
 
 
-def fill(model: Qwen3VL, source: WeightSource, progress: Progress) -> None:
+def fill(model: VisionLanguageModel, source: WeightSource, progress: Progress) -> None:
     """As `load_weights`, from any source. Values are converted to the model's dtype."""
     slots = list(model.checkpoint_tensors())
     expected = {slot.name: slot.shape for slot in slots}
@@ -97,7 +84,7 @@ def fill(model: Qwen3VL, source: WeightSource, progress: Progress) -> None:
         progress(done, total)
 
 
-def init_dummy_weights(model: Qwen3VL, seed: int) -> None:
+def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
     """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero.
 
     What is whole on every rank is equal on all of them; what is cut over the ranks differs, and depends on their number.
@@ -111,15 +98,19 @@ def init_dummy_weights(model: Qwen3VL, seed: int) -> None:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    single = folder / "model.safetensors"
-    if not single.is_file():
+def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
+    """The files that hold the model's weights. ValueError if there are none."""
+    files: set[Path] = set()
+    for pattern in architecture.weight_files:
+        parent = (folder / pattern).parent
+        indexes = sorted(parent.glob("*.safetensors.index.json"))
+        if indexes:
+            files.update(parent / name for name in json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
+        else:
+            files.update(folder.glob(pattern))
+    if not files:
         raise ValueError(f"{folder} holds no safetensors weights (dummy weights need no files: --load-format dummy)")
-    return [single]
+    return sorted(files)
 
 
 def _demand_none(verb: str, names: set[str]) -> None:

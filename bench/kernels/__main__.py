@@ -17,7 +17,7 @@ from bench.kernels.text_cases import text_cases
 from bench.kernels.timing import Case, Ceilings, seconds_per_call
 from bench.kernels.vision_cases import vision_cases
 from bench.report import environment, table, write_json
-from models.backends.ops import make_ops
+from models.backends.make import make_backend
 from models.config import ModelConfig
 from models.scaffold import SHAPES, write_model_folder
 
@@ -40,6 +40,7 @@ class Result:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SHAPES), default="8B")
+    parser.add_argument("--backend", choices=("hopper", "portable"), default="hopper")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
@@ -59,14 +60,16 @@ def measure(case: Case, ceilings: Ceilings) -> Result:
 def main() -> None:
     args = parse_args()
     device = torch.device("cuda")
-    config, ops = model_config(args.size), make_ops(device)
+    config, backend = model_config(args.size), make_backend(args.backend, device)
+    backend.load(config.text.head_dim, config.vision.head_dim)
     ceilings = Ceilings.measure(device)
-    results = [measure(case, ceilings) for cases in (vision_cases, text_cases) for case in cases(config, ops, device)]
+    results = [measure(case, ceilings) for cases in (vision_cases, text_cases) for case in cases(config, backend)]
     print(f"this device: {ceilings.flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, {ceilings.bytes_per_s / 1e12:.2f} TB/s")
     print(table(["kernel", "shape", "us", "bound us", "of bound"], [result.cells() for result in results]))
     if args.json:
         command = ["python", "-m", "bench.kernels", *sys.argv[1:]]
-        write_json(args.json, {"environment": environment(command), "model": args.size, "kernels": [asdict(result) for result in results]})
+        described = {"environment": environment(command), "model": args.size, "backend": args.backend}
+        write_json(args.json, described | {"kernels": [asdict(result) for result in results]})
 
 
 if __name__ == "__main__":

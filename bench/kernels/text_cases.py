@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from bench.kernels.timing import Case, copies
-from models.attention.paged import AttentionBackend, allocate_pools, make_attention
-from models.backends.hopper.flash_decoding import FlashDecoding
-from models.backends.ops import Ops
+from models.attention.paged import AttentionBackend, allocate_pools
+from models.backends.backend import Backend
+from models.backends.ops import KVPool, Ops, Product
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 
 CHUNK = 8192
 MIXED = 216  # tokens of a step: a chunk and decodes
@@ -21,31 +21,37 @@ POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
 EPS = 1e-6
 BF16 = 2
 
-Product = Callable[[torch.Tensor, Any], object]
+Call = Callable[[torch.Tensor, Any], object]
 
 
-def text_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[Case]:
+def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     """Everything that runs once per layer, and the head."""
-    text = config.text
+    text, ops, device = config.text, backend.ops, backend.device
     width = text.hidden_size
     norm = torch.ones(width, dtype=torch.bfloat16, device=device)
     x = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
-    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(x, norm, EPS)])
+    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(ops.residual(x), norm, EPS)])
     for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
     pools = allocate_pools(text, TensorParallel.single(), POOL_BLOCKS, PAGE, torch.bfloat16, device)[:2]
     yield norm_rope_store(config, ops, pools[0], device)
-    prefill = make_attention(pools, text.num_heads)
+    prefill = backend.attention(pools, text.num_heads)
     for new, context in ((CHUNK, 0), (1024, CHUNK), (3681, 25_760), (200, 28_000)):  # the last two in parts
         yield attention(config, prefill, [new], [new + context], device)
     for new, decodes in ((192, [1200] * 20), (280, [1200] * 30)):  # side by side
         yield attention(config, prefill, [new, *[1] * len(decodes)], [new + 600, *decodes], device)
     for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
         rows = len(lengths)
-        decode = FlashDecoding.factory(pools, text.num_heads, rows, POOL_BLOCKS)(rows)
-        yield attention(config, decode, [1] * rows, lengths, device)
+        yield attention(config, fixed(backend, pools, text.num_heads, 0, rows), [1] * rows, lengths, device)
     for new in (9, 64):
-        yield attention(config, FlashDecoding.factory(pools, text.num_heads, new, POOL_BLOCKS)(new), [new], [28_000], device)
+        yield attention(config, fixed(backend, pools, text.num_heads, new, 0), [new], [28_000], device)
+
+
+def fixed(backend: Backend, pools: list[KVPool], num_heads: int, num_tokens: int, num_decodes: int) -> AttentionBackend:
+    """As in a CUDA graph."""
+    make = backend.fixed_attention(pools, num_heads, 1, max(num_decodes, 1), POOL_BLOCKS)
+    assert make is not None
+    return make(num_tokens, num_decodes, min(num_tokens, 1))
 
 
 def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:
@@ -63,17 +69,21 @@ def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: in
             yield Case(f"float8: {name}", shape, flops / 2, num_bytes // BF16, calls)
 
 
-def layer_products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> dict[str, tuple[int, int, Product]]:
+def layer_products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> dict[str, tuple[int, int, Call]]:
     """(output width, input width, what is called with an input and a weight) by name."""
     text = config.text
     attended = text.num_heads * text.head_dim
     norm = torch.ones(text.hidden_size, dtype=torch.bfloat16, device=device)
     residual = torch.zeros((num_tokens, text.hidden_size), dtype=torch.bfloat16, device=device)
-    shapes: dict[str, tuple[int, int, Product]] = {
-        "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.norm_linear(x, norm, EPS, w)),
-        "o, residual": (text.hidden_size, attended, lambda x, w: ops.linear_add_(x, w, residual)),
-        "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.norm_swiglu(x, norm, EPS, w)),
-        "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.linear_add_(x, w, residual)),
+
+    def normed(x: torch.Tensor) -> Any:
+        return ops.normed(ops.residual(x), norm, EPS)
+
+    shapes: dict[str, tuple[int, int, Call]] = {
+        "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.linear(normed(x), w)),
+        "o, residual": (text.hidden_size, attended, lambda x, w: ops.residual(residual).add_(Product(x, w))),
+        "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.swiglu(normed(x), w)),
+        "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.residual(residual).add_(Product(x, w))),
     }
     if num_tokens < CHUNK:
         shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: ops.linear_f32(x, w)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.timing import Case, copies
-from models.attention.varlen import make_varlen_attention
+from models.backends.backend import Backend
 from models.backends.ops import Ops
 from models.config import ModelConfig
 from models.vision.preprocess import Preprocessor
@@ -15,12 +15,13 @@ SIZES = {"720p": (720, 1280), "1080p": (1080, 1920), "2k": (1440, 2560)}
 BF16 = 2
 
 
-def vision_cases(config: ModelConfig, ops: Ops, device: torch.device) -> Iterator[Case]:
+def vision_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     """Everything that runs once per block or once per image."""
+    ops, device = backend.ops, backend.device
     for name in ("720p", "1080p"):
         yield preprocessing(config, ops, device, name)
     for name, count in (("720p", 1), ("720p", 4), ("1080p", 1), ("2k", 1)):
-        yield attention(config, device, name, count)
+        yield attention(config, backend, name, count)
     num_patches = 4 * patches_of(config, "720p")
     yield layer_norm(config, ops, device, num_patches)
     yield from gemms(config, ops, device, num_patches)
@@ -43,11 +44,11 @@ def preprocessing(config: ModelConfig, ops: Ops, device: torch.device, name: str
     return Case("resize and cut", name, 0, num_bytes, calls)
 
 
-def attention(config: ModelConfig, device: torch.device, name: str, count: int) -> Case:
+def attention(config: ModelConfig, backend: Backend, name: str, count: int) -> Case:
     """With the rotation; operations are counted at the tower's own head size, not at the multiple of 16 that the kernel computes."""
     heads, head_dim = config.vision.num_heads, config.vision.head_dim
-    length = patches_of(config, name)
-    segments = make_varlen_attention(heads, head_dim, device)
+    length, device = patches_of(config, name), backend.device
+    segments = backend.varlen_attention(heads, head_dim)
     segments.plan([length] * count)
     kvq = torch.randn((length * count, 3, heads, head_dim), dtype=torch.bfloat16, device=device)
     cos_sin = torch.randn((length * count, head_dim), device=device).clamp_(-1, 1)

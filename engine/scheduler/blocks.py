@@ -91,11 +91,6 @@ class BlockPool:
             self._hashes[block] = digest
             self._cached[digest] = block
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Un-names blocks whose content turned out to be wrong."""
-        for block in blocks:
-            self._forget(block)
-
     def check(self) -> None:
         """Asserts the invariant."""
         assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))

@@ -13,17 +13,15 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, Prefetch, RequestOutput, StepResult, Upcoming
+from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, RequestOutput, StepResult
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
-from engine.scheduler.state import Prefetched, State
+from engine.scheduler.state import State
 
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
-MAX_PREFETCHED_PIXELS = 1 << 24  # 48 MiB of RGB, which a worker holds beside what its memory was planned for
-MAX_PREFETCHED_BYTES = 1 << 25  # workers keep room for a copy of the largest file
 
 
 @dataclass(slots=True)
@@ -47,8 +45,8 @@ class SchedulerCore:
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
-        self._num_arrived = self._num_prompt_tokens = self._num_generated = self._num_prefetched = 0
-        self.last_progress = 0.0  # when a step landed, or the first one in flight was made
+        self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
+        self._last_progress = 0.0  # when the first request came, a step was planned or landed, or pixels came
 
     @property
     def num_requests(self) -> int:
@@ -74,20 +72,11 @@ class SchedulerCore:
         request = Request(wire, token_ids, len(prompt_ids), max_tokens, self._eos_token_ids, hasher, self._num_arrived)
         self._recall_links(request)
         self._num_arrived += 1
+        if not self._requests:
+            self._last_progress = time.monotonic()
         self._num_prompt_tokens += len(prompt_ids)
         self._requests[wire.rid] = request
         self.state.waiting.append(request)
-
-    def prefetch(self, upcoming: Upcoming) -> Prefetch | None:
-        """What the caller must send to every rank, if anything: an image is read while nothing else is to be done. Otherwise images are
-        read while a step runs, and that costs nothing."""
-        source = upcoming.source
-        is_large = source.height * source.width > MAX_PREFETCHED_PIXELS or source.region.length > MAX_PREFETCHED_BYTES
-        if self._requests or is_large:
-            return None
-        self.state.prefetched = Prefetched(self._num_prefetched, upcoming.rid, source)
-        self._num_prefetched += 1
-        return Prefetch(self.state.prefetched.number, source)
 
     def abort(self, rid: int) -> None:
         """The client wants no more: no output, only the release. Unknown or ended requests are ignored."""
@@ -103,6 +92,7 @@ class SchedulerCore:
             return
         digest = request.images[pixels.index].hash
         request.awaited.remove(digest)
+        self._last_progress = time.monotonic()
         if pixels.source is not None:
             request.sources[digest] = pixels.source
         else:
@@ -112,9 +102,7 @@ class SchedulerCore:
         """Plans a step that the caller must send to every rank; None if nothing can run now."""
         step = policy.plan(self.state)
         if step is not None:
-            now = time.monotonic()
-            if not self._in_flight:
-                self.last_progress = now
+            self._last_progress = now = time.monotonic()
             self._in_flight.append(InFlight(step))
             for request in step.requests:
                 request.wire.stages.admitted = request.wire.stages.admitted or now
@@ -126,7 +114,7 @@ class SchedulerCore:
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
             self._land(landed.step, landed.results)
-            self.last_progress = time.monotonic()
+            self._last_progress = time.monotonic()
 
     def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
         """What has gathered since the last call."""
@@ -137,6 +125,11 @@ class SchedulerCore:
     @property
     def has_outputs(self) -> bool:
         return bool(self._outputs or self._released or self.state.wanted)
+
+    def alive_at(self, now: float) -> float:
+        """When the engine last made progress; `now` while it has nothing to do, or can do nothing before the processor has answered."""
+        awaits_pixels = not self._in_flight and any(request.awaited for request in self._requests.values())
+        return self._last_progress if self._requests and not awaits_pixels else now
 
     def check(self) -> None:
         """Asserts the invariants of the state; with no request left, that everything came back."""

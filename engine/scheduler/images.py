@@ -102,20 +102,14 @@ class ImageDirectory:
     def __init__(self, budget_bytes: int, host_budget_bytes: int = 0):
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
+        self.num_pinned = 0  # entries with pins
+        self.pinned_bytes = 0  # what those take
         self.num_evicted = 0
         self.host = HostTier(host_budget_bytes)
         self._entries: OrderedDict[bytes, ImageEntry] = OrderedDict()  # least recently used first
         self._next_id = 0
         self._evicted_ids: list[int] = []
         self._saves: list[Save] = []
-
-    @property
-    def num_pinned(self) -> int:
-        return sum(entry.pins > 0 for entry in self._entries.values())
-
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self._entries.values() if entry.pins > 0)
 
     def get(self, digest: bytes) -> ImageEntry | None:
         """The entry of an image on the device, or None."""
@@ -129,6 +123,9 @@ class ImageDirectory:
         """Keeps an entry from eviction until `unpin`. Raises KeyError if it is not cached."""
         self._entries.move_to_end(digest)
         entry = self._entries[digest]
+        if entry.pins == 0:
+            self.num_pinned += 1
+            self.pinned_bytes += entry.num_bytes
         entry.pins += 1
         return entry
 
@@ -136,6 +133,9 @@ class ImageDirectory:
         entry = self._entries[digest]
         assert entry.pins > 0
         entry.pins -= 1
+        if entry.pins == 0:
+            self.num_pinned -= 1
+            self.pinned_bytes -= entry.num_bytes
 
     def reserve(self, digest: bytes, num_bytes: int) -> ImageEntry | None:
         """A new entry, to be restored if the host has a copy and else encoded, evicting what must go; None if pinned entries leave too
@@ -171,6 +171,8 @@ class ImageDirectory:
         """Asserts the invariant."""
         assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.budget_bytes
         assert all(entry.pins >= 0 for entry in self._entries.values())
+        pinned = [entry.num_bytes for entry in self._entries.values() if entry.pins]
+        assert (self.num_pinned, self.pinned_bytes) == (len(pinned), sum(pinned))
         assert len({entry.image_id for entry in self._entries.values()}) == len(self._entries)
         self.host.check()
 

@@ -1,6 +1,6 @@
 """The scheduler process: requests in, plans out, results in, tokens out. `python -m engine.scheduler.main RUNTIME.json`.
 
-inbox ──▶ receive ──▶ [next_step ──▶ workers] up to two steps ahead ──▶ results of all ranks ──▶ processor
+inbox ──▶ receive ──▶ [next_step ──▶ workers] up to DEPTH steps ahead ──▶ results of all ranks ──▶ processor
 """
 
 import logging
@@ -14,15 +14,15 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag
 from engine.messages import (
+    DEPTH,
     PROCESSOR_ARENA,
     Abort,
     EngineOutputs,
     EngineRequest,
     Pixels,
+    StepPlan,
     StepResult,
     ToScheduler,
-    ToWorker,
-    Upcoming,
     WorkerReady,
 )
 from engine.scheduler.blocks import BlockPool
@@ -34,7 +34,6 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 2  # plans in flight: one runs, one waits behind it
 HEARTBEAT_S = 1.0
 
 
@@ -48,7 +47,7 @@ class Scheduler:
         self._arena = child.arena_view(PROCESSOR_ARENA)
         self._inbox: Inbox[ToScheduler] = Inbox(child.run_dir, "scheduler", ToScheduler)
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
-        self._workers: list[Outbox[ToWorker]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
+        self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
         self._last_heartbeat = 0.0
         self._checked = False
@@ -95,9 +94,6 @@ class Scheduler:
                 case EngineRequest():
                     region = message.prompt
                     core.add(message, np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32))
-                case Upcoming():
-                    if (prefetch := core.prefetch(message)) is not None:
-                        self._send_to_workers(prefetch)
                 case Pixels():
                     core.take_pixels(message)
                 case Abort():
@@ -109,20 +105,16 @@ class Scheduler:
             message = self._inbox.recv_ready()
 
     def _send(self, step: PlannedStep) -> None:
-        num_bytes = self._send_to_workers(step.plan)
+        """The same bytes to every rank."""
+        data = self._encoder.encode(step.plan)
+        for worker in self._workers:
+            worker.send_bytes(data)
         if logger.isEnabledFor(logging.DEBUG):
             plan = step.plan
             num_tokens = sum(chunk.length for chunk in plan.chunks)
             num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes) - len(plan.restores)
-            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), len(plan.restores), num_hit, num_bytes)
+            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), len(plan.restores), num_hit, len(data))
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d restored, %d hit, plan of %d bytes", *sizes)
-
-    def _send_to_workers(self, message: ToWorker) -> int:
-        """The same bytes to every rank; their number."""
-        data = self._encoder.encode(message)
-        for worker in self._workers:
-            worker.send_bytes(data)
-        return len(data)
 
     def _flush(self, core: SchedulerCore) -> None:
         """Sends what has gathered, and once a second (or when all is done) a heartbeat with statistics."""
@@ -131,8 +123,7 @@ class Scheduler:
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            alive = core.last_progress if core.num_in_flight else now
-            self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
+            self._processor.send(core.take_outputs(core.stats() if beat else None, core.alive_at(now)))
 
 
 def make_limits(config: EngineConfig, bytes_per_image_token: int) -> Limits:

@@ -17,7 +17,7 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSource, ImageSpan, Restore, StepPlan, VisualRef, WantedPixels
+from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef, WantedPixels
 from engine.scheduler.budget import prefill_budget
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
@@ -116,9 +116,9 @@ class _StepBuilder:
             i += self._admit_waiting(request.arrival)
             if request.is_decoding:
                 if request.wants_tokens:
-                    self._schedule(request, 1)
+                    self._schedule(request, 1)  # taken off the budget at the start
             elif request.num_tokens > request.num_computed:
-                self._schedule(request, self.budget)
+                self.budget -= self._schedule(request, self.budget)
             i += request.status is Status.RUNNING  # not: it has preempted itself
         self._admit_waiting(math.inf)
 
@@ -212,7 +212,7 @@ class _StepBuilder:
             request.blocks, request.num_computed, request.num_committed = [], 0, 0
             return False
         self._start(request)
-        self._schedule(request, length)
+        self.budget -= self._schedule(request, length)
         return True
 
     def _start(self, request: Request) -> None:
@@ -241,21 +241,22 @@ class _StepBuilder:
             request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
-    def _schedule(self, request: Request, budget: int) -> None:
-        """Adds a chunk of at most `budget` tokens, preempting younger requests (at last itself) for what it lacks."""
+    def _schedule(self, request: Request, budget: int) -> int:
+        """Adds a chunk of at most `budget` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
         length = min(budget, request.num_tokens - request.num_computed)
         while length > 0:
             fitting, starved = self._fit_images(request, length)
             if fitting == 0 and not starved:
-                return  # the step's encoder budget is used up, or there are no pixels
+                return 0  # the step's encoder budget is used up, or there are no pixels
             new_blocks = self._blocks_for(request, fitting) if fitting else None
             if new_blocks is not None:
                 self._add_chunk(request, fitting, new_blocks)
-                return
+                return fitting
             victim = self.state.running[-1]
             preempt(self.state, victim)
             if victim is request:
-                return
+                return 0
+        return 0
 
     def _blocks_for(self, request: Request, length: int) -> list[int] | None:
         needed = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
@@ -295,8 +296,6 @@ class _StepBuilder:
         visual = self._take_images(request, start, end)
         sample = end == request.num_tokens
         chunk = Chunk(request.row, start, length, sample, new_blocks, visual)
-        if not request.is_decoding:
-            self.budget -= length  # decodes were taken off the budget at the start
         is_decode_row = sample and length == 1 and not visual
         (self.decodes if is_decode_row else self.prefills).append((request, chunk))
         request.num_computed = end
@@ -348,20 +347,10 @@ class _StepBuilder:
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
             return
-        source = request.sources[span.hash]
-        self.encodes.append(Encode(entry.image_id, source, span.grid, self._take_prefetched(request, source)))
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
         self.encoded[entry.image_id] = span.hash
         self.num_encoder_tokens += span.length
         request.wire.stages.images_encoded += 1
-
-    def _take_prefetched(self, request: Request, source: ImageSource) -> int | None:
-        """The number under which workers have read this image. At another request's place there may be another image by now."""
-        prefetched = self.state.prefetched
-        if prefetched is None or (prefetched.rid, prefetched.source) != (request.rid, source):
-            return None
-        self.state.prefetched = None
-        self.state.counters.images_prefetched += 1
-        return prefetched.number
 
 
 def _end(span: ImageSpan) -> int:

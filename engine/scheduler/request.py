@@ -52,8 +52,7 @@ class Request:
     awaited: set[bytes] = field(default_factory=set)  # hashes of files whose pixels the processor was asked for
 
     def __post_init__(self) -> None:
-        spans = reversed(self.images)  # of an image that comes twice the first one counts: workers may have read it
-        self.sources = {span.hash: span.source for span in spans if span.source.encoding != "file"}
+        self.sources = {span.hash: span.source for span in self.images if span.source.encoding != "file"}
 
     @property
     def rid(self) -> int:

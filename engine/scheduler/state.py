@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from engine.messages import ImageSource, WantedPixels
+from engine.messages import WantedPixels
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.request import Request, Status
@@ -33,17 +33,7 @@ class Counters:
     images_hit: int = 0
     images_skipped: int = 0
     images_restored: int = 0
-    images_prefetched: int = 0
     preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetched:
-    """The one image that workers have read, or will have when a plan comes: `number`, for the request that brings these bytes."""
-
-    number: int
-    rid: int
-    source: ImageSource
 
 
 @dataclass(slots=True)
@@ -60,7 +50,6 @@ class State:
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     counters: Counters = field(default_factory=Counters)
     num_steps: int = 0
-    prefetched: Prefetched | None = None
 
     def check(self) -> None:
         """Asserts every invariant that relates requests, blocks, images and rows."""

@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,17 +20,19 @@ from engine.messages import PROCESSOR_ARENA, WorkerReady
 from engine.step_sizes import LARGE_STEP
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
-from engine.worker.jpeg import ImageReader, JpegDecoder, PillowDecoder
+from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools, make_attention
-from models.backends.hopper.compile import load_kernels
+from models.attention.paged import allocate_pools
+from models.backends.backend import Backend
+from models.backends.jpeg import JpegDecoder
+from models.backends.make import make_backend
 from models.backends.ops import KVPool
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
+from models.parallel import TensorParallel
 from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
 
@@ -45,24 +48,24 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     config = child.config
     dtype = pick_dtype(config, device)
     tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
-    if device.type == "cuda":
-        load_kernels(model_config.text.head_dim, model_config.vision.head_dim)
-    model = load_model(child, model_config, tp, dtype, device)
+    backend = make_backend(child.runtime.backend, device)
+    backend.load(model_config.text.head_dim, model_config.vision.head_dim)
+    model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    peak = profile_peak(model, config, model_config, dtype, device, tp, tower_stream)
+    peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     memory = plan_memory(config, model_config, tp, dtype, device, peak)
     pools = allocate_pools(model_config.text, tp, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
-    attention = make_attention(pools, model_config.text.num_heads // tp.size)
+    num_heads = model_config.text.num_heads // tp.size
+    attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
-    graphs = None
-    if device.type == "cuda" and not config.enforce_eager:
-        graphs = make_graphs(model, pools, rows, config.max_num_seqs, max_blocks)
+    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, config.max_num_seqs, max_blocks)
+    if graphs is not None:
         child.progress(f"captured {graphs.capture()} graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    decoder = pick_decoder(config, device)
+    decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
@@ -96,19 +99,22 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: 
     return TensorParallel(rank, size, group, SymmetricSums(group, width, dtype, device))
 
 
-def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> Qwen3VL:
+def load_model(
+    child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype
+) -> VisionLanguageModel:
     """The model with its weights, read or made up."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 and not is_dummy))
-    model = Qwen3VL(stored, tp, dtype, device)
+    module, _, name = stored.architecture.model.partition(":")
+    model: VisionLanguageModel = vars(import_module(module))[name](stored, tp, backend, dtype)
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     if not stored.text.is_fp8 and (model_config.text.is_fp8 or child.config.quantization == "fp8"):
         model.quantize_()
-    child.progress(f"weights are on {device} after {time.monotonic() - started:.1f} s")
+    child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model
 
 
@@ -136,24 +142,15 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
     return report
 
 
-def make_graphs(model: Qwen3VL, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int) -> StepGraphs:
-    """Graphs of small steps; the pool's last block is scratch."""
-    from models.backends.hopper.attention import fixed_attention_factory  # needs Triton, which a CPU machine may lack
-
+def make_graphs(
+    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int
+) -> StepGraphs | None:
+    """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads = model.config.text.num_heads // model.tp.size
-    max_rows = MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP
-    make_backend = fixed_attention_factory(pools, num_heads, *max_rows, max_blocks)
-    return StepGraphs(model, make_backend, rows, pools[0][0].shape[0] - 1, max_num_seqs)
-
-
-def pick_decoder(config: EngineConfig, device: torch.device) -> JpegDecoder:
-    """Who decodes baseline JPEGs: nvImageCodec on GPUs and Pillow on CPUs unless the flag says otherwise."""
-    name = {"cuda": "nvimgcodec", "cpu": "cpu"}[device.type] if config.jpeg_decoder == "auto" else config.jpeg_decoder
-    if name == "cpu":
-        return PillowDecoder(config.processing_pool_size, device)
-    from engine.worker.jpeg_cuda import NvImageCodecDecoder, TorchvisionDecoder  # needs libraries that a CPU machine lacks
-
-    return TorchvisionDecoder(device) if name == "torchvision" else NvImageCodecDecoder(device, config.processing_pool_size)
+    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP, max_blocks)
+    if make_attention is None:
+        return None
+    return StepGraphs(model, make_attention, rows, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def warm_up(decoder: JpegDecoder) -> None:

@@ -23,9 +23,9 @@ from engine.step_sizes import LARGEST_CHUNK, MIXED_DECODE_SIZES, chunk_sizes, si
 from engine.worker.rows import HostStep, Int32s, Int64s, Rows
 from engine.worker.sampler import SamplingInputs
 from engine.worker.staging import Staging, staged_bytes
-from models.attention.paged import FixedAttention
+from models.attention.paged import FixedAttention, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
 
 DECODE_SIZES = (1, 2, 4, *range(8, 129, 8))
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
@@ -42,7 +42,6 @@ class Shape(NamedTuple):
     num_decode_rows: int
 
 
-MakeBackend = Callable[[int, int, int], FixedAttention]
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 
@@ -59,14 +58,20 @@ class Graph:
 class StepGraphs:
     """Replays small steps.
 
-    `make_backend(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows` rows.
+    `make_attention(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows` rows.
     """
 
     def __init__(
-        self, model: Qwen3VL, make_backend: MakeBackend, rows: Rows, scratch_block: int, max_num_seqs: int, record: Record | None = None
+        self,
+        model: VisionLanguageModel,
+        make_attention: MakeFixed,
+        rows: Rows,
+        scratch_block: int,
+        max_num_seqs: int,
+        record: Record | None = None,
     ):
         self._model = model
-        self._make_backend = make_backend
+        self._make_attention = make_attention
         self._rows = rows
         self._record = record or CudaRecorder()
         self._device = rows.last_token_R.device
@@ -86,7 +91,7 @@ class StepGraphs:
         """Captures every shape, largest first so that all share one memory pool. Returns their number."""
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
         shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
-        backends = {shape: self._make_backend(*shape, _num_prefill_rows(shape)) for shape in shapes}
+        backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
         fixed = max(staged_bytes(_fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
         self._staging = Staging(fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_token_R) + SLACK, self._device)
@@ -126,7 +131,7 @@ class StepGraphs:
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
         """Where the graph finds its prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
-        self._embedding[0, : len(ids_P)] = self._model.language_model.embed_tokens(ids_P)
+        self._embedding[0, : len(ids_P)] = self._model.embed(ids_P)
         self._embedding[1:, : len(ids_P)] = 0
         for item in visual:
             self._embedding[:, item.start : item.start + item.length] = item.embedding[:, item.offset : item.offset + item.length]
@@ -184,7 +189,7 @@ class StepGraphs:
         def forward() -> torch.Tensor:
             ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_D]])
             batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S)
-            return self._model(batch, attention, self._logits[: len(logits_indices_S)])
+            return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, logits_SV)

@@ -2,7 +2,6 @@
 
 Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them. Used by the runner.
 
-    prefetch            read
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
       or      save ──▶ restore ──────────────────▶ │                  stream of the tower
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.messages import Encode, Prefetch, Restore, Save
+from engine.messages import Encode, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
-from models.layers.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
+from models.parallel import TensorParallel
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
@@ -50,7 +49,7 @@ class ImageCache:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         reader: ImageReader,
         tp: TensorParallel,
         stream: torch.cuda.Stream | None = None,
@@ -63,7 +62,6 @@ class ImageCache:
         self._stream = stream
         self._host = host
         self._last_use: dict[int, torch.cuda.Event] = {}
-        self._prefetched: dict[int, torch.Tensor | None] = {}  # by number: at most one
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copies embeddings to host memory, before they are evicted. Reads only: a step that still runs may read them, too."""
@@ -94,14 +92,6 @@ class ImageCache:
         if restores:
             self._let_current_stream_wait()
 
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Reads an image for the plan that names its number. The bytes are copied first: if their request ends before it has a plan, they
-        may be overwritten, and what is read is not used."""
-        if self._prefetched:  # nobody wanted it, so perhaps it is still being read
-            self._reader.wait()
-        with torch.cuda.stream(self._stream):
-            self._prefetched = {prefetch.number: self._reader.read_copy(prefetch.source)}
-
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
         reports it.
@@ -120,7 +110,7 @@ class ImageCache:
         return encoded
 
     def prepare(self, is_busy: bool) -> bool:
-        """As `Qwen3VL.prepare`."""
+        """As `VisionLanguageModel.prepare`."""
         with torch.cuda.stream(self._stream):
             return self._model.prepare(is_busy)
 
@@ -136,22 +126,17 @@ class ImageCache:
         watch.mark()
         for group in self._groups(share):
             started = time.monotonic()
-            pixels = self._read(group)
+            pixels = self._reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
-            good = [image for image in pixels if image is not None]
-            embeddings = iter(self._model.encode(good))
+            good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
+            embeddings = iter(self._model.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 own.append(self._zeros(self._num_tokens(encode)) if image is None else next(embeddings))
                 if image is None:
                     failed.append(encode.image_id)
-            kept += good
+            kept += [image for image, _ in good]
         watch.mark()
         return own, Encoded(failed, kept, read_ms, watch.marks())
-
-    def _read(self, group: Sequence[Encode]) -> list[torch.Tensor | None]:
-        """Pixels of these images in their order, None for each that cannot be decoded."""
-        missing = iter(self._reader.read([encode.source for encode in group if encode.prefetch is None]))
-        return [next(missing) if encode.prefetch is None else self._prefetched.pop(encode.prefetch) for encode in group]
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
         """The share in its order: a small group first, so that the device starts early."""
@@ -181,11 +166,10 @@ class ImageCache:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has read this rank's own ones
 
     def _share(self, encodes: Sequence[Encode], rank: int) -> list[Encode]:
-        """The images that `rank` encodes: what is read already comes first, then the largest, each to the least loaded rank. Every rank
-        computes the same shares."""
+        """The images that `rank` encodes: the largest first, each to the least loaded rank. Every rank computes the same shares."""
         loads = [0] * self._tp.size
         share = []
-        for encode in sorted(encodes, key=lambda e: (e.prefetch is None, -self._num_tokens(e), e.image_id)):
+        for encode in sorted(encodes, key=lambda e: (-self._num_tokens(e), e.image_id)):
             target = loads.index(min(loads))
             loads[target] += self._num_tokens(encode)
             if target == rank:

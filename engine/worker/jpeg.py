@@ -4,38 +4,13 @@ Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG
 engine.
 """
 
-import io
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
-from PIL import Image
 
 from engine.arena import ArenaView
 from engine.messages import ImageSource
-from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
-
-Image.MAX_IMAGE_PIXELS = None  # the server's --max-image-pixels is the limit; Pillow's own would refuse what was accepted
-
-
-class JpegDecoder(Protocol):
-    """Decodes a batch; the pixels are within 2/255 of Pillow's, before EXIF orientation is applied."""
-
-    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3) on the device for each payload, None for one that cannot be decoded."""
-        ...
-
-
-class PillowDecoder:
-    """The reference, on CPU threads (Pillow releases the interpreter lock while it decodes)."""
-
-    def __init__(self, num_threads: int, device: torch.device):
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="jpeg")
-        self._device = device
-
-    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
-        return [None if pixels is None else pixels.to(self._device) for pixels in self._pool.map(_decode_with_pillow, payloads)]
+from models.backends.jpeg import JpegDecoder
 
 
 class ImageReader:
@@ -46,59 +21,28 @@ class ImageReader:
         self._decoder = decoder
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copy = bytearray()
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
-        return self._read_on_stream(sources, [self._bytes(source) for source in sources])
-
-    def read_copy(self, source: ImageSource) -> torch.Tensor | None:
-        """As `read`, of a plain JPEG whose bytes may be overwritten meanwhile: then the pixels are anything of its size, or None.
-
-        Bytes that nobody has checked are never decoded: that could take any time and memory. There is one copy: the pixels of the one
-        before are there, if need be after `wait`.
-        """
-        assert source.encoding == "jpeg"
-        payload = self._bytes(source)
-        if len(payload) > len(self._copy):
-            self._copy = bytearray(len(payload))  # kept: new memory would cost as much as the copy
-        copy = memoryview(self._copy)[: len(payload)]
-        copy[:] = payload
-        plain = parse_plain_jpeg(copy) if is_jpeg(copy) else None
-        stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
-        if plain is None or (plain.height, plain.width) != stored:
-            return None
-        (pixels,) = self._read_on_stream([source], [copy])
-        return pixels
-
-    def wait(self) -> None:
-        """Until all pixels are there."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _read_on_stream(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if self._stream is None:
-            return self._read(sources, payloads)
+            return self._read(sources)
         with torch.cuda.stream(self._stream):
-            pixels = self._read(sources, payloads)
+            pixels = self._read(sources)
             if any(source.orientation != 1 for source in sources):
                 self._stream.synchronize()  # what was turned was read from the decoder's own memory, which is free again now
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pixels
 
-    def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
+    def _read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
-        pairs = list(zip(sources, payloads, strict=True))
+        pairs = [(source, self._arena.view(source.region.offset, source.region.length)) for source in sources]
         decoded = iter(self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"]))
         return [
             self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source, payload) for source, payload in pairs
         ]
-
-    def _bytes(self, source: ImageSource) -> memoryview:
-        return self._arena.view(source.region.offset, source.region.length)
 
     def _rgb(self, source: ImageSource, payload: memoryview) -> torch.Tensor:
         flat = torch.frombuffer(payload, dtype=torch.uint8)
@@ -119,12 +63,3 @@ def apply_orientation(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tenso
         pixels_HWC = pixels_HWC.transpose(0, 1)
     flips = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}.get(orientation, ())
     return pixels_HWC.flip(flips).contiguous() if flips else pixels_HWC.contiguous()
-
-
-def _decode_with_pillow(payload: memoryview) -> torch.Tensor | None:
-    try:
-        with Image.open(io.BytesIO(payload), formats=("JPEG",)) as image:
-            rgb = image.convert("RGB")
-    except (OSError, ValueError, SyntaxError):
-        return None
-    return torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)

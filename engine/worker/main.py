@@ -1,6 +1,6 @@
 """A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`. Started by the launcher, driven by plans.
 
-plan ──▶ launch (returns at once) ──▶ pending, at most two ──▶ done? ──▶ result
+plan ──▶ launch (returns at once) ──▶ pending, at most DEPTH ──▶ done? ──▶ result
 """
 
 import logging
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig, num_cpus
+from engine.config import num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag
-from engine.messages import Prefetch, StepResult, ToWorker, WorkerReady
+from engine.messages import DEPTH, StepPlan, StepResult, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.runner import LaunchedStep, Runner
@@ -23,19 +23,16 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 2  # steps launched and not yet reported; the scheduler never has more in flight
 IDLE_POLL_S = 1.0
 SPIN_S = 20e-6
 
 
-def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | StepResult], stopping: StopFlag) -> None:
+def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | StepResult], stopping: StopFlag) -> None:
     """The loop: a step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     while not stopping.is_set():
         plan = plans.recv_ready() if pending else plans.recv(timeout=IDLE_POLL_S)
-        if isinstance(plan, Prefetch):
-            runner.prefetch(plan)
-        elif plan is not None:
+        if plan is not None:
             pending.append(runner.launch(plan))
         if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
             results.send(pending.popleft().result())
@@ -43,14 +40,11 @@ def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | St
             time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
 
 
-def pick_device(config: EngineConfig, rank: int) -> torch.device:
-    """The rank's GPU, or the CPU. ValueError if GPUs are demanded or too few."""
-    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if not use_gpu:
-        torch.set_num_threads(max(1, num_cpus() // config.tp))
+def take_device(child: Child, rank: int) -> torch.device:
+    """The rank's GPU, or its share of the CPU."""
+    if child.runtime.device == "cpu":
+        torch.set_num_threads(max(1, num_cpus() // child.config.tp))
         return torch.device("cpu")
-    if torch.cuda.device_count() < config.tp:
-        raise ValueError(f"--tp {config.tp} needs as many GPUs; there are {torch.cuda.device_count()}")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
@@ -64,11 +58,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stopping.set)
-    plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
+    plans: Inbox[StepPlan] = Inbox(child.run_dir, child.role, StepPlan)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
         model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))
-        device = pick_device(child.config, rank)
+        device = take_device(child, rank)
         runner, ready = build_runner(child, model_config, rank, device)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
         logger.debug("the model could not be built", exc_info=problem)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import GIB, MIB, EngineConfig
-from models.attention.paged import allocate_pools, make_attention
+from models.attention.paged import allocate_pools
+from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel, kv_heads_of
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
+from models.parallel import TensorParallel, kv_heads_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +65,14 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 @torch.inference_mode()
 def profile_peak(
-    model: Qwen3VL,
+    model: VisionLanguageModel,
+    backend: Backend,
     config: EngineConfig,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    tp: TensorParallel,
     tower_stream: torch.cuda.Stream | None,
 ) -> int:
     """Bytes that the device holds at the peak: weights, an encoder budget of images, and a full batch of tokens beside it, since
     `tower_stream` may encode while another step runs."""
+    device, model_config, tp = model.device, model.config, model.tp
     if device.type != "cuda":
         return 0
     weight_bytes = torch.cuda.memory_allocated(device)
@@ -83,16 +82,17 @@ def profile_peak(
     assert tower_stream is not None
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
     with torch.cuda.stream(tower_stream):
-        model.encode([torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)])
+        image = torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)
+        model.encode([image], [model_config.geometry.grid(side * unit, side * unit)])
     encode_bytes = torch.cuda.max_memory_allocated(device) - weight_bytes
     torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
     num_blocks = -(-num_tokens // config.block_size)
-    pools = allocate_pools(model_config.text, tp, num_blocks, config.block_size, dtype, device)
-    attention = make_attention(pools, model_config.text.num_heads // tp.size)
+    pools = allocate_pools(model_config.text, tp, num_blocks, config.block_size, model.dtype, device)
+    attention = backend.attention(pools, model_config.text.num_heads // tp.size)
     batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, device)
     attention.plan(batch.attention)
-    model(batch, attention)
+    model.logits(model(batch, attention))
     torch.cuda.synchronize(device)
     pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
     return torch.cuda.max_memory_allocated(device) + encode_bytes - pool_bytes

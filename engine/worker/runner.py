@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Prefetch, StepPlan, StepResult
+from engine.messages import StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
@@ -18,8 +18,8 @@ from engine.worker.sampler import SamplingInputs, sample
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.attention.paged import AttentionBackend
-from models.layers.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.contract import VisionLanguageModel
+from models.parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         attention: AttentionBackend,
         rows: Rows,
         images: ImageCache,
@@ -99,11 +99,6 @@ class Runner:
         return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, marks)
 
     @torch.inference_mode()
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Enqueues the reading of an image for a plan that is still to come."""
-        self._images.prefetch(prefetch)
-
-    @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
         return self._images.prepare(is_busy)
@@ -123,7 +118,7 @@ class Runner:
             return self._graphs.run(step)
         inputs = self._rows.stage(step, self._staging)
         self._attention.plan(inputs.batch.attention)
-        return self._model(inputs.batch, self._attention), inputs.sampling
+        return self._model.logits(self._model(inputs.batch, self._attention)), inputs.sampling
 
     def _to_host(self, tokens_S: torch.Tensor) -> torch.Tensor:
         if not self._on_gpu:

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.messages import DEPTH
+
 ALIGNMENT = 128  # so that pieces of up to a cache line, which kernels read at once, do not straddle two
-RING = 3  # two steps in flight, one being built
+RING = DEPTH + 1  # one is being built
 
 
 class Staging:

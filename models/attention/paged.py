@@ -1,6 +1,6 @@
-"""Causal attention over a paged KV cache, behind one Protocol. The worker makes a backend, plans each step and hands it to the model."""
+"""Causal attention over a paged KV cache, behind one Protocol. A worker has one from its backend, plans each step and hands it on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from models.backends.ops import KVPool
 from models.batch import AttentionLayout
 from models.config import TextConfig
-from models.layers.parallel import TensorParallel, kv_heads_of
+from models.parallel import TensorParallel, kv_heads_of
 
 Int32s = npt.NDArray[np.int32]
 
@@ -52,6 +52,9 @@ class FixedAttention(AttentionBackend, HostPlan, Protocol):
         """So many pages has a layout at most."""
 
 
+MakeFixed = Callable[[int, int, int], FixedAttention]  # by prompt tokens, decode rows, and rows of the prompt tokens
+
+
 def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
     """Plans a step that no graph replays."""
     part.read_from(on_device(part.plan_arrays(layout), layout.pages.device), layout.pages)
@@ -79,14 +82,3 @@ def allocate_pools(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return [(zeros(), zeros()) for _ in range(config.num_layers)]
-
-
-def make_attention(pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-    """The backend for the device of the pools; `num_heads` are this rank's query heads."""
-    if pools[0][0].device.type == "cuda":
-        from models.backends.hopper.attention import make_mixed_attention  # needs Triton, which a CPU machine may lack
-
-        return make_mixed_attention(pools, num_heads)
-    from models.backends.torch.attention import TorchAttention
-
-    return TorchAttention(pools)

@@ -23,17 +23,6 @@ class VarlenAttention(Protocol):
         """
 
 
-def make_varlen_attention(num_heads: int, head_dim: int, device: torch.device) -> VarlenAttention:
-    """The implementation for this device."""
-    if device.type == "cuda":
-        from models.backends.hopper.varlen_attention import HopperVarlen  # needs Triton, which a CPU machine may lack
-
-        return HopperVarlen(num_heads, head_dim, device)
-    from models.backends.torch.varlen import TorchVarlen
-
-    return TorchVarlen()
-
-
 def varlen_tiles(lengths: npt.NDArray[np.int64], tile_rows: int) -> Int32s:
     """(n, 4): first patch, number of patches (`tile_rows`, or a segment's rest), first patch and length of its segment."""
     counts, starts = -(-lengths // tile_rows), lengths.cumsum() - lengths

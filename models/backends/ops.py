@@ -1,16 +1,19 @@
-"""The few operations that have one implementation per device, behind one Protocol; chosen once, when the model is built.
+"""The operations that have one implementation a backend, behind one Protocol. `torch` is the reference; see `models.backends`.
 
-`ops_torch` is plain torch: the reference, the CPU, the tests. `ops_cuda` is Triton and cuBLAS.
+A layer reads like the paper: it normalises the residual stream, multiplies, and adds to the stream. When and in which kernel that is done
+is the backend's business: what stands between two products (`Activation`) and what a product leaves for the stream (`Product`) may be
+values, or how to get them.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from models.layers.fp8 import Input, Weight
+from models.layers.fp8 import Weight
 
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
+Activation = Any  # (T, X) values, or what a backend's own `linear` makes of them: rounded to float8, or not yet normalised
 
 PIXEL_OFFSET = 128  # patches hold pixel - 128
 TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
@@ -27,32 +30,46 @@ class Taps:
     weights: torch.Tensor  # (new size, taps)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """input @ weight.T, (T, D), for the residual stream: not multiplied yet."""
+
+    input_TX: Activation
+    weight_DX: Weight
+
+
+class Residual(Protocol):
+    """The residual stream of a step, (T, D). It may lack addends until it is normalised: what reads `sum_TD` otherwise must not mind."""
+
+    sum_TD: torch.Tensor
+
+    def add_(self, addend: Product | torch.Tensor) -> None:
+        """residual += addend. Between two of these the stream is normalised."""
+
+    def keep_(self, tokens_S: torch.Tensor) -> None:
+        """The stream of these tokens alone, which has been normalised since it was added to."""
+
+
 class Ops(Protocol):
     """Methods that end in an underscore change an argument in place, as said there.
 
-    A `Weight` may be float8: then the input of the product is rounded as `fp8.GroupScaled` says, unless it was before.
-
-    What a norm reads may lack addends (S, T, D), which `linear_add_` has left: their sum over S is added to it first, in place.
+    A `Weight` may be float8: then the input of the product is rounded as `fp8.GroupScaled` says.
     """
 
-    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
-        """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
+    def residual(self, hidden_TD: torch.Tensor) -> Residual:
+        """A residual stream that begins with these values, which it may overwrite."""
 
-    def norm_linear(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """rms_norm(x, norm, eps, addends) @ weight.T."""
+    def normed(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> Activation:
+        """RMSNorm of the stream, x / sqrt(mean(x ** 2) + eps) * weight, for products of this layer only: the stream goes on changing."""
 
-    def norm_swiglu(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
-    ) -> Input:
-        """silu(first half) * second half of the last dimension of rms_norm(x, norm, eps, addends) @ weight.T."""
+    def rms_norm(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        """The same as values."""
 
-    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
-        """residual += x @ weight.T, now (then this returns None) or when the addends are added that this returns."""
-
-    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x_TX: Activation, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
         """x @ weight.T. Written to `out_TD` if that is given."""
+
+    def swiglu(self, x_TX: Activation, weight_NX: Weight) -> Activation:
+        """silu(first half) * second half of the last dimension of x @ weight.T."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
@@ -90,14 +107,3 @@ class Ops(Protocol):
 
         Patches are in merge-block order (block row, block column, row in block, column in block), a patch is (C, y, x).
         """
-
-
-def make_ops(device: torch.device) -> Ops:
-    """The implementation for this device."""
-    if device.type == "cuda":
-        from models.backends.hopper.ops import CudaOps  # needs Triton and CUDA, which a CPU machine lacks
-
-        return CudaOps()
-    from models.backends.torch.ops import TorchOps
-
-    return TorchOps()

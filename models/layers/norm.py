@@ -1,10 +1,10 @@
-"""The decoder's norm. Used by `models.text`."""
+"""The decoder's norm."""
 
 import torch
 from torch import nn
 
-from models.backends.ops import Ops
-from models.layers.parallel import empty_parameter
+from models.backends.ops import Activation, Ops, Residual
+from models.layers.linear import empty_parameter
 
 
 class RMSNorm(nn.Module):
@@ -16,6 +16,10 @@ class RMSNorm(nn.Module):
         self.ops = ops
         self.weight = empty_parameter(size, dtype=dtype, device=device)
 
-    def forward(self, x_TD: torch.Tensor, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Ops.rms_norm`."""
-        return self.ops.rms_norm(x_TD, self.weight, self.eps, addends_STD)
+    def forward(self, residual: Residual) -> Activation:
+        """The normalised stream, for the products of one layer."""
+        return self.ops.normed(residual, self.weight, self.eps)
+
+    def values(self, residual: Residual) -> torch.Tensor:
+        """The normalised stream, (T, D)."""
+        return self.ops.rms_norm(residual, self.weight, self.eps)

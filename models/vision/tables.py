@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from models.geometry import Grid
-from models.layers.parallel import empty_parameter
+from models.layers.linear import empty_parameter
 from models.layers.rotary import vision_rows
 
 MAX_CACHED_PATCHES = 1 << 17  # about 300 MB of tables at 8B; the largest image has half as many patches

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.attention.varlen import VarlenAttention, make_varlen_attention
+from models.attention.varlen import VarlenAttention
+from models.backends.backend import Backend
 from models.backends.ops import Ops
 from models.config import VisionConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointTensor
-from models.layers.parallel import Linear, empty_parameter
+from models.layers.linear import Linear, empty_parameter
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import PIXEL_SCALE
 from models.vision.tables import GridTables, PositionGrid, TableCache, Tables, grid_tables
@@ -158,10 +159,11 @@ class PatchMerger(nn.Module):
 class VisionTower(nn.Module):
     """All blocks, the main merger and one merger per DeepStack level."""
 
-    def __init__(self, config: VisionConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__()
+        ops, device = backend.ops, backend.device
         self.config = config
-        self.attention = make_varlen_attention(config.num_heads, config.head_dim, device)
+        self.attention = backend.varlen_attention(config.num_heads, config.head_dim)
         self.patch_embed = PatchEmbed(config, dtype, device)
         self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, dtype, device)
         self._blocks = [VisionBlock(config, self.attention, ops, dtype, device) for _ in range(config.depth)]

@@ -9,7 +9,7 @@ import torch
 from engine.messages import Restore, Save
 from engine.worker.images import ImageCache
 from engine.worker.memory import allocate_host
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

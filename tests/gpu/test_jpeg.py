@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from bench.pictures import make_jpeg
+from models.backends.portable.jpeg import NvImageCodecDecoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,8 +27,6 @@ def pillow(data: bytes) -> np.ndarray:
 
 def test_pixels_are_pillows() -> None:
     """All samplings that stay encoded, odd sizes, grey, smooth and noise, in one batch with files that are no pictures."""
-    from engine.worker.jpeg_cuda import NvImageCodecDecoder
-
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (9, 12, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((333, 257), Image.Resampling.BICUBIC))
@@ -35,7 +34,7 @@ def test_pixels_are_pillows() -> None:
     good.append(make_jpeg(1, "720p", "noise"))
     broken = [b"\xff\xd8 no picture \xff\xd9", good[0][: len(good[0]) // 2]]
     payloads = [memoryview(data) for data in (good[0], broken[0], *good[1:], broken[1])]
-    decoded = NvImageCodecDecoder(torch.device("cuda", 0), 4).decode(payloads)
+    decoded = NvImageCodecDecoder(4, torch.device("cuda", 0)).decode(payloads)
     torch.cuda.synchronize()
     assert decoded[1] is None
     for data, pixels in zip(good, [decoded[0], *decoded[2:-1]], strict=True):

@@ -17,8 +17,9 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
+from models.backends.backend import Backend
 from models.batch import ForwardBatch
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
@@ -50,8 +51,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def model(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    ours = Qwen3VL(config_of(SHAPE, tmp_path_factory.mktemp(SHAPE)), TensorParallel.single(), torch.bfloat16, device)
+def model(backend: Backend, device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
+    ours = Qwen3VL(config_of(SHAPE, tmp_path_factory.mktemp(SHAPE)), TensorParallel.single(), backend, torch.bfloat16)
     fill(ours, GeneratedSource(ours.config, device), lambda done, total: None)
     with torch.inference_mode():
         yield ours
@@ -75,33 +76,33 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def runner_of(model: Qwen3VL) -> PagedRunner:
-    return PagedRunner(model, num_blocks=1024, page_size=16)
+def runner_of(model: Qwen3VL, backend: Backend) -> PagedRunner:
+    return PagedRunner(model, num_blocks=1024, page_size=16, backend=backend)
 
 
-def whole(model: Qwen3VL, prompt: Prompt) -> torch.Tensor:
-    runner = runner_of(model)
+def whole(model: Qwen3VL, backend: Backend, prompt: Prompt) -> torch.Tensor:
+    runner = runner_of(model, backend)
     return runner.step([(runner.start(prompt), len(prompt.ids))], num_prefill_rows=1, want="all")
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_logits_equal_transformers(model: Qwen3VL, expected: dict[str, torch.Tensor], name: str) -> None:
-    assert relative(whole(model, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
+def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
+    assert relative(whole(model, backend, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
 
 
-def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(device: torch.device, tmp_path: Path) -> None:
+def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backend, device: torch.device, tmp_path: Path) -> None:
     """Eight layers. Red if products of some number of tokens are of other weights or scales than those of another number."""
     config = config_of(SHAPE, tmp_path)
     config = replace(config, text=replace(config.text, num_layers=8))
-    few = Qwen3VL(config, TensorParallel.single(), torch.bfloat16, device)
+    few = Qwen3VL(config, TensorParallel.single(), backend, torch.bfloat16)
     fill(few, GeneratedSource(config, device), lambda done, total: None)
     prompt = Prompt.build(config, PROMPTS["one image"])
     with torch.inference_mode():
-        expected = whole(few, prompt)
+        expected = whole(few, backend, prompt)
         few.quantize_()
-        rounded = whole(few, prompt)
+        rounded = whole(few, backend, prompt)
         assert 5e-3 < relative(rounded, expected) < FLOAT8_TOLERANCE
-        runner = runner_of(few)
+        runner = runner_of(few, backend)
         session = runner.start(prompt)
         counts = [200, len(prompt.ids) - 209, 2, 3, 1, 1, 1, 1]
         parts = [runner.step([(session, count)], num_prefill_rows=1, want="all") for count in counts]
@@ -109,49 +110,49 @@ def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(device: torch.
 
 
 @pytest.mark.parametrize("chunk", [64, 301])
-def test_chunks_equal_the_whole(model: Qwen3VL, chunk: int) -> None:
+def test_chunks_equal_the_whole(model: Qwen3VL, backend: Backend, chunk: int) -> None:
     prompt = Prompt.build(model.config, PROMPTS["three images"])
-    runner = runner_of(model)
+    runner = runner_of(model, backend)
     session = runner.start(prompt)
     parts = []
     while session.computed < len(prompt.ids):
         count = min(chunk, len(prompt.ids) - session.computed)
         parts.append(runner.step([(session, count)], num_prefill_rows=1, want="all"))
-    assert relative(torch.cat(parts), whole(model, prompt)) < TOLERANCE
+    assert relative(torch.cat(parts), whole(model, backend, prompt)) < TOLERANCE
 
 
 @pytest.mark.parametrize("graphed", [False, True])
-def test_decode_equals_prefill(model: Qwen3VL, graphed: bool) -> None:
+def test_decode_equals_prefill(model: Qwen3VL, backend: Backend, graphed: bool) -> None:
     """Prompts go on token by token, together in one step; each token's logits are those of a prefill of everything."""
     steps = 6
     prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
-    runner = runner_of(model)
+    runner = runner_of(model, backend)
     sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans)) for p in prompts]
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:
-        from models.backends.hopper.flash_decoding import FlashDecoding
-
-        runner.attention = FlashDecoding.factory(runner.pools, model.config.text.num_heads, len(sessions), max_pages=1024)(len(sessions))
+        make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, 1, len(sessions), 1024)
+        assert make_attention is not None
+        runner.attention = make_attention(0, len(sessions), 0)
     rows = []
     for step in range(-steps, 0):
         for session, prompt in zip(sessions, prompts, strict=True):
             session.ids.append(prompt.ids[step])
         rows.append(runner.step([(session, 1) for session in sessions], num_prefill_rows=0))
     for i, prompt in enumerate(prompts):
-        assert relative(torch.stack([row[i] for row in rows]), whole(model, prompt)[-steps:]) < TOLERANCE
+        assert relative(torch.stack([row[i] for row in rows]), whole(model, backend, prompt)[-steps:]) < TOLERANCE
 
 
-def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL) -> None:
+def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL, backend: Backend) -> None:
     """One step with a chunk and two decode rows."""
     prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
-    runner = runner_of(model)
+    runner = runner_of(model, backend)
     sessions = [runner.start(prompt) for prompt in reversed(prompts)]
     for session in sessions[1:]:
         runner.step([(session, len(session.ids) - 1)], num_prefill_rows=1, want="none")
     logits = runner.step([(sessions[0], len(sessions[0].ids)), *((session, 1) for session in sessions[1:])], num_prefill_rows=1)
     for row, prompt in zip(logits, reversed(prompts), strict=True):
-        assert relative(row, whole(model, prompt)[-1]) < TOLERANCE
+        assert relative(row, whole(model, backend, prompt)[-1]) < TOLERANCE
 
 
 def host_step(batch: ForwardBatch) -> HostStep:
@@ -171,20 +172,19 @@ def host_step(batch: ForwardBatch) -> HostStep:
     )
 
 
-def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
-    from models.backends.hopper.attention import fixed_attention_factory
-
     monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [64, 256])
     monkeypatch.setattr(graphs, "LARGEST_CHUNK", 256)
     monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2,))
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
-    runner = runner_of(model)
+    runner = runner_of(model, backend)
     rows = Rows(2, 1024, 16, model.config.geometry, model.device)
-    make_backend = fixed_attention_factory(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 2, 1024)
+    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 2, 1024)
+    assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_backend, rows, scratch_block.pages[0], 2)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, scratch_block.pages[0], 2)
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:
@@ -205,10 +205,10 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, monkeypatch: pyt
         logits = step([*members, (decoding, 1)], len(members))
         decoded.append(logits[-1])
         if rest and rest <= count:
-            assert relative(logits[0], whole(model, images)[-1]) < TOLERANCE
+            assert relative(logits[0], whole(model, backend, images)[-1]) < TOLERANCE
         if len(decoded) == 60:
             break
-    assert relative(torch.stack(decoded), whole(model, text)[100:160]) < TOLERANCE and prefilling.computed == len(images.ids)
+    assert relative(torch.stack(decoded), whole(model, backend, text)[100:160]) < TOLERANCE and prefilling.computed == len(images.ids)
 
 
 def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:
@@ -217,10 +217,11 @@ def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:
     sizes = [(256, 256), (320, 320), (320, 640), (640, 320), (704, 1280), (480, 640), (720, 1280), (1088, 1920)]
     encodes = [tuple(rng.choices(sizes[:6], k=2)) for _ in range(4)] + [(size,) for size in sizes]
     images = [[noise_image(*size, seed=i).to(model.device) for i, size in enumerate(encode)] for encode in encodes]
-    first = [[embedding.clone() for embedding in model.encode(batch)] for batch in images]
+    grids = [[model.config.geometry.grid(*size) for size in encode] for encode in encodes]
+    first = [[embedding.clone() for embedding in model.encode(*pair)] for pair in zip(images, grids, strict=True)]
     for _ in range(500):
         i = rng.randrange(len(encodes))
-        for ours, expected in zip(model.encode(images[i]), first[i], strict=True):
+        for ours, expected in zip(model.encode(images[i], grids[i]), first[i], strict=True):
             assert relative(ours, expected) < 1e-3, encodes[i]
         if rng.random() < 0.1:
             model.prepare()

@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from models.backends.backend import Backend
+from models.backends.choose import BackendName
+from models.backends.make import make_backend
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.symmetric import SymmetricSums
 from models.weights import fill
@@ -19,7 +22,7 @@ from tests.unit.models.harness import PagedRunner, Prompt
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(600)]
 
 
-def worker(rank: int, size: int, symmetric: bool, config: ModelConfig, out: Path) -> None:
+def worker(rank: int, size: int, symmetric: bool, name: BackendName, config: ModelConfig, out: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = TensorParallel.single()
@@ -29,22 +32,23 @@ def worker(rank: int, size: int, symmetric: bool, config: ModelConfig, out: Path
         assert group is not None
         sums = SymmetricSums(group, config.text.hidden_size, torch.bfloat16, device) if symmetric else None
         tp = TensorParallel(rank, size, group, sums)
+    backend = make_backend(name, device)
     with torch.inference_mode():
-        model = Qwen3VL(config, tp, torch.bfloat16, device)
+        model = Qwen3VL(config, tp, backend, torch.bfloat16)
         fill(model, GeneratedSource(config, device), lambda done, total: None)
-        logits = teacher_forced(model)
+        logits = teacher_forced(model, backend)
     if rank == 0:
         torch.save(logits.cpu(), out / f"{size}.pt")
     if size > 1:
         dist.destroy_process_group()
 
 
-def teacher_forced(model: Qwen3VL) -> torch.Tensor:
+def teacher_forced(model: Qwen3VL, backend: Backend) -> torch.Tensor:
     """All logits of each prompt: half of it as one chunk, then a chunk, then eight single tokens."""
     logits = []
     for parts in PROMPTS.values():
         prompt = Prompt.build(model.config, parts)
-        runner = PagedRunner(model, num_blocks=512, page_size=16)
+        runner = PagedRunner(model, num_blocks=512, page_size=16, backend=backend)
         session = runner.start(prompt)
         half, total = len(prompt.ids) // 2, len(prompt.ids)
         logits += [runner.step([(session, count)], 1, want="all") for count in (half, total - half - 8)]
@@ -53,21 +57,29 @@ def teacher_forced(model: Qwen3VL) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
+def name(request: pytest.FixtureRequest) -> BackendName:
+    chosen: BackendName = request.config.getoption("--backend")
+    return chosen
+
+
+@pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return config_of(SHAPE, tmp_path_factory.mktemp(SHAPE))
 
 
 @pytest.fixture(scope="module")
-def one_rank(config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+def one_rank(name: BackendName, config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     out = tmp_path_factory.mktemp("one")
-    mp.spawn(worker, args=(1, False, config, out), nprocs=1)
+    mp.spawn(worker, args=(1, False, name, config, out), nprocs=1)
     return torch.load(out / "1.pt")
 
 
 @pytest.mark.parametrize(("size", "symmetric"), [(2, False), (2, True), (4, True)])
-def test_logits_equal_those_of_one_gpu(config: ModelConfig, one_rank: torch.Tensor, tmp_path: Path, size: int, symmetric: bool) -> None:
+def test_logits_equal_those_of_one_gpu(
+    name: BackendName, config: ModelConfig, one_rank: torch.Tensor, tmp_path: Path, size: int, symmetric: bool
+) -> None:
     """Sums of chunks by NCCL; those of few tokens, too, or in symmetric memory."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    mp.spawn(worker, args=(size, symmetric, config, tmp_path), nprocs=size)
+    mp.spawn(worker, args=(size, symmetric, name, config, tmp_path), nprocs=size)
     assert relative(torch.load(tmp_path / f"{size}.pt"), one_rank) < TOLERANCE

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from models.attention.paged import Int32s, plan_on_device
+from models.attention.units import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 from models.backends.hopper.compile import load_kernel
-from models.backends.hopper.flash_decoding_plan import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 from models.backends.ops import KVPool
-from models.backends.portable.text import num_multiprocessors
+from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout
 
 BLOCKS = 3  # of the kernel that run at once on each multiprocessor

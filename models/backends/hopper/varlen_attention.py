@@ -11,7 +11,7 @@ from models.attention.varlen import varlen_tiles
 from models.backends.hopper import tile_plan
 from models.backends.hopper.compile import load_kernel
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, plan_items
-from models.backends.portable.text import num_multiprocessors
+from models.backends.portable.launch import num_multiprocessors
 from models.backends.portable.tower import rotate_
 
 MAX_ITEMS = 1 << 18  # of one encode: three million patches with 16 heads

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.portable.text import launch_early, num_multiprocessors
+from models.backends.portable.launch import early_launch, num_multiprocessors
 
 GEMV_PROGRAMS = 4  # on each multiprocessor
 GEMV_WARPS = 8
@@ -123,6 +123,6 @@ def _launch_gemv(
     rows = 1 if gated else GEMV_ROWS
     _gemv[(min(GEMV_PROGRAMS * num_multiprocessors(x_1D.device), triton.cdiv(num_out, rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, eps,
-        OUT=num_out, WIDTH=width, NORM=norm is not None, GATED=gated, ADD=add, OVERLAP=x_1D.is_cuda,
-        ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **launch_early(x_1D),
+        OUT=num_out, WIDTH=width, NORM=norm is not None, GATED=gated, ADD=add,
+        ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **early_launch(x_1D),
     )  # fmt: skip

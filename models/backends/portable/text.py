@@ -4,7 +4,6 @@ All are bound by memory: every value is read once and written once. Arithmetic i
 """
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -12,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import KVPool
+from models.backends.portable.launch import early_launch
 from models.layers.fp8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 8
@@ -206,8 +206,8 @@ def _launch_norm(
     if num_tokens:
         _rms_norm[(num_tokens,)](
             x_TD, weight_D, addends, out_TD, x_TD if scales is None else scales, eps, x_TD.numel(), len(out_TD),
-            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda,
-            num_warps=NORM_WARPS, **launch_early(x_TD),
+            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            num_warps=NORM_WARPS, **early_launch(x_TD),
         )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch
     num_tokens, width = len(gate_up_TX), out_TI.shape[1]
     _swiglu[(num_tokens * triton.cdiv(width, SWIGLU_BLOCK),)](
         gate_up_TX, out_TI, gate_up_TX if scales is None else scales, len(out_TI),
-        SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, OVERLAP=out_TI.is_cuda, **launch_early(out_TI),
+        SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, **early_launch(out_TI),
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def quantized(x_TD: torch.Tensor) -> GroupScaled:
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
     _quantize[(num_tokens,)](
         x_TD, out.padded, out.scales, len(out.padded),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), OVERLAP=x_TD.is_cuda, num_warps=NORM_WARPS, **launch_early(x_TD),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **early_launch(x_TD),
     )  # fmt: skip
     return out
 
@@ -265,17 +265,6 @@ def norm_rope_store(
     grid = (len(qkv_TX), (num_heads + 2 * kv_heads) // group)
     _norm_rope_store[grid](
         qkv_TX, q_THK, k_pool, v_pool, slots_T, cos_sin_TK, q_weight_K, k_weight_K, eps,
-        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, OVERLAP=qkv_TX.is_cuda, num_warps=2, **launch_early(qkv_TX),
+        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, num_warps=2, **early_launch(qkv_TX),
     )  # fmt: skip
     return q_THK
-
-
-def launch_early(x: torch.Tensor) -> dict[str, bool]:
-    """Options of a kernel that waits by itself for the one before it. Triton's interpreter does not know them."""
-    return {"launch_pdl": True} if x.is_cuda else {}
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """1 on a CPU, where Triton's interpreter runs one program after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

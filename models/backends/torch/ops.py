@@ -3,40 +3,42 @@
 import torch
 import torch.nn.functional as F
 
-from models.backends.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Taps
-from models.layers.fp8 import BlockScaled, GroupScaled, Input, Weight
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Product, Residual, Taps
+from models.layers.fp8 import BlockScaled, GroupScaled, Weight
+
+
+class TorchResidual:
+    """See `Residual`: added to at once."""
+
+    def __init__(self, hidden_TD: torch.Tensor) -> None:
+        self.sum_TD = hidden_TD
+
+    def add_(self, addend: Product | torch.Tensor) -> None:
+        self.sum_TD.add_(linear(addend.input_TX, addend.weight_DX) if isinstance(addend, Product) else addend)
+
+    def keep_(self, tokens_S: torch.Tensor) -> None:
+        self.sum_TD = self.sum_TD[tokens_S]
 
 
 class TorchOps:
     """See `Ops`. Arithmetic is float32 inside, results have the input's dtype."""
 
-    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends: torch.Tensor | None = None) -> torch.Tensor:
-        if addends is not None:
-            x_TD.copy_(x_TD.float() + addends.float().sum(0))
-        x = x_TD.float()
-        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D).to(x_TD.dtype)
+    def residual(self, hidden_TD: torch.Tensor) -> Residual:
+        return TorchResidual(hidden_TD)
 
-    def norm_linear(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self.linear(self.rms_norm(x_TD, norm_D, eps, addends), weight_ND)
+    def normed(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(residual.sum_TD, weight_D, eps)
 
-    def norm_swiglu(
-        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight_ND: Weight, addends: torch.Tensor | None = None
-    ) -> Input:
-        gate, up = self.norm_linear(x_TD, norm_D, eps, weight_ND, addends).chunk(2, dim=-1)
+    def rms_norm(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(residual.sum_TD, weight_D, eps)
+
+    def linear(self, x_TX: torch.Tensor, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        y_TD = linear(x_TX, weight_DX)
+        return y_TD if out_TD is None else out_TD.copy_(y_TD)
+
+    def swiglu(self, x_TX: torch.Tensor, weight_NX: Weight) -> torch.Tensor:
+        gate, up = linear(x_TX, weight_NX).chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def linear_add_(self, x_TX: Input, weight_DX: Weight, residual_TD: torch.Tensor) -> torch.Tensor | None:
-        residual_TD.add_(self.linear(x_TX, weight_DX))
-        return None
-
-    def linear(self, x_TX: Input, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        assert isinstance(x_TX, torch.Tensor), "nothing here rounds the input of a product before it is multiplied"
-        if isinstance(weight_DX, BlockScaled):
-            y_TD = (GroupScaled.quantized(x_TX).dequantized() @ weight_DX.dequantized().t()).to(x_TX.dtype)
-            return y_TD if out_TD is None else out_TD.copy_(y_TD)
-        return torch.mm(x_TX, weight_DX.t(), out=out_TD)
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
@@ -63,9 +65,9 @@ class TorchOps:
         heads_THK = qkv_TX.unflatten(-1, (-1, head_dim))
         num_heads = heads_THK.shape[1] - 2 * num_kv_heads
         q_THK, k_THK, v_THK = heads_THK.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        k_pool.view(-1, num_kv_heads, head_dim)[slots_T] = rotate(self.rms_norm(k_THK, k_weight_K, eps), cos_sin_TK)
+        k_pool.view(-1, num_kv_heads, head_dim)[slots_T] = rotate(rms_norm(k_THK, k_weight_K, eps), cos_sin_TK)
         v_pool.view(-1, num_kv_heads, head_dim)[slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
-        return rotate(self.rms_norm(q_THK, q_weight_K, eps), cos_sin_TK)
+        return rotate(rms_norm(q_THK, q_weight_K, eps), cos_sin_TK)
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         last = image_HWC.shape[axis] - 1
@@ -84,6 +86,19 @@ class TorchOps:
         blocks = pixels_HWC.unflatten(1, size).unflatten(0, size)  # Y, i, y, X, j, x, C
         ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)  # Y, X, i, j, C, y, x
         out_PX.view(ordered.shape).copy_(ordered).sub_(PIXEL_OFFSET)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension."""
+    values = x.float()
+    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def linear(x_TX: torch.Tensor, weight_DX: Weight) -> torch.Tensor:
+    """x @ weight.T; of a float8 matrix with the input rounded likewise."""
+    if isinstance(weight_DX, BlockScaled):
+        return (GroupScaled.quantized(x_TX).dequantized() @ weight_DX.dequantized().t()).to(x_TX.dtype)
+    return x_TX @ weight_DX.t()
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:

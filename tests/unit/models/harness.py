@@ -1,6 +1,6 @@
 """Runs a model the way the worker does, in few lines: prompts with images, paged KV cache, chunks, mixed rows. Used by tests of models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -8,12 +8,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from models.attention.paged import AttentionBackend, allocate_pools, make_attention
+from models.attention.paged import AttentionBackend, allocate_pools
+from models.backends.backend import Backend
+from models.backends.torch.backend import TorchBackend
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice
 from models.config import ModelConfig
 from models.geometry import Grid
-from models.layers.parallel import TensorParallel
+from models.layers.checkpoint import Index
 from models.mrope import mrope_positions
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import load_weights
 
@@ -21,13 +24,30 @@ Want = Literal["last", "all", "none"]
 Part = list[int] | torch.Tensor  # token ids, or an image (H, W, 3) uint8
 
 CPU = torch.device("cpu")
+TORCH = TorchBackend(CPU)
 
 
 def load(folder: Path) -> Qwen3VL:
     """The whole model in float32 on the CPU."""
-    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), torch.float32, CPU)
+    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     return model
+
+
+class TensorSource:
+    """A `WeightSource` of whole tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        return self._tensors[name][index]
 
 
 @dataclass
@@ -99,16 +119,17 @@ class Session:
 class PagedRunner:
     """A model with its KV pools. Pages are handed out in a shuffled order, so that none is where a contiguous cache would have it."""
 
-    def __init__(self, model: Qwen3VL, num_blocks: int = 512, page_size: int = 4) -> None:
+    def __init__(self, model: Qwen3VL, num_blocks: int = 512, page_size: int = 4, backend: Backend = TORCH) -> None:
         self.model = model
         self.page_size = page_size
         config = model.config.text
         self.pools = allocate_pools(config, model.tp, num_blocks, page_size, model.dtype, model.device)
-        self.attention: AttentionBackend = make_attention(self.pools, config.num_heads // model.tp.size)
+        self.attention: AttentionBackend = backend.attention(self.pools, config.num_heads // model.tp.size)
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
 
     def start(self, prompt: Prompt) -> Session:
-        embeddings = self.model.encode([image.to(self.model.device) for image in prompt.images])
+        grids = [self.model.config.geometry.grid(image.shape[0], image.shape[1]) for image in prompt.images]
+        embeddings = self.model.encode([image.to(self.model.device) for image in prompt.images], grids)
         positions, delta = mrope_positions(len(prompt.ids), prompt.spans)
         return Session(list(prompt.ids), positions, delta, [(start, e) for (start, _), e in zip(prompt.spans, embeddings, strict=True)])
 
@@ -116,7 +137,7 @@ class PagedRunner:
         """Computes the next tokens of each row, `(session, count)`; logits of each row's last token, of all tokens, or of none."""
         batch = self.batch(rows, num_prefill_rows, want)
         self.attention.plan(batch.attention)
-        logits = self.model(batch, self.attention)
+        logits = self.model.logits(self.model(batch, self.attention))
         for session, count in rows:
             session.computed += count
         return logits

@@ -15,7 +15,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
-from models.layers.parallel import FusedColumnParallelLinear, Part
+from models.layers.linear import FusedColumnParallelLinear, Part
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models import reference

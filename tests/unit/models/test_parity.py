@@ -64,7 +64,8 @@ def test_a_step_without_wanted_tokens_still_stores_keys(tiny: Qwen3VL) -> None:
 
 def test_encode_in_one_call_equals_encode_alone(tiny: Qwen3VL) -> None:
     images = [noise_image(256, 256, 1), smooth_image(300, 400), noise_image(256, 256, 2)]
-    together = tiny.encode(images)
-    for image, embedding in zip(images, together, strict=True):
-        torch.testing.assert_close(embedding, tiny.encode([image])[0], rtol=1e-4, atol=1e-4)
+    grids = [tiny.config.geometry.grid(*image.shape[:2]) for image in images]
+    together = tiny.encode(images, grids)
+    for image, grid, embedding in zip(images, grids, together, strict=True):
+        torch.testing.assert_close(embedding, tiny.encode([image], [grid])[0], rtol=1e-4, atol=1e-4)
         assert embedding.untyped_storage().nbytes() == embedding.nbytes, "an evicted image must free its memory"

@@ -115,7 +115,7 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3_vl_moe"}, "mixture-of-experts"),
+        ({"model_type": "qwen3_vl_moe"}, "qwen3_vl_moe"),
         ({"model_type": "llama"}, "llama"),
         ({"quantization_config": {}}, "quantization_config must name quant_method"),
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),

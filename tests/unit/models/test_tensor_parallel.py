@@ -8,11 +8,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import load_weights
-from tests.unit.models.harness import CPU, SEVERAL_TURNS, PagedRunner, Prompt, load
+from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:
@@ -48,7 +48,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
     config = ModelConfig.from_folder(folder)
     tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None)
-    model = Qwen3VL(config, tp, torch.float32, CPU)
+    model = Qwen3VL(config, tp, TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
     assert rows[:, 0].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
@@ -79,4 +79,4 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
 
 def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
     with pytest.raises(ValueError, match=r"vocab_size \(4096\) does not divide over 3"):
-        Qwen3VL(tiny.config, TensorParallel(0, 3, None), torch.float32, CPU)
+        Qwen3VL(tiny.config, TensorParallel(0, 3, None), TORCH, torch.float32)

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from engine.messages import (
+    DEPTH,
     EngineRequest,
     ErrorInfo,
     ImageSource,
@@ -24,7 +25,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
+from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep, preempt
 from engine.scheduler.state import Limits, State
 
 EOS = 7
@@ -180,6 +181,7 @@ class Simulation:
         self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
+        self.preempt_rate = 0.0  # of steps before which the youngest request has to go, as if blocks were lacking
 
     def add(self, wire: EngineRequest, prompt: list[int]) -> None:
         self.sequences[wire.rid] = Sequence(wire, prompt)
@@ -193,10 +195,13 @@ class Simulation:
 
     def step(self) -> bool:
         """One turn of the loop. False if nothing was in flight and nothing could be planned."""
-        while self.core.num_in_flight < 2 and (step := self.core.next_step()) is not None:
+        if self.core.state.running and self.rng.random() < self.preempt_rate:
+            preempt(self.core.state, self.core.state.running[-1])
+        while self.core.num_in_flight < DEPTH and (step := self.core.next_step()) is not None:
             failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             self.core.state.check()
+            self._check_budgets(step)
             self._check_nobody_repeats(step)
         self._take()
         while self.open and self.answers and (not self.in_flight or self.rng.random() < 0.5):
@@ -232,6 +237,18 @@ class Simulation:
         assert not self.core.num_requests, "requests are left and nothing can run: deadlock"
         self.core.check()
         assert self.released == set(self.sequences)
+
+    def _check_budgets(self, step: PlannedStep) -> None:
+        """A step is never larger than what the worker has memory for, and streams wait for little beside them."""
+        plan, limits = step.plan, self.core.state.limits
+        assert sum(chunk.length for chunk in plan.chunks) <= limits.max_num_batched_tokens, "too many tokens"
+        assert sum(encode.grid[2] // 2 for encode in plan.encodes) <= limits.max_num_encoder_tokens, "too many image tokens"
+        new_rows = {admit.row for admit in plan.admits}
+        pairs = zip(step.requests, plan.chunks, strict=True)
+        streams = [chunk for request, chunk in pairs if chunk.start >= request.num_prompt and chunk.sample and chunk.length == 1]
+        if any(chunk.row not in new_rows for chunk in streams):
+            others = sum(chunk.length for chunk in plan.chunks) - len(streams)
+            assert others <= limits.max_num_mixed_tokens, "streams stall"
 
     def _check_nobody_repeats(self, step: PlannedStep) -> None:
         """No request starts to compute what an older one is computing, as far as that is worth waiting for."""

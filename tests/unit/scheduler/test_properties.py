@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import step_sizes
+from engine.messages import DEPTH
 from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler.core import SchedulerCore
@@ -93,6 +94,7 @@ def serve_any_load(prefix_cache: bool, seed: int, tight: bool, fail: bool, host:
         num_ranks=2,
     )
     sim = Simulation(core, rng, num_ranks=2)
+    sim.preempt_rate = rng.choice([0.0, 0.2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
         drive(rng, sim, 14, 8, fail)
@@ -197,7 +199,7 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
     sim.add(make_request(other, [21] * num_prompt, [], 1), [21] * num_prompt)
     sizes = []
     while sim.in_flight or sim.step():
-        while core.num_in_flight < 2 and (step := core.next_step()) is not None:
+        while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
             sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
             if any(request.rid == stream for request in step.requests):
                 pairs = zip(step.requests, step.plan.chunks, strict=True)

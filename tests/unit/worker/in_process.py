@@ -16,22 +16,25 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.state import Limits, State
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import ImageCache
-from engine.worker.jpeg import ImageReader, PillowDecoder
+from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools, make_attention
+from models.attention.paged import allocate_pools
 from models.backends.torch.attention import TorchAttention
+from models.backends.torch.backend import TorchBackend
+from models.backends.torch.jpeg import PillowDecoder
 from models.batch import AttentionLayout
 from models.config import ModelConfig
-from models.layers.parallel import TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.weights import load_weights
 
 ARENA_BYTES = 1 << 24
 MAX_PAGES = 1024  # of a step through a graph
 CPU = torch.device("cpu")
+TORCH = TorchBackend(CPU)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def make_picture(seed: int, height: int, width: int) -> Picture:
 
 
 def load_model(folder: Path) -> Qwen3VL:
-    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), torch.float32, CPU)
+    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     return model
 
@@ -108,7 +111,7 @@ class Engine:
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU)
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
-        attention = make_attention(pools, config.text.num_heads)
+        attention = TORCH.attention(pools, config.text.num_heads)
         self.graphs = (
             StepGraphs(model, lambda *_: PlannedAttention(pools), rows, num_blocks, merged.max_num_seqs, run_again) if graphs else None
         )

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.messages import Encode, ImageSource, Prefetch, Region, Restore, Save
+from engine.messages import Encode, ImageSource, Region, Restore, Save
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.memory import allocate_host
-from models.layers.parallel import TensorParallel
+from models.geometry import Grid
+from models.parallel import TensorParallel
 
 SINGLE = TensorParallel.single()
 CPU = torch.device("cpu")
@@ -28,7 +29,8 @@ class Tower:
         self.config = SimpleNamespace(geometry=geometry, num_visual_levels=4, text=SimpleNamespace(hidden_size=24))
         self.groups: list[list[int]] = []
 
-    def encode(self, images: list[int]) -> list[torch.Tensor]:
+    def encode(self, images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
+        assert [w for _, _, w in grids] == images
         self.groups.append(images)
         return [torch.full((1, image, 1), float(image)) for image in images]
 
@@ -64,28 +66,6 @@ def test_groups_grow_and_are_bounded(num_tokens: int, count: int, groups: list[i
     assert [len(group) for group in tower.groups] == groups
     assert all(len(group) == 1 or sum(group) <= MAX_GROUP_TOKENS for group in tower.groups)
     assert cache.tensors.keys() == set(range(count))
-
-
-def test_what_was_read_before_the_plan_is_not_read_again() -> None:
-    """Red if the image of a prefetch is read twice, does not come first, if another one gets its pixels, or if one that could not be read
-    is not reported."""
-    cache = cache_of(tower := Tower())
-    reads: list[list[int]] = []
-    reader: Any = cache._reader
-    reader.read_copy = lambda source: source.width or None
-    reader.read = lambda sources: reads.append([source.width for source in sources]) or reads[-1]
-    waits: list[int] = []
-    reader.wait = lambda: waits.append(len(reads))
-    sources = {n: ImageSource("jpeg", Region(1, 0, 0), 1, n) for n in (0, 5, 7)}
-    cache.prefetch(Prefetch(0, sources[7]))
-    assert not waits
-    cache.prefetch(Prefetch(1, sources[5]))
-    assert len(waits) == 1, "the bytes of what nobody wanted are overwritten while they are read"
-    encoded = cache.encode([encode(0, 9), Encode(1, sources[5], (1, 1, 5), prefetch=1), encode(2, 8)])
-    assert reads == [[9, 8]] and tower.groups == [[5, 9, 8]] and encoded.pixels == [5, 9, 8] and not encoded.failed
-    cache.prefetch(Prefetch(2, sources[0]))
-    encoded = cache.encode([Encode(3, sources[0], (1, 1, 6), prefetch=2)])
-    assert encoded.failed == [3] and not cache.tensors[3].any() and tower.groups == [[5, 9, 8], []]
 
 
 def test_evicted_memory_is_used_again_after_its_last_reader() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from engine.worker.jpeg import PillowDecoder, apply_orientation
+from engine.worker.jpeg import apply_orientation
+from models.backends.torch.jpeg import PillowDecoder
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker.in_process import CPU, Engine, Picture, load_model, make_picture
@@ -170,7 +171,7 @@ def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
 
 def test_the_worker_has_no_limit_of_its_own_on_pixels() -> None:
     """Red if Pillow's guard, below --max-image-pixels, refuses in the worker what the server has accepted."""
-    code = "import sys, engine.worker.jpeg; sys.exit(sys.modules['PIL.Image'].MAX_IMAGE_PIXELS is not None)"
+    code = "import sys, models.backends.torch.jpeg; sys.exit(sys.modules['PIL.Image'].MAX_IMAGE_PIXELS is not None)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,6 +1,5 @@
 """What the GPU decoder's wrapper makes of a library that raises; the library itself is tested in tests/gpu."""
 
-import importlib
 import sys
 import types
 from collections.abc import Sequence
@@ -8,6 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+
+from models.backends.portable.jpeg import NvImageCodecDecoder
 
 
 def test_a_header_that_the_library_rejects_fails_its_own_image_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,14 +21,9 @@ def test_a_header_that_the_library_rejects_fails_its_own_image_only(monkeypatch:
 
     library = types.SimpleNamespace(CodeStream=bytes, Decoder=MagicMock(), DecodeParams=MagicMock(), ColorSpec=MagicMock())
     monkeypatch.setitem(sys.modules, "nvidia", types.SimpleNamespace(nvimgcodec=library))
-    monkeypatch.setitem(sys.modules, "torchvision.io", MagicMock())
-    monkeypatch.setitem(sys.modules, "torchvision", MagicMock())
-    monkeypatch.delitem(sys.modules, "engine.worker.jpeg_cuda", raising=False)
-    module = importlib.import_module("engine.worker.jpeg_cuda")
-    del sys.modules["engine.worker.jpeg_cuda"]  # made from stubs: nobody else may find it
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(torch, "from_dlpack", lambda capsule: torch.zeros(1))
-    decoder = module.NvImageCodecDecoder(torch.device("cuda", 0), 1)
+    decoder = NvImageCodecDecoder(1, torch.device("cuda", 0))
     decoder._decoder.decode = decode
     found = decoder.decode([memoryview(b"good"), memoryview(b"\0bad"), memoryview(b"good")])
     assert [pixels is None for pixels in found] == [False, True, False]

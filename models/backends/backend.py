@@ -1,0 +1,37 @@
+"""What a backend offers to models and workers. One is made per worker, by the name that `choose` gave, before weights are read."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from models.attention.paged import AttentionBackend, MakeFixed
+from models.attention.varlen import VarlenAttention
+from models.backends.jpeg import JpegDecoder
+from models.backends.ops import KVPool, Ops
+
+
+class Backend(Protocol):
+    """Everything that depends on the kind of device. `torch` is the reference for each part."""
+
+    device: torch.device
+    ops: Ops
+    captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
+
+    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
+        """Compiles and loads what a model of these heads needs. RuntimeError if a compiler fails."""
+
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+        """For steps of any mix over these pools; `num_heads` are this rank's query heads. ValueError for shapes that it does not know."""
+
+    def fixed_attention(
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+    ) -> MakeFixed | None:
+        """Makes attention for (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs that follow each other on one
+        stream; None if the backend captures none. `max_blocks` bounds the pages of one row."""
+
+    def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
+        """For the vision tower."""
+
+    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
+        """`name` as `--jpeg-decoder`."""

@@ -1,0 +1,44 @@
+"""The backend for Hopper: attention on CUDA kernels of our own, the rest as `portable`, with cuBLAS's float8."""
+
+from collections.abc import Sequence
+
+import torch
+
+from models.attention.paged import AttentionBackend, MakeFixed
+from models.attention.varlen import VarlenAttention
+from models.backends.hopper.attention import fixed_attention_factory, make_mixed_attention
+from models.backends.hopper.compile import load_kernels
+from models.backends.hopper.fp8 import HopperFp8
+from models.backends.hopper.tuned import SPLIT_TOKENS
+from models.backends.hopper.varlen_attention import HopperVarlen
+from models.backends.jpeg import JpegDecoder
+from models.backends.ops import KVPool, Ops
+from models.backends.portable.jpeg import pick_jpeg_decoder
+from models.backends.portable.ops import TritonOps
+
+
+class HopperBackend:
+    """See `Backend`."""
+
+    captures_graphs = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ops: Ops = TritonOps(HopperFp8(), SPLIT_TOKENS)
+
+    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
+        load_kernels(text_head_dim, vision_head_dim)
+
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+        return make_mixed_attention(pools, num_heads)
+
+    def fixed_attention(
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+    ) -> MakeFixed | None:
+        return fixed_attention_factory(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
+
+    def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
+        return HopperVarlen(num_heads, head_dim, self.device)
+
+    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
+        return pick_jpeg_decoder(name, num_threads, self.device)

@@ -1,0 +1,26 @@
+"""How our Triton kernels are launched on this device. Used by the kernels beside it."""
+
+from functools import cache
+
+import torch
+
+OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may begin while the one before it ends (programmatic dependent launch)
+
+
+@cache
+def _may_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_CAPABILITY
+
+
+def early_launch(x: torch.Tensor) -> dict[str, bool]:
+    """Options of a kernel with a parameter OVERLAP: where the device can, it starts early and waits by itself for the kernel before it.
+
+    Triton's interpreter knows no `launch_pdl`, and below 9.0 the instructions do not exist.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if _may_overlap(x.device) else {"OVERLAP": False}
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """1 on a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

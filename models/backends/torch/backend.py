@@ -1,0 +1,43 @@
+"""The reference backend: plain torch, on a CPU or a GPU. Made by `models.backends.make`."""
+
+from collections.abc import Sequence
+
+import torch
+
+from models.attention.paged import AttentionBackend, MakeFixed
+from models.attention.varlen import VarlenAttention
+from models.backends.jpeg import JpegDecoder
+from models.backends.ops import KVPool, Ops
+from models.backends.torch.attention import TorchAttention
+from models.backends.torch.jpeg import PillowDecoder
+from models.backends.torch.ops import TorchOps
+from models.backends.torch.varlen import TorchVarlen
+
+
+class TorchBackend:
+    """See `Backend`."""
+
+    captures_graphs = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ops: Ops = TorchOps()
+
+    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
+        """There is nothing to compile."""
+
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+        return TorchAttention(pools)
+
+    def fixed_attention(
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+    ) -> MakeFixed | None:
+        return None
+
+    def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
+        return TorchVarlen()
+
+    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
+        if name == "nvimgcodec":
+            raise ValueError("--jpeg-decoder nvimgcodec needs --backend hopper or portable")
+        return PillowDecoder(num_threads, self.device)

@@ -1,0 +1,56 @@
+"""What the engine asks of a model. `models.registry` says which class a checkpoint is of; no file of the engine names one."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from models.attention.paged import AttentionBackend
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.geometry import Grid
+from models.layers.checkpoint import CheckpointTensor
+from models.parallel import TensorParallel
+
+
+class VisionLanguageModel(Protocol):
+    """This rank's part of a decoder and its head, and a whole vision tower. Weights are anything until they are loaded."""
+
+    config: ModelConfig
+    tp: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+    def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """uint8 images (H, W, 3) on the device -> for each its embeddings (1 + L, N, D), in a storage of its own.
+
+        Each is resized to its grid (t, h, w) in patches, as the request counted its tokens. All are encoded in one pass, so the caller
+        bounds their patches.
+        """
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """(T, D) embeddings of token ids."""
+
+    def __call__(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """(S, D) final hidden states of `batch.logits_indices`, whole on every rank.
+
+        `attention.plan(batch.attention)` has been called. The step's keys and values are in the pools afterwards.
+        """
+
+    def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        """(S, V) float32 over the whole vocabulary, on every rank; in `out_SV` if that is given."""
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        """Where each of the checkpoint's tensors goes."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """As `torch.nn.Module`: for made-up weights."""
+
+    def quantize_(self) -> None:
+        """Makes the decoder's matrices float8; once, before anything is captured."""
+
+    def prepare(self, is_busy: bool = False) -> bool:
+        """Work that pays later, for a time when the host has nothing to launch: False if there is none. Takes a few tens of milliseconds.
+
+        `is_busy`: the device still works, and what follows may have to wait.
+        """

@@ -1,0 +1,103 @@
+"""What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both. Used by the model files."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from models.attention.paged import AttentionBackend
+from models.backends.ops import Activation, Ops, Product, Residual
+from models.config import TextConfig
+from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, even_part, quantize_
+from models.layers.norm import RMSNorm
+from models.parallel import TensorParallel, kv_heads_of
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What all layers of a step share."""
+
+    attention: AttentionBackend
+    cos_sin_TK: torch.Tensor  # rotary rows of the tokens
+    slots_T: torch.Tensor  # KV slots of the tokens
+
+
+class SelfAttention(nn.Module):
+    """Projections around the paged attention; this rank's heads."""
+
+    def __init__(self, layer: int, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        self.ops = ops
+        head_dim, total_kv = config.head_dim, config.num_kv_heads * config.head_dim
+        first_kv, num_kv = kv_heads_of(config.num_kv_heads, tp)
+        parts = (
+            even_part("q_proj", config.num_heads * head_dim, tp),
+            Part("k_proj", total_kv, first_kv * head_dim, num_kv * head_dim),
+            Part("v_proj", total_kv, first_kv * head_dim, num_kv * head_dim),
+        )
+        stored = None if config.is_fp8 else dtype
+        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, stored, device)
+
+    def store_and_query(self, x_TD: Activation, context: LayerContext) -> torch.Tensor:
+        """Writes the tokens' keys and values into the cache and returns their queries (T, H, K), normalised and rotated."""
+        qkv_TX = self.ops.linear(x_TD, self.qkv_proj.weight)
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return self.ops.norm_rope_store_(qkv_TX, *norms, context.cos_sin_TK, context.attention.pool(self.layer), context.slots_T)
+
+    def forward(self, x_TD: Activation, context: LayerContext) -> torch.Tensor:
+        """(T, H * K): what `o_proj` takes."""
+        return context.attention.run(self.layer, self.store_and_query(x_TD, context)).flatten(1)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        parts = [even_part(name, config.intermediate_size, tp) for name in ("gate_proj", "up_proj")]
+        stored = None if config.is_fp8 else dtype
+        self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, stored, device)
+
+    def forward(self, x_TD: Activation) -> Product | torch.Tensor:
+        output: Product | torch.Tensor = self.down_proj(self.ops.swiglu(x_TD, self.gate_up_proj.weight))
+        return output
+
+    def quantize_(self) -> None:
+        quantize_(self.gate_up_proj)
+        quantize_(self.down_proj)
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, layer: int, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.self_attn = SelfAttention(layer, config, tp, ops, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.mlp = MLP(config, tp, ops, dtype, device)
+
+    def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
+        """residual += attention, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
+        attended_TX = self.self_attn(self.input_layernorm(residual), context)
+        if wanted_S is not None:
+            attended_TX = attended_TX[wanted_S]
+            residual.keep_(wanted_S)
+        residual.add_(self.self_attn.o_proj(attended_TX))
+        residual.add_(self.mlp(self.post_attention_layernorm(residual)))
+
+    def store(self, residual: Residual, context: LayerContext) -> None:
+        """The keys and values alone: of a last layer whose output nobody wants."""
+        self.self_attn.store_and_query(self.input_layernorm(residual), context)
+
+    def quantize_(self) -> None:
+        """Makes the layer's matrices float8."""
+        quantize_(self.self_attn.qkv_proj)
+        quantize_(self.self_attn.o_proj)
+        self.mlp.quantize_()

@@ -1,0 +1,116 @@
+"""The linear layers, whole or cut over the ranks, and how their matrices lie in a checkpoint. Used by the decoder and the vision tower."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.backends.ops import Activation, Ops, Product
+from models.layers.checkpoint import CheckpointTensor
+from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
+from models.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows `start : start + rows` of the checkpoint's matrix `name`, which has `total_rows` rows."""
+
+    name: str
+    total_rows: int
+    start: int
+    rows: int
+
+
+def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
+    """This rank's share of a matrix that divides over the ranks."""
+    rows = tp.share(total_rows, name)
+    return Part(name, total_rows, tp.rank * rows, rows)
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter without gradient; the loader or the dummy initialiser fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """A whole linear layer with bias, the same on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(out_features, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def empty_weight(rows: int, columns: int, dtype: torch.dtype | None, device: torch.device) -> Weight:
+    """An uninitialised matrix; `dtype` None is float8 in scaled blocks."""
+    return BlockScaled.empty(rows, columns, device) if dtype is None else empty_parameter(rows, columns, dtype=dtype, device=device)
+
+
+def quantize_(layer: "FusedColumnParallelLinear | RowParallelLinear") -> None:
+    """The layer's matrix becomes float8 in scaled blocks."""
+    matrix = layer.weight
+    assert isinstance(matrix, nn.Parameter)
+    del layer.weight  # a registered parameter does not give way to anything else
+    layer.weight = BlockScaled.quantized(matrix)
+
+
+def weight_tensors(
+    name: str, weight: Weight, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice
+) -> Iterator[CheckpointTensor]:
+    """Rows `target_rows` of `weight` are these rows and columns of the checkpoint's matrix of this shape, and of its scales."""
+    if not isinstance(weight, BlockScaled):
+        yield CheckpointTensor(f"{name}.weight", shape, (rows, columns), weight.data[target_rows])
+        return
+    yield CheckpointTensor(f"{name}.weight", shape, (rows, columns), weight.values[target_rows])
+    num_blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    yield CheckpointTensor(f"{name}.weight_scale_inv", num_blocks, (_blocks(rows), _blocks(columns)), weight.scales[_blocks(target_rows)])
+
+
+def _blocks(values: slice) -> slice:
+    return slice(values.start // BLOCK, values.stop // BLOCK)
+
+
+class FusedColumnParallelLinear(nn.Module):
+    """Several matrices of the checkpoint with the same input as one matrix, their rows one after the other; its user multiplies."""
+
+    def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        if dtype is None and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
+            raise unfit(in_features, *(part.rows for part in parts))
+        self.weight = empty_weight(sum(part.rows for part in parts), in_features, dtype, device)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        """The matrices are siblings of this layer in the checkpoint."""
+        parent = prefix.rpartition(".")[0]
+        row, width = 0, self.weight.shape[1]
+        for part in self.parts:
+            rows, target_rows = slice(part.start, part.start + part.rows), slice(row, row + part.rows)
+            yield from weight_tensors(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
+            row += part.rows
+
+
+class RowParallelLinear(nn.Module):
+    """Each rank holds some input columns; the outputs are summed over the ranks and join the residual: (T, in / size) -> (T, out)."""
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.ops = ops
+        self.weight = empty_weight(out_features, tp.share(in_features, "in_features"), dtype, device)
+
+    def forward(self, x_TX: Activation) -> Product | torch.Tensor:
+        """What the layer adds to the residual stream; over several ranks, to be added before the next layer is asked."""
+        return Product(x_TX, self.weight) if self.tp.size == 1 else self.tp.sum_of_linear(self.ops, x_TX, self.weight)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        rows, columns = self.weight.shape
+        share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
+        yield from weight_tensors(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))

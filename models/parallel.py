@@ -1,0 +1,93 @@
+"""Tensor parallelism: the group of ranks as an explicit object, and how heads are dealt to it. Made by the worker, used by the layers.
+
+Every rank runs the same code on its share; activations between layers are whole on every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from models.backends.ops import Activation, Ops
+from models.layers.fp8 import Weight
+
+
+class SmallSums(Protocol):
+    """Sums of few tokens over the ranks that are faster than those of the group."""
+
+    def room(self, num_tokens: int, width: int) -> torch.Tensor | None:
+        """Where this rank leaves what is to be summed, (T, D), until the sum is read; None if it is too much."""
+
+    def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place: of all of what `room` returned last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Rank `rank` of `size`. With one rank every collective is the identity and `group` is None."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    small_sums: SmallSums | None = None
+
+    @classmethod
+    def single(cls) -> "TensorParallel":
+        """The whole model on one device."""
+        return cls(rank=0, size=1, group=None)
+
+    def share(self, total: int, what: str) -> int:
+        """`total / size`; ValueError that names `what` if it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{what} ({total}) does not divide over {self.size} tensor-parallel ranks")
+        return total // self.size
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def sum_of_linear(self, ops: Ops, x_TX: Activation, weight_DX: Weight) -> torch.Tensor:
+        """The sum over the ranks of x @ weight.T, to be read before the next call."""
+        room_TD = None if self.small_sums is None else self.small_sums.room(len(x_TX), len(weight_DX))
+        if self.small_sums is None or room_TD is None:
+            return self.all_reduce_(ops.linear(x_TX, weight_DX))
+        return self.small_sums.sum_(ops.linear(x_TX, weight_DX, room_TD))
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of rank 0, in place."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, n) of each rank -> (S, size * n), in rank order."""
+        if self.size == 1:
+            return x
+        gathered = x.new_empty((self.size * x.shape[0], x.shape[1]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        return gathered.view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Counts may differ, and every rank knows all of them."""
+        if self.size == 1:
+            return x
+        longest = max(counts)
+        padded = x.new_zeros((longest, *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        gathered = x.new_empty((self.size * longest, *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        return torch.cat([gathered[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
+
+
+def kv_heads_of(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
+    """(first KV head, number of KV heads) of this rank. With more ranks than heads a head is replicated on size / heads ranks."""
+    if tp.size <= num_kv_heads:
+        count = tp.share(num_kv_heads, "num_key_value_heads")
+        return tp.rank * count, count
+    if tp.size % num_kv_heads:
+        raise ValueError(f"{tp.size} tensor-parallel ranks are not a multiple of num_key_value_heads ({num_kv_heads})")
+    return tp.rank * num_kv_heads // tp.size, 1
