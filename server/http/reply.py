@@ -96,10 +96,12 @@ class Reply:
         chunks: list[bytes] = []
         while True:
             self._note_progress(events)
-            error = next((event.error for event in events if event.error is not None), None)
+            error = None
             for event in events:
                 if event.error is None:
                     self._append_chunks(chunks, event)
+                else:
+                    error = event.error
             is_last = error is not None or not self._stream.open
             if error is not None:
                 self._reason = "error"
@@ -133,6 +135,7 @@ class Reply:
                     await self._refuse(event.error, scope, receive, send)
                     return
                 self._choices[event.rid].note(event)
+                self._choices[event.rid].note_text(event)
             if not self._stream.open:
                 break
             events = await self._stream.next()
@@ -151,9 +154,8 @@ class Reply:
     def _note_progress(self, events: list[Event]) -> None:
         """Measures the first token and, of each choice, the gaps between the following ones."""
         now = time.monotonic()
-        last = {event.rid: event for event in events} if len(events) > 1 else {events[0].rid: events[0]}
-        for rid, event in last.items():
-            choice = self._choices[rid]
+        for event in events if len(events) == 1 else {event.rid: event for event in events}.values():
+            choice = self._choices[event.rid]
             num_tokens = event.num_tokens - choice.usage.num_generated
             if choice.last_time:
                 self._metrics.note_tokens(num_tokens, now - choice.last_time)

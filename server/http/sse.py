@@ -36,8 +36,8 @@ class Usage(msgspec.Struct):
     num_reasoning: int = 0  # of the generated ones
 
     def note(self, event: Event) -> None:
-        self.num_prompt = event.num_prompt_tokens or self.num_prompt
-        self.num_cached = event.num_cached_tokens or self.num_cached
+        if event.num_prompt_tokens:  # with the first and the last event
+            self.num_prompt, self.num_cached = event.num_prompt_tokens, event.num_cached_tokens
         self.num_generated = event.num_tokens or self.num_generated
         if event.is_reasoning:
             self.num_reasoning = event.num_tokens
@@ -92,10 +92,8 @@ class Choice:
     last_time: float = 0.0  # when its last tokens came
 
     def note(self, event: Event) -> None:
-        """Takes an event in."""
+        """Takes in all of an event but its text, which a stream has no use for."""
         self.usage.note(event)
-        if event.text:
-            (self.reasoning if event.is_reasoning else self.content).append(event.text)
         for delta in event.calls:
             if delta.name is not None:
                 self.calls.append(Call(delta.name))
@@ -103,6 +101,10 @@ class Choice:
         if event.finish_reason is not None:
             self.finish_reason = "tool_calls" if self.calls and event.finish_reason == "stop" else event.finish_reason
             self.stop_reason = event.stop_reason
+
+
+    def note_text(self, event: Event) -> None:
+        (self.reasoning if event.is_reasoning else self.content).append(event.text)
 
 
 class Call:
