@@ -132,6 +132,7 @@ class Submit(msgspec.Struct, tag=True):
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
+    is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -163,6 +164,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
 
 
 class Events(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What chat and text completions share: a body is read, checked, submitted, and answered. Extended by `chat.py` and `completions.py`.
+"""What endpoints with a body share: it is read, checked, submitted, and answered. Extended by the other files of this folder.
 
     body ──▶ small JSON ──▶ schema ──▶ one Submit a choice ──▶ processor
                                             events ──▶ Reply ──▶ client
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
@@ -23,7 +23,7 @@ from server.api.schema import GenerationRequest
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError, overloaded
 from server.http.body import Body, check_text_bytes, read_body
-from server.http.client import Client
+from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.metrics import Metrics
 from server.http.reply import Reply, ReplyOptions
@@ -39,7 +39,8 @@ class Service:
 
     config: EngineConfig
     checkpoint: Checkpoint
-    model_name: str
+    model_names: tuple[str, ...]  # the first one stands in answers
+    max_model_len: int  # as asked for: the engine says what fits
     arena: Arena
     client: Client
     metrics: Metrics
@@ -54,25 +55,27 @@ class Job:
     used: set[int] = field(default_factory=set)
 
 
-class GenerationEndpoint(ABC):
+class Endpoint(ABC):
     """Turns requests into streams of the engine. Called by the ASGI server; the headers of an answer wait for the first event, so that a
     late reject is still a clean status."""
 
-    format: type[Format]
-
     def __init__(self, service: Service):
         self.service = service
-        self.unknown = UnknownFields()
+        self._unknown = UnknownFields()
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
         """Checks a request, in any thread. RequestError."""
 
+    @abstractmethod
+    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
+        """Answers, and gives the stream back however that ends."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._accept(Request(scope, receive))
         await reply(scope, receive, send)
 
-    async def _accept(self, request: Request) -> Reply:
+    async def _accept(self, request: Request) -> ASGIApp:
         service = self.service
         if not service.client.started:
             raise overloaded("The engine is still starting.", retry_after=5)
@@ -87,18 +90,18 @@ class GenerationEndpoint(ABC):
                 service.client.check_open()
                 raise
 
-    async def _submit(self, body: Body) -> Reply:
+    async def _submit(self, body: Body) -> ASGIApp:
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
             job = await self._parse(body)
-            if job.request.model not in (None, "", service.model_name):
+            if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
             job.submits[0].body = body.region.offset if job.used or body.num_announced else None
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
-        return Reply(stream, service.client, service.metrics, self.format, self._reply_options(job.request, body))
+        return self.reply(stream, job, body)
 
     async def _parse(self, body: Body) -> Job:
         """A reference that stands anywhere but in a URL field is turned back into its text first."""
@@ -112,16 +115,23 @@ class GenerationEndpoint(ABC):
     async def _read(self, data: bytes, body: Body) -> Job:
         def read() -> Job:
             job = self.read(read_object(data), body)
-            self.unknown.check(job.request.model_extra or {})
+            self._unknown.check(job.request.model_extra or {})
             job.request.check_together(self.service.checkpoint.vocab_size)
             return job
 
         return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
 
-    def _reply_options(self, request: GenerationRequest, body: Body) -> ReplyOptions:
+
+class GenerationEndpoint(Endpoint):
+    """Answers with what the model generates."""
+
+    format: type[Format]
+
+    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
+        request, service = job.request, self.service
         options = request.stream_options
-        return ReplyOptions(
-            model=self.service.model_name,
+        reply_options = ReplyOptions(
+            model=request.model or service.model_names[0],
             created=int(time.time()),
             started=body.started,
             received=body.received,
@@ -129,7 +139,9 @@ class GenerationEndpoint(ABC):
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             timings=bool(request.timings),
+            num_images=len(job.submits[0].media),
         )
+        return Reply(stream, service.client, service.metrics, self.format, reply_options)
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:

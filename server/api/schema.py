@@ -264,6 +264,17 @@ class CompletionRequest(GenerationRequest):
                 raise bad_value("prompt", f"holds token ids outside of the vocabulary of {vocab_size}")
 
 
+class DetokenizeRequest(GenerationRequest):
+    """The body of `POST /detokenize`."""
+
+    tokens: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+    def check_together(self, vocab_size: int) -> None:
+        super().check_together(vocab_size)
+        if max(self.tokens) >= vocab_size:
+            raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
+
+
 def check_tool_choice(choice: object, names: list[str]) -> None:
     """RequestError 400 unless it is a choice that OpenAI has, fits the tools, and can be kept."""
     if choice is None or choice in ("none", "auto"):

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from engine.messages import ErrorInfo, Event, Stages
 from server.errors import error_body
 from server.http.client import Client, Stream
+from server.http.log import Record, record_of
 from server.http.metrics import Metrics
 from server.http.sse import DONE, Choice, Format, Usage, error_chunk, stage_times, timings_json
 
@@ -49,6 +50,7 @@ class ReplyOptions:
     include_usage: bool
     continuous_usage: bool
     timings: bool
+    num_images: int
 
 
 class Reply:
@@ -65,9 +67,11 @@ class Reply:
         self._reason = "disconnect"  # unless all choices end
         self._has_first_token = False
         self._has_status = False  # a stream's headers are out
+        self._record = Record("")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
+        self._record = record_of(scope)
         try:
             events = await self._stream.next()
             if events[0].error is not None:
@@ -83,10 +87,14 @@ class Reply:
             watcher.cancel()
             self._client.close(self._stream)
             self._metrics.note_finish(self._reason, time.monotonic() - self._options.received)
+            total = self._total()
+            self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
+            self._record.num_generated, self._record.num_images = total.num_generated, self._options.num_images
 
     async def _refuse(self, error: ErrorInfo, scope: Scope, receive: Receive, send: Send) -> None:
         self._reason = "error"
-        self._metrics.note_response(error.status)
+        self._record.reason = error.message
+        self._metrics.note_refusal(error)
         await error_response(error)(scope, receive, send)
 
     async def _write_stream(self, events: list[Event], send: Send) -> None:
@@ -105,6 +113,7 @@ class Reply:
             is_last = error is not None or not self._stream.open
             if error is not None:
                 self._reason = "error"
+                self._record.reason = error.message
                 chunks.append(error_chunk(error))
             elif is_last:
                 chunks += (self._format.usage_chunk(self._total(), self._timings()), DONE)
@@ -161,6 +170,7 @@ class Reply:
                 self._metrics.note_tokens(num_tokens, now - choice.last_time)
             elif num_tokens > 0 and not self._has_first_token:
                 self._has_first_token = True
+                self._record.first_token = now
                 self._stages = next((event.stages for event in events if event.stages is not None), self._stages)
                 self._stages.sent = now
                 self._metrics.note_first_token(now - self._options.received, stage_times(self._stages, self._options.started))

@@ -1,7 +1,7 @@
 """What the processor knows of one request. Made by `server/processor/intake.py`, kept until nothing of it is left here."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.messages import EngineRequest, Submit
 from server.processor.image import Image, release_all
@@ -20,6 +20,7 @@ class Request:
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
     echo: str = ""  # what the text begins with
+    counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # its terminal event is out, or nobody wants it
     num_prompt_tokens: int = 0
