@@ -17,13 +17,13 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.step_sizes import LARGE_STEP
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
@@ -33,7 +33,9 @@ from models.backends.ops import KVPool
 from models.config import ModelConfig
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
+from models.step_sizes import StepSizes
 from models.symmetric import SymmetricSums, peers_are_mapped
+from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
@@ -52,6 +54,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     backend.load(model_config.text.head_dim, model_config.vision.head_dim)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
+    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
     peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
@@ -60,17 +64,19 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
-    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, config.max_num_seqs, max_blocks)
+    step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device, sampling_ops.max_top_k)
+    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
         child.progress(f"captured {graphs.capture()} graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
-    runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
+    staging = Staging(staging_bytes(config, max_blocks), device)
+    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)
+    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes)
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -143,14 +149,14 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(
-    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int
+    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, max_num_seqs: int, max_blocks: int
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads = model.config.text.num_heads // model.tp.size
-    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP, max_blocks)
+    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_num_seqs + sizes.large_step, max_blocks)
     if make_attention is None:
         return None
-    return StepGraphs(model, make_attention, rows, pools[0][0].shape[0] - 1, max_num_seqs)
+    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def warm_up(decoder: JpegDecoder) -> None:
