@@ -54,7 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
     Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
-    `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits.
+    `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits;
+    `prompt_logprobs` for those of the prompt's tokens: such a request takes nothing from the prefix cache.
     """
 
     max_tokens: int | None = None
@@ -72,6 +73,33 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of N tokens of a prompt, from the one at `start` on (the first token has none), as arrays in row-major order."""
+
+    start: int
+    num_top: int
+    logprobs: bytes  # float32 (N,)
+    top_ids: bytes  # int32 (N, num_top), the most likely first
+    top_logprobs: bytes  # float32 (N, num_top)
+
+    @property
+    def end(self) -> int:
+        """Behind the last token that it is about."""
+        return self.start + len(self.logprobs) // 4
+
+    def extended(self, later: "PromptLogprobs") -> "PromptLogprobs":
+        """With what `later`, which begins at `end` or before, knows beyond it."""
+        skipped = 4 * (self.end - later.start)
+        return PromptLogprobs(
+            self.start,
+            self.num_top,
+            self.logprobs + later.logprobs[skipped:],
+            self.top_ids + later.top_ids[skipped * self.num_top :],
+            self.top_logprobs + later.top_logprobs[skipped * self.num_top :],
+        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -220,6 +248,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -347,6 +376,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     encode_ms: float = 0.0
     forward_ms: float = 0.0
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
 
 
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------

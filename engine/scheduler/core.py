@@ -186,7 +186,7 @@ class SchedulerCore:
             self._fail_image(step.encoded[image_id])
         drawn = next(result for result in results if result.rank == 0)
         tokens = zip(drawn.token_ids, drawn.logprobs or repeat(None), strict=False)
-        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+        for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             token = next(tokens) if chunk.sample else None
             request.num_in_flight -= 1
             if request.status is Status.STOPPING:
@@ -195,6 +195,8 @@ class SchedulerCore:
             _note_stages(request, chunk.sample, results)
             if request.status is Status.RUNNING:
                 policy.commit(self.state, request, chunk.start + chunk.length)
+            if index in drawn.prompt_logprobs:
+                request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if token is not None:
                 self._deliver(request, *token)
 
@@ -202,12 +204,14 @@ class SchedulerCore:
         """A drawn token goes to its request and to the client."""
         request.append(token_id)
         self._num_generated += 1
-        stages = None
+        stages, prompt_logprobs = None, None
         if request.num_known == request.num_prompt + 1:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
+            prompt_logprobs = request.prompt_logprobs
         reason, known = request.finish_reason_of(token_id), [] if logprobs is None else [logprobs]
-        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, max(0, request.num_cached), stages, known))
+        num_cached = max(0, request.num_cached)
+        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, num_cached, stages, known, prompt_logprobs))
         if reason is not None:
             self._stop(request)
             self._release_if_landed(request)
