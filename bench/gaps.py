@@ -19,7 +19,7 @@ from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
-from engine.messages import DEPTH, PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages
+from engine.messages import DEPTH, PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, WorkerReady
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -38,6 +38,7 @@ from models.config import ModelConfig
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
+from models.tuned import HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights
 
 ARENA_BYTES = 1 * GIB
@@ -70,12 +71,12 @@ class Bench:
         rows = Rows(num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
-        graphs = make_graphs(model, backend, pools, rows, self._config.max_num_seqs, NUM_BLOCKS)
+        graphs = make_graphs(model, backend, pools, rows, HOPPER_STEP_SIZES, self._config.max_num_seqs, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)
         per_token = model_config.num_visual_levels * model_config.text.hidden_size * 2
-        limits = make_limits(self._config, per_token)
+        limits = make_limits(self._config, WorkerReady(0, NUM_BLOCKS, 4 * GIB, per_token, HOPPER_STEP_SIZES))
         blocks, directory = BlockPool(NUM_BLOCKS, self._config.block_size), ImageDirectory(4 * GIB)
         state = State(limits, blocks, directory, free_rows=list(range(limits.max_num_seqs)))
         self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())

@@ -54,10 +54,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
     max_num_batched_tokens: Annotated[int, "tokens of one step"] = 8192
-    max_num_mixed_tokens: Annotated[int, "most prefill tokens of a step that also decodes: bounds how long streams stall"] = 1008
+    max_num_mixed_tokens: Annotated[
+        int | None, "most prefill tokens of a step that also decodes: bounds how long streams stall; default: the device's"
+    ] = None
     mixed_step_tokens: Annotated[
-        int, "most tokens of a step that decodes and prefills, unless much more waits: lower favours streams, higher favours first tokens"
-    ] = 312
+        int | None,
+        "most tokens of a step that decodes and prefills, unless much more waits: lower favours streams, higher favours first tokens;"
+        " default: the device's",
+    ] = None
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True

@@ -1,16 +1,15 @@
 """How many prompt tokens a step computes: the trade between streams that wait and prompts that wait. Called by `policy`."""
 
-from itertools import chain, islice
+from itertools import islice
 
 from engine.scheduler.state import State
-from engine.step_sizes import largest_step, padded_decodes, smallest_step
 
 FEW_STEPS = 2  # steps beside decodes over which a short prompt is spread
 MANY_STEPS = 16  # steps over which all that waits is spread, if it is much
 
 
-def prefill_budget(state: State, num_decodes: int) -> int:
-    """Prompt tokens that a step with so many decodes may compute.
+def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
+    """Prompt tokens that a step with so many decodes may compute; running requests lack `num_lacking` of theirs.
 
     Beside decodes, chunks are small: streams hardly wait, and a chunk rides on weights that the decodes must read anyway, so that no step
     needs to decode alone. The more prompt tokens wait, the larger the chunk: up to `mixed_step_tokens` with the decodes for what would be
@@ -19,15 +18,15 @@ def prefill_budget(state: State, num_decodes: int) -> int:
     limits = state.limits
     if num_decodes == 0:
         return limits.max_num_batched_tokens
-    rows, lacking = padded_decodes(num_decodes), _num_lacking(state)
-    usual = min(limits.mixed_step_tokens, smallest_step(rows + lacking // FEW_STEPS))
-    size = max(usual, largest_step(rows + lacking // MANY_STEPS))
+    sizes = limits.step_sizes
+    lacking = num_lacking + _num_waiting_tokens(state)
+    rows = sizes.padded_decodes(num_decodes)
+    usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
+    size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
 
 
-def _num_lacking(state: State) -> int:
-    """Prompt tokens of the requests that have a row or could have one."""
-    waiting = islice(state.waiting, len(state.free_rows))
-    prefilling = (request for request in state.running if not request.is_decoding)
-    return sum(request.num_tokens - request.num_computed for request in chain(prefilling, waiting))
+def _num_waiting_tokens(state: State) -> int:
+    """Of the requests that could have a row now."""
+    return sum(request.num_tokens for request in islice(state.waiting, len(state.free_rows)))

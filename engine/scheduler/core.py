@@ -9,12 +9,22 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import repeat
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, Pixels, RequestOutput, StepResult, TokenLogprobs
+from engine.messages import (
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    ErrorInfo,
+    FinishReason,
+    Pixels,
+    RequestOutput,
+    StepResult,
+    TokenLogprobs,
+)
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
@@ -77,14 +87,13 @@ class SchedulerCore:
             self._last_progress = time.monotonic()
         self._num_prompt_tokens += len(prompt_ids)
         self._requests[wire.rid] = request
-        self.state.waiting.append(request)
+        self.state.add(request)
 
     def abort(self, rid: int) -> None:
         """The client wants no more: no output, only the release. Unknown or ended requests are ignored."""
         request = self._requests.get(rid)
         if request is not None and request.status is not Status.STOPPING:
-            self._stop(request)
-            self._release_if_landed(request)
+            self._end(request)
 
     def take_pixels(self, pixels: Pixels) -> None:
         """The answer to what the policy wanted: the request may go on, or ends with the error. Ignored if it has ended meanwhile."""
@@ -92,11 +101,11 @@ class SchedulerCore:
         if request is None or request.status is Status.STOPPING:
             return
         digest = request.images[pixels.index].hash
-        request.awaited.remove(digest)
         self._last_progress = time.monotonic()
         if pixels.source is not None:
-            request.sources[digest] = pixels.source
+            self.state.take_pixels(request, digest, pixels.source)
         else:
+            assert pixels.error is not None
             self._fail(request, pixels.error)
 
     def next_step(self) -> PlannedStep | None:
@@ -185,66 +194,56 @@ class SchedulerCore:
         for image_id in {image_id for result in results for image_id in result.failed_images}:
             self._fail_image(step.encoded[image_id])
         drawn = next(result for result in results if result.rank == 0)
-        tokens = zip(drawn.token_ids, drawn.logprobs or repeat(None), strict=False)
+        token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
-            token = next(tokens) if chunk.sample else None
-            request.num_in_flight -= 1
+            ids: list[int] = []
+            known: list[TokenLogprobs] = []
+            if chunk.sample:
+                count = next(counts) if drawn.num_tokens else 1
+                ids = list(islice(token_ids, count))
+                known = [entry for entry in islice(logprobs, count) if entry is not None]
+            kept, reason = self.state.land(request, chunk, ids)
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
             _note_stages(request, chunk.sample, results)
-            if request.status is Status.RUNNING:
-                policy.commit(self.state, request, chunk.start + chunk.length)
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
-            if token is not None:
-                self._deliver(request, *token)
+            if kept:
+                self._deliver(request, kept, known[: len(kept)], reason)
 
-    def _deliver(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """A drawn token goes to its request and to the client."""
-        request.append(token_id)
-        self._num_generated += 1
-        stages, prompt_logprobs = None, None
-        if request.num_known == request.num_prompt + 1:
-            stages = request.wire.stages
+    def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
+        """Drawn tokens go to the client."""
+        self._num_generated += len(token_ids)
+        stages, prompt_logprobs, num_cached = None, None, max(0, request.num_cached)
+        if not request.wire.stages.first_token:
+            stages, prompt_logprobs = request.wire.stages, request.prompt_logprobs
             stages.first_token = time.monotonic()
-            prompt_logprobs = request.prompt_logprobs
-        reason, known = request.finish_reason_of(token_id), [] if logprobs is None else [logprobs]
-        num_cached = max(0, request.num_cached)
-        self._outputs.append(RequestOutput(request.rid, [token_id], reason, None, num_cached, stages, known, prompt_logprobs))
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs))
         if reason is not None:
-            self._stop(request)
-            self._release_if_landed(request)
+            self._end(request)
 
     def _fail_image(self, digest: bytes) -> None:
         """Every request that shares the image gets the client's error; its hash is forgotten."""
+        self.state.forget_image(digest)
         error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
         for request in list(self._requests.values()):
-            policy.unpin_image(self.state, request, digest)
             if request.status is not Status.STOPPING and any(span.hash == digest for span in request.images):
                 self._fail(request, error)
-        self.state.images.forget(digest)
 
-    def _fail(self, request: Request, error: ErrorInfo | None) -> None:
+    def _fail(self, request: Request, error: ErrorInfo) -> None:
         """Ends a request with the client's error."""
-        assert error is not None
         self._outputs.append(RequestOutput(request.rid, [], error=error))
-        self._stop(request)
-        self._release_if_landed(request)
+        self._end(request)
 
-    def _stop(self, request: Request) -> None:
+    def _end(self, request: Request) -> None:
         """No further chunks; resources go when its plans in flight have landed."""
-        if request.status is Status.WAITING:
-            self.state.waiting.remove(request)
-        else:
-            self.state.running.remove(request)
-        request.status = Status.STOPPING
-        self.state.stopping.add(request)
+        self.state.stop(request)
+        self._release_if_landed(request)
 
     def _release_if_landed(self, request: Request) -> None:
         if request.num_in_flight == 0:
-            policy.release(self.state, request)
-            self.state.stopping.discard(request)
+            self.state.release(request)
             del self._requests[request.rid]
             if len(request.hasher.links) >= MIN_REMEMBERED_LINKS:
                 self._ended.append(request)

@@ -79,7 +79,7 @@ class Scheduler:
         config = self._child.config
         blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
-        limits = make_limits(config, ready[0].bytes_per_image_token)
+        limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
         return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids)
 
@@ -126,16 +126,18 @@ class Scheduler:
             self._processor.send(core.take_outputs(core.stats() if beat else None, core.alive_at(now)))
 
 
-def make_limits(config: EngineConfig, bytes_per_image_token: int) -> Limits:
-    """The configured limits of one step."""
+def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
+    """The limits of one step: as configured, and as the worker's device has it where nothing is."""
+    sizes = worker.step_sizes
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_mixed_tokens=config.max_num_mixed_tokens,
+        max_num_mixed_tokens=config.max_num_mixed_tokens or sizes.max_mixed_prefill,
         max_num_encoder_tokens=config.max_num_encoder_tokens,
-        bytes_per_image_token=bytes_per_image_token,
+        mixed_step_tokens=config.mixed_step_tokens or sizes.usual,
+        bytes_per_image_token=worker.bytes_per_image_token,
+        step_sizes=sizes,
         prefix_cache=config.prefix_cache,
-        mixed_step_tokens=config.mixed_step_tokens,
     )
 
 

@@ -14,10 +14,9 @@ An image whose embedding has left the device for the host is restored: it takes 
 """
 
 import math
-from bisect import insort
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef, WantedPixels
+from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef
 from engine.scheduler.budget import prefill_budget
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
@@ -37,55 +36,10 @@ class PlannedStep:
 
 
 def plan(state: State) -> PlannedStep | None:
-    """The next step, or None if nothing can run now. Mutates the state as if the step had been sent."""
+    """The next step, or None if nothing can run now. The state is then as if the step had been sent."""
     step = _StepBuilder(state)
     step.fill()
     return step.finish()
-
-
-def release(state: State, request: Request) -> None:
-    """Takes row, blocks and pins from a request. Plans in flight may still use them: workers execute in plan order."""
-    _unpin(state, request)
-    state.blocks.release(request.blocks)
-    request.blocks = []
-    if request.row >= 0:
-        state.free_rows.append(request.row)
-        request.row = -1
-
-
-def preempt(state: State, request: Request) -> None:
-    """Sends a running request back to its place in the queue; it recomputes what the prefix cache forgets."""
-    state.running.remove(request)
-    release(state, request)
-    request.status = Status.WAITING
-    request.num_computed = request.num_committed = request.first_needed = 0
-    position = sum(other.arrival < request.arrival for other in state.waiting)
-    state.waiting.insert(position, request)
-    state.counters.preemptions += 1
-
-
-def commit(state: State, request: Request, num_computed: int) -> None:
-    """Offers the full blocks up to `num_computed` to the directory: called when the result of the step that computed them is in."""
-    if not state.limits.prefix_cache or not request.blocks:
-        return
-    request.hasher.extend(request.known_ids())
-    full = min(num_computed // state.blocks.block_size, len(request.hasher.links), len(request.blocks))
-    for i in range(request.num_committed, full):
-        state.blocks.commit(request.blocks[i], request.hasher.links[i])
-    request.num_committed = max(request.num_committed, full)
-
-
-def unpin_image(state: State, request: Request, digest: bytes) -> None:
-    """Drops a request's pins on one image, because its embedding turned out to be wrong."""
-    for index in [index for index in request.pins if request.images[index].hash == digest]:
-        state.images.unpin(digest)
-        request.pins.discard(index)
-
-
-def _unpin(state: State, request: Request) -> None:
-    for index in request.pins:
-        state.images.unpin(request.images[index].hash)
-    request.pins.clear()
 
 
 class _StepBuilder:
@@ -105,34 +59,36 @@ class _StepBuilder:
         self.is_open = True  # until a waiting request cannot start
         self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row
         self.num_reserved_blocks = 0  # and these blocks
-        num_decodes = sum(request.is_decoding and request.wants_tokens for request in state.running)
-        self.budget = prefill_budget(state, num_decodes)
+        self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
+        num_lacking = 0
+        for request in state.running:
+            if not request.is_decoding:
+                num_lacking += request.num_tokens - request.num_computed
+            elif request.wants_tokens:
+                self.due.add(request)
+        self.budget = prefill_budget(state, len(self.due), num_lacking)
 
     def fill(self) -> None:
         """Chunks that fit the budget, by arrival: running requests go on, waiting ones start if nobody must be preempted for it."""
         i = 0
         while i < len(self.state.running):
             request = self.state.running[i]
-            i += self._admit_waiting(request.arrival)
-            if request.is_decoding:
-                if request.wants_tokens:
-                    self._schedule(request, 1)  # taken off the budget at the start
-            elif request.num_tokens > request.num_computed:
-                self.budget -= self._schedule(request, self.budget)
+            if self.state.waiting:
+                i += self._admit_waiting(request.arrival)
+            if request in self.due:
+                self._decode(request)
+            elif not request.is_decoding:
+                self.budget -= self._schedule(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # not: it has preempted itself
         self._admit_waiting(math.inf)
 
     def finish(self) -> PlannedStep | None:
         """The plan, prefill chunks first; images whose last token is computed lose their pin now, not earlier."""
         for request, index in self.unpins:
-            if index in request.pins:
-                request.pins.remove(index)
-                self.state.images.unpin(request.images[index].hash)
+            self.state.unpin_image(request, index)
         members = self.prefills + self.decodes
         if not members:
             return None
-        for request, _ in members:
-            request.num_in_flight += 1
         evict, saves = self.state.images.take_evicted()
         step = StepPlan(
             step=self.state.num_steps,
@@ -143,10 +99,7 @@ class _StepBuilder:
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
         )
-        self.state.num_steps += 1
-        self.state.counters.images_encoded += len(self.encodes)
-        self.state.counters.images_restored += len(self.restores)
-        self.state.counters.computed_tokens += sum(chunk.length for chunk in step.chunks)
+        self.state.note_plan(step)
         return PlannedStep(step, [request for request, _ in members], self.encoded)
 
     def _admit_waiting(self, before: float) -> int:
@@ -177,7 +130,7 @@ class _StepBuilder:
                 continue  # it decodes: told without a comparison
             num_shared = min(request.num_tokens - 1, request.num_shared_with(other)) // size
             if (num_shared - other.num_committed) * size >= worth:
-                request.leader, request.num_shared_blocks = other, num_shared
+                self.state.follow(request, other, num_shared)
                 return True
         return False
 
@@ -192,9 +145,8 @@ class _StepBuilder:
         """Asks for all files at once that are to be encoded for tokens from `num_computed` on, each once in the life of the request."""
         for index, span in enumerate(request.images):
             is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.knows(span.hash)
-            if _end(span) > num_computed and not is_known:
-                request.awaited.add(span.hash)
-                self.state.wanted.append(WantedPixels(request.rid, index))
+            if span.end > num_computed and not is_known:
+                self.state.want_pixels(request, index)
 
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
@@ -202,34 +154,16 @@ class _StepBuilder:
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
-        blocks.acquire(hits)
-        request.blocks = list(hits)
-        request.num_computed = len(hits) * blocks.block_size
-        request.num_committed = len(hits)
-        length, _ = self._fit_images(request, min(self.budget, request.num_tokens - request.num_computed))
+        start = len(hits) * blocks.block_size
+        length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no room for its next embedding beside the pinned ones: wait, nobody is preempted for a newcomer
-            blocks.release(request.blocks)
-            request.blocks, request.num_computed, request.num_committed = [], 0, 0
             return False
-        self._start(request)
-        self.budget -= self._schedule(request, length)
-        return True
-
-    def _start(self, request: Request) -> None:
-        self.state.waiting.remove(request)
-        insort(self.state.running, request, key=lambda other: other.arrival)
-        request.status = Status.RUNNING
-        request.leader, request.num_shared_blocks = None, 0
-        request.row = self.state.free_rows.pop()
-        if request.num_cached < 0:
-            request.num_cached = min(request.num_computed, request.num_prompt)
-            self.state.counters.cached_prompt_tokens += request.num_cached
-            self.state.counters.images_skipped += sum(s.start + s.length <= request.num_computed for s in request.images)
-        while request.first_needed < len(request.images) and _end(request.images[request.first_needed]) <= request.num_computed:
-            request.first_needed += 1
+        self.state.start(request, hits)
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]
-        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, request.blocks.copy(), request.params))
+        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params))
+        self.budget -= self._schedule(request, length)
+        return True
 
     def _prefix_hits(self, request: Request) -> list[int]:
         """Cached blocks of the beginning; at least one token is always left to compute, for its logits."""
@@ -241,19 +175,29 @@ class _StepBuilder:
             request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
-    def _schedule(self, request: Request, budget: int) -> int:
-        """Adds a chunk of at most `budget` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
-        length = min(budget, request.num_tokens - request.num_computed)
+    def _decode(self, request: Request) -> None:
+        """The last token, which was taken off the budget at the start, and drafts behind it as far as there is room: nobody has to go
+        for a guess."""
+        drafts = request.drafts
+        if drafts:
+            drafts = drafts[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
+            lacking = self.state.blocks.num_needed(request.num_computed + 1 + len(drafts)) - len(request.blocks)
+            drafts = drafts if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else ()
+        if self._schedule(request, 1 + len(drafts), drafts):
+            self.budget -= len(drafts)
+
+    def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
+        """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
         while length > 0:
-            fitting, starved = self._fit_images(request, length)
+            fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
                 return 0  # the step's encoder budget is used up, or there are no pixels
             new_blocks = self._blocks_for(request, fitting) if fitting else None
             if new_blocks is not None:
-                self._add_chunk(request, fitting, new_blocks)
+                self._add_chunk(request, fitting, new_blocks, drafts)
                 return fitting
             victim = self.state.running[-1]
-            preempt(self.state, victim)
+            self.state.preempt(victim)
             if victim is request:
                 return 0
         return 0
@@ -262,15 +206,17 @@ class _StepBuilder:
         needed = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
         return self.state.blocks.alloc(needed) if needed > 0 else []
 
-    def _fit_images(self, request: Request, length: int) -> tuple[int, bool]:
+    def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
         """Cuts a chunk before the first image that cannot be had now. Also returns whether what it lacks is cache room."""
-        start, end = request.num_computed, request.num_computed + length
+        if request.first_needed == len(request.images):
+            return length, False
+        end = start + length
         encoder_tokens, used = self.num_encoder_tokens, self.state.images.pinned_bytes
         seen: set[bytes] = set()
         for span in request.images[request.first_needed :]:
             if span.start >= end:
                 break
-            if _end(span) <= start or span.hash in seen:
+            if span.end <= start or span.hash in seen:
                 continue
             seen.add(span.hash)
             entry, is_known = self.state.images.get(span.hash), self.state.images.knows(span.hash)
@@ -285,64 +231,42 @@ class _StepBuilder:
                 continue
             if encoder_tokens > 0 and encoder_tokens + span.length > self.limits.max_num_encoder_tokens:
                 return max(0, span.start - start), False
-            if _end(span) > end and span.length <= length and span.start - start >= max(1, length // 2):
+            if span.end > end and span.length <= length and span.start - start >= max(1, length // 2):
                 return span.start - start, False  # a chunk prefers to end on an image's end
             encoder_tokens += span.length
         return length, False
 
-    def _add_chunk(self, request: Request, length: int, new_blocks: list[int]) -> None:
+    def _add_chunk(self, request: Request, length: int, new_blocks: list[int], drafts: tuple[int, ...]) -> None:
         start, end = request.num_computed, request.num_computed + length
-        request.blocks.extend(new_blocks)
-        visual = self._take_images(request, start, end)
-        sample = end == request.num_tokens
-        chunk = Chunk(request.row, start, length, sample, new_blocks, visual)
+        visual: list[VisualRef] = []
+        num_images = 0
+        if request.first_needed < len(request.images):
+            visual, num_images = self._take_images(request, start, end)
+        sample = end - len(drafts) == request.num_tokens
+        chunk = Chunk(request.row, start, length, sample, new_blocks, visual, drafts)
         is_decode_row = sample and length == 1 and not visual
         (self.decodes if is_decode_row else self.prefills).append((request, chunk))
-        request.num_computed = end
-        request.num_drawn += sample
+        self.state.advance(request, chunk, num_images)
 
-    def _take_images(self, request: Request, start: int, end: int) -> list[VisualRef]:
+    def _take_images(self, request: Request, start: int, end: int) -> tuple[list[VisualRef], int]:
         """Pins and, where needed, plans to restore or encode the images that overlap the chunk; lets go of those that end in it after
-        this step."""
-        refs = []
-        overlapping = [i for i in range(request.first_needed, len(request.images)) if request.images[i].start < end]
-        self._pin_known(request, overlapping)  # before any eviction that `reserve` may do
+        this step, and returns their number."""
+        images, first = request.images, request.first_needed
+        overlapping = range(first, next((i for i in range(first, len(images)) if images[i].start >= end), len(images)))
+        for index, entry in self.state.pin_images(request, overlapping):
+            self._make(request, images[index], entry)
+        refs, num_done = [], 0
         for index in overlapping:
-            span = request.images[index]
-            if index not in request.pins:
-                self._pin_new(request, index)
-            entry = self.state.images.get(span.hash)
-            assert entry is not None
-            first, last = max(start, span.start), min(end, _end(span))
-            refs.append(VisualRef(entry.image_id, first, last - first, first - span.start))
-            if _end(span) <= end:
+            span, held = images[index], self.state.images.get(images[index].hash)
+            assert held is not None
+            begin, stop = max(start, span.start), min(end, span.end)
+            refs.append(VisualRef(held.image_id, begin, stop - begin, begin - span.start))
+            if span.end <= end:
                 self.unpins.append((request, index))
-                request.first_needed = index + 1
-        return refs
+                num_done += 1
+        return refs, num_done
 
-    def _pin_known(self, request: Request, indexes: list[int]) -> None:
-        """What is on the device stays there, and what is on the host stays there until it is restored."""
-        for index in indexes:
-            digest = request.images[index].hash
-            if self.state.images.get(digest) is None:
-                self.state.images.host.hold(digest)
-            elif index not in request.pins:
-                self.state.images.pin(digest)
-                request.pins.add(index)
-                self.state.counters.images_hit += 1
-
-    def _pin_new(self, request: Request, index: int) -> None:
-        span = request.images[index]
-        if self.state.images.get(span.hash) is None:
-            entry = self.state.images.reserve(span.hash, span.length * self.limits.bytes_per_image_token)
-            assert entry is not None, "room was counted before"
-            self._plan_new(request, span, entry)
-        else:
-            self.state.counters.images_hit += 1
-        self.state.images.pin(span.hash)
-        request.pins.add(index)
-
-    def _plan_new(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
+    def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
         """An embedding that the device lacks comes from the host's copy or from the tower."""
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
@@ -351,7 +275,3 @@ class _StepBuilder:
         self.encoded[entry.image_id] = span.hash
         self.num_encoder_tokens += span.length
         request.wire.stages.images_encoded += 1
-
-
-def _end(span: ImageSpan) -> int:
-    return span.start + span.length

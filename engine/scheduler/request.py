@@ -26,6 +26,7 @@ class Request:
         |-- prompt ids --|-- output ids, known --|-- drawn on the device, in flight --|
         |-------- num_computed: K/V exists after all plans sent so far -------|
 
+    Drafts in flight are in neither number: at least one token will be drawn, and how many hold the result says.
     Invariants: num_computed <= num_tokens; blocks cover num_computed; pins are images that the sequence is in the middle of.
     """
 
@@ -40,7 +41,8 @@ class Request:
     row: int = -1
     num_computed: int = 0
     num_committed: int = 0  # blocks whose content was offered to the block directory
-    num_drawn: int = 0  # sampled by plans in flight
+    num_drawn: int = 0  # sampled by plans in flight, drafts not counted
+    drafts: tuple[int, ...] = ()  # what somebody guesses to follow the last known token, until the next token has come
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens of the first admission that came from the prefix cache; -1 before it
     blocks: list[int] = field(default_factory=list)
@@ -83,8 +85,8 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """False when enough tokens are drawn already and only their results are awaited."""
-        return self.num_output < self.max_tokens
+        """False when enough tokens are drawn already and only their results are awaited, or when drafts must wait for them."""
+        return self.num_output < self.max_tokens and not (self.drafts and self.num_drawn)
 
     @property
     def is_decoding(self) -> bool:
@@ -119,21 +121,13 @@ class Request:
         differs = self.token_ids[:end] != other.token_ids[:end]
         return int(differs.argmax()) if differs.any() else end
 
-    def append(self, token_id: int) -> None:
-        """A drawn token's id has come."""
+    def append(self, token_id: int) -> FinishReason | None:
+        """A drawn token's id has come. Whether it ends the request."""
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
-        self.num_drawn -= 1
-
-    def finish_reason_of(self, token_id: int) -> FinishReason | None:
-        """Whether the token just appended ends the request."""
-        if not self.params.ignore_eos and token_id in self.eos_ids:
+        if token_id in self.params.stop_token_ids or (token_id in self.eos_ids and not self.params.ignore_eos):
             return "stop"
-        if token_id in self.params.stop_token_ids:
-            return "stop"
-        if self.num_known - self.num_prompt >= self.max_tokens:
-            return "length"
-        return None
+        return "length" if self.num_known - self.num_prompt >= self.max_tokens else None
 
     def known_ids(self) -> np.ndarray:
         """int32 ids of the prompt and the known output."""

@@ -17,7 +17,6 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.step_sizes import LARGE_STEP
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -34,7 +33,9 @@ from models.backends.ops import KVPool
 from models.config import ModelConfig
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
+from models.step_sizes import StepSizes
 from models.symmetric import SymmetricSums, peers_are_mapped
+from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
@@ -64,8 +65,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
+    step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device, sampling_ops.max_top_k)
-    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, config.max_num_seqs, max_blocks)
+    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
         child.progress(f"captured {graphs.capture()} graphs")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
@@ -75,7 +77,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     staging = Staging(staging_bytes(config, max_blocks), device)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token)
+    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes)
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -148,14 +150,14 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(
-    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int
+    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, max_num_seqs: int, max_blocks: int
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads = model.config.text.num_heads // model.tp.size
-    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_num_seqs + LARGE_STEP, max_blocks)
+    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_num_seqs + sizes.large_step, max_blocks)
     if make_attention is None:
         return None
-    return StepGraphs(model, make_attention, rows, pools[0][0].shape[0] - 1, max_num_seqs)
+    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def warm_up(decoder: JpegDecoder) -> None:

@@ -19,15 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.step_sizes import LARGEST_CHUNK, MIXED_DECODE_SIZES, chunk_sizes, sizes_up_to
 from engine.worker.rows import HostStep, Int32s, Int64s, Rows
 from engine.worker.sampling.draws import Draws
 from engine.worker.staging import Staging, staged_bytes
 from models.attention.paged import FixedAttention, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.contract import VisionLanguageModel
+from models.step_sizes import StepSizes
 
-DECODE_SIZES = (1, 2, 4, *range(8, 129, 8))
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 WARM_UPS = 2
 PAGE_BYTES = 4
@@ -66,6 +65,7 @@ class StepGraphs:
         model: VisionLanguageModel,
         make_attention: MakeFixed,
         rows: Rows,
+        sizes: StepSizes,
         scratch_block: int,
         max_num_seqs: int,
         record: Record | None = None,
@@ -77,9 +77,10 @@ class StepGraphs:
         self._device = rows.last_token_R.device
         self._scratch_row = rows.last_token_R.shape[0] - 1
         self._scratch_block = scratch_block
-        self._decode_sizes = sizes_up_to(DECODE_SIZES, max_num_seqs)
-        self._chunk_sizes = {rows: chunk_sizes(rows) for rows in sizes_up_to(MIXED_DECODE_SIZES, max_num_seqs)}
-        shape = (model.config.num_visual_levels, LARGEST_CHUNK, model.config.text.hidden_size)
+        self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
+        self._chunk_sizes = {rows: sizes.chunks(rows) for rows in sizes.up_to(sizes.mixed_decodes, max_num_seqs)}
+        self._largest_chunk = sizes.largest_chunk
+        shape = (model.config.num_visual_levels, sizes.largest_chunk, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], *self._chunk_sizes)
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
@@ -101,7 +102,7 @@ class StepGraphs:
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
-        return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= LARGEST_CHUNK and not step.scored
+        return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= self._largest_chunk and not step.scored
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.

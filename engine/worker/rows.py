@@ -156,6 +156,7 @@ class Rows:
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
         for chunk in prefills:
+            assert not chunk.drafts, "this worker verifies no drafts"
             row = self._row(chunk.row)
             end = chunk.start + chunk.length
             ids.append(row.known_ids[chunk.start : end])

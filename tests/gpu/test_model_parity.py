@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from models.backends.backend import Backend
 from models.batch import ForwardBatch
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.tuned import HOPPER_STEP_SIZES
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.unit.models import reference
@@ -173,11 +175,9 @@ def host_step(batch: ForwardBatch) -> HostStep:
     )
 
 
-def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend) -> None:
     """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
-    monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [64, 256])
-    monkeypatch.setattr(graphs, "LARGEST_CHUNK", 256)
-    monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2,))
+    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed_decodes=(2,), small_chunks=(64,), largest_chunk=256)
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model, backend)
     rows = Rows(2, 1024, 16, model.config.geometry, model.device)
@@ -185,7 +185,7 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, scratch_block.pages[0], 2)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2)
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:

@@ -25,8 +25,10 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep, preempt
+from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
+from engine.scheduler.request import Status
 from engine.scheduler.state import Limits, State
+from models.tuned import HOPPER_STEP_SIZES
 
 EOS = 7
 PLACEHOLDER = 99
@@ -34,14 +36,16 @@ TOKEN_BYTES = 10  # of an embedding
 
 
 def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, host_bytes: int = 0, num_ranks: int = 1, **limits: int | bool
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, host_bytes: int = 0, num_ranks: int = 1, **limits: object
 ) -> SchedulerCore:
-    defaults: dict[str, int | bool] = {
+    defaults: dict[str, object] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_num_mixed_tokens": 8,
         "max_num_encoder_tokens": 16,
+        "mixed_step_tokens": 312,
         "bytes_per_image_token": TOKEN_BYTES,
+        "step_sizes": HOPPER_STEP_SIZES,
     }
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
     images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)
@@ -69,8 +73,9 @@ def make_request(
 class SimulatedWorker:
     """Executes plans on meanings. Raises AssertionError when a plan reads what is not there, or encodes what is."""
 
-    def __init__(self, block_size: int, host_bytes: int):
+    def __init__(self, block_size: int, host_bytes: int, rng: random.Random):
         self.block_size = block_size
+        self.rng = rng
         self.slots: dict[tuple[int, int], bytes] = {}
         self.images: dict[int, bytes] = {}
         self.host: list[tuple[bytes, int] | None] = [None] * host_bytes  # of each byte: which image's, and which one of its bytes
@@ -79,7 +84,8 @@ class SimulatedWorker:
         self.rows: dict[int, Sequence] = {}
         self.num_encoded: dict[bytes, int] = {}
 
-    def execute(self, step: PlannedStep, sequences: dict[int, "Sequence"]) -> list[int]:
+    def execute(self, step: PlannedStep, sequences: dict[int, "Sequence"]) -> list[list[int]]:
+        """The ids that each sampled chunk draws."""
         plan = step.plan
         self._move_images(plan)
         for admit in plan.admits:
@@ -97,13 +103,15 @@ class SimulatedWorker:
         for request, chunk in zip(step.requests, plan.chunks, strict=True):
             sequence = sequences[request.rid]
             self.tables[chunk.row].extend(chunk.blocks)
-            self._compute(sequence, chunk.row, chunk.start, chunk.start + chunk.length)
+            end = chunk.start + chunk.length - len(chunk.drafts)
+            self._compute(sequence, chunk.row, chunk.start, end)
+            self._guess(sequence, chunk.row, end, chunk.drafts)
             covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
             wanted = {p: v for p, v in sequence.visual.items() if chunk.start <= p < chunk.start + chunk.length}
             assert covered == wanted, "the chunk's image tokens are not exactly those of the prompt"
             if chunk.sample:
-                assert chunk.start + chunk.length == len(sequence.ids)
-                tokens.append(sequence.draw())
+                assert end == len(sequence.ids)
+                tokens.append(self._verify(sequence, chunk.drafts))
         return tokens
 
     def _move_images(self, plan: StepPlan) -> None:
@@ -142,6 +150,23 @@ class SimulatedWorker:
                 self.slots[slot] = meanings[position]
 
 
+    def _guess(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
+        """The KV of drafts, whether they will hold or not."""
+        before = sequence.meanings()[end - 1]
+        for position, draft in enumerate(drafts, end):
+            before = sequence.meaning(before, position, draft)
+            self.slots[self.tables[row][position // self.block_size], position % self.block_size] = before
+
+    def _verify(self, sequence: "Sequence", drafts: tuple[int, ...]) -> list[int]:
+        """The drafts up to the first one that does not hold, and one token more. A sampler may refuse one that is as good as any."""
+        drawn = [sequence.draw()]
+        for draft in drafts:
+            if draft != drawn[-1] or self.rng.random() < 0.1:
+                break
+            drawn.append(sequence.draw())
+        return drawn
+
+
 class Sequence:
     """A request's ground truth: the ids drawn so far depend on the ids alone, so recomputation must reproduce them."""
 
@@ -156,13 +181,29 @@ class Sequence:
         while len(self._meanings) < len(self.ids):
             i = len(self._meanings)
             before = self._meanings[-1] if i else self.wire.cache_salt.encode()
-            self._meanings.append(hashlib.sha256(before + repr((self.ids[i], self.visual.get(i))).encode()).digest())
+            self._meanings.append(self.meaning(before, i, self.ids[i]))
         return self._meanings
 
+    def meaning(self, before: bytes, position: int, token_id: int) -> bytes:
+        return hashlib.sha256(before + repr((token_id, self.visual.get(position))).encode()).digest()
+
     def draw(self) -> int:
-        token = int.from_bytes(self.meanings()[-1][:2], "little") % 40
+        token = next_token(self.meanings()[-1])
         self.ids.append(token)
         return token
+
+    def guess(self, rng: random.Random) -> tuple[int, ...]:
+        """One to seven tokens, of which some at the beginning hold."""
+        before, drafts = self.meanings()[-1], []
+        num_right = rng.randint(0, 7)
+        for i in range(rng.randint(1, 7)):
+            drafts.append(next_token(before) if i < num_right else rng.randrange(40))
+            before = self.meaning(before, len(self.ids) + i, drafts[-1])
+        return tuple(drafts)
+
+
+def next_token(meaning: bytes) -> int:
+    return int.from_bytes(meaning[:2], "little") % 40
 
 
 class Simulation:
@@ -170,9 +211,9 @@ class Simulation:
 
     def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
         self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
-        self.worker = SimulatedWorker(core.state.blocks.block_size, core.state.images.host.budget_bytes)
+        self.worker = SimulatedWorker(core.state.blocks.block_size, core.state.images.host.budget_bytes, rng)
         self.sequences: dict[int, Sequence] = {}
-        self.in_flight: deque[tuple[PlannedStep, list[int], list[int]]] = deque()
+        self.in_flight: deque[tuple[PlannedStep, list[list[int]], list[int]]] = deque()
         self.terminal: dict[int, str] = {}
         self.received: dict[int, list[int]] = {}
         self.released: set[int] = set()
@@ -181,6 +222,9 @@ class Simulation:
         self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
+        self.draft_rate = 0.0  # of requests for which somebody guesses before a step, also while their results are on the way
+        self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
+        self.num_cut = 0  # requests of which some tokens were drawn behind their end
         self.preempt_rate = 0.0  # of steps before which the youngest request has to go, as if blocks were lacking
 
     def add(self, wire: EngineRequest, prompt: list[int]) -> None:
@@ -196,12 +240,16 @@ class Simulation:
     def step(self) -> bool:
         """One turn of the loop. False if nothing was in flight and nothing could be planned."""
         if self.core.state.running and self.rng.random() < self.preempt_rate:
-            preempt(self.core.state, self.core.state.running[-1])
+            self.core.state.preempt(self.core.state.running[-1])
+        for request in self.core.state.running:
+            if not request.drafts and self.rng.random() < self.draft_rate:
+                request.drafts = self.sequences[request.rid].guess(self.rng)
         while self.core.num_in_flight < DEPTH and (step := self.core.next_step()) is not None:
             failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             self.core.state.check()
             self._check_budgets(step)
+            self._check_drafts(step)
             self._check_nobody_repeats(step)
         self._take()
         while self.open and self.answers and (not self.in_flight or self.rng.random() < 0.5):
@@ -213,7 +261,11 @@ class Simulation:
         step, tokens, failed = self.in_flight.popleft()
         for rank in range(self.num_ranks):
             failed_here = failed if rank == self.num_ranks - 1 else []
-            self.core.collect(StepResult(rank, step.plan.step, tokens if rank == 0 else [], failed_here, 1.0, 2.0))
+            flat, counts = [token for drawn in tokens for token in drawn], [len(drawn) for drawn in tokens]
+            counts = counts if max(counts, default=1) > 1 else []
+            result = StepResult(rank, step.plan.step, flat if rank == 0 else [], failed_here, 1.0, 2.0, num_tokens=counts)
+            self.core.collect(result)
+        self._count_drafts(step, tokens)
         assert not any(self.core.state.images.knows(step.encoded[image_id]) for image_id in failed), "an image that failed is kept"
         self.core.state.check()
         self._take()
@@ -238,6 +290,24 @@ class Simulation:
         self.core.check()
         assert self.released == set(self.sequences)
 
+    def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:
+        accepted = sum(len(drawn) - 1 for drawn in tokens)
+        self.num_accepted += accepted
+        self.num_refused += sum(len(chunk.drafts) for chunk in step.plan.chunks) - accepted
+        sampled = (request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample)
+        for request, drawn in zip(sampled, tokens, strict=True):
+            self.num_cut += request.status is Status.STOPPING and EOS in drawn[:-1]
+
+    def _check_drafts(self, step: PlannedStep) -> None:
+        """How many of a row's drafts hold is known before the row goes on."""
+        guessing = {
+            request.rid
+            for before, *_ in list(self.in_flight)[:-1]
+            for request, chunk in zip(before.requests, before.plan.chunks, strict=True)
+            if chunk.drafts
+        }
+        assert not guessing & {request.rid for request in step.requests}, "a row goes on although its drafts are in flight"
+
     def _check_budgets(self, step: PlannedStep) -> None:
         """A step is never larger than what the worker has memory for, and streams wait for little beside them."""
         plan, limits = step.plan, self.core.state.limits
@@ -245,7 +315,8 @@ class Simulation:
         assert sum(encode.grid[2] // 2 for encode in plan.encodes) <= limits.max_num_encoder_tokens, "too many image tokens"
         new_rows = {admit.row for admit in plan.admits}
         pairs = zip(step.requests, plan.chunks, strict=True)
-        streams = [chunk for request, chunk in pairs if chunk.start >= request.num_prompt and chunk.sample and chunk.length == 1]
+        outputs = [chunk for request, chunk in pairs if chunk.start >= request.num_prompt and chunk.sample]
+        streams = [chunk for chunk in outputs if chunk.length == 1 + len(chunk.drafts)]
         if any(chunk.row not in new_rows for chunk in streams):
             others = sum(chunk.length for chunk in plan.chunks) - len(streams)
             assert others <= limits.max_num_mixed_tokens, "streams stall"

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from engine.scheduler import policy
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 from tests.unit.scheduler.test_prefix_in_the_making import plan
 
@@ -189,7 +188,7 @@ def test_a_preempted_request_has_its_pixels_still(is_cached: bool) -> None:
         sim.step()
     assert len(sim.asked) == (not is_cached)
     request = sim.core.state.running[0]
-    policy.preempt(sim.core.state, request)
+    sim.core.state.preempt(request)
     evict(sim, request.images[0].hash)
     sim.run()
     assert questions(sim) == [(0, 0)] and len(sim.received[0]) == 20

@@ -31,6 +31,8 @@ from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.step_sizes import StepSizes
+from models.tuned import CPU_STEP_SIZES
 from models.weights import load_weights
 
 ARENA_BYTES = 1 << 24
@@ -92,16 +94,19 @@ class Engine:
         image_tokens: int = 4096,
         host_tokens: int = 0,
         graphs: bool = False,
+        sizes: StepSizes = CPU_STEP_SIZES,
         **limits: int | bool,
     ):
         config = model.config
         per_token = config.num_visual_levels * config.text.hidden_size * 4
-        defaults: dict[str, int | bool] = {
+        defaults: dict[str, object] = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 8192,
             "max_num_mixed_tokens": 8192,
             "max_num_encoder_tokens": 4096,
+            "mixed_step_tokens": 312,
             "bytes_per_image_token": per_token,
+            "step_sizes": sizes,
         }
         merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
         directory = ImageDirectory(image_tokens * per_token, host_tokens * per_token)
@@ -114,9 +119,11 @@ class Engine:
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = TORCH.attention(pools, config.text.num_heads)
-        self.graphs = (
-            StepGraphs(model, lambda *_: PlannedAttention(pools), rows, num_blocks, merged.max_num_seqs, run_again) if graphs else None
-        )
+
+        def make_fixed(*_: int) -> PlannedAttention:
+            return PlannedAttention(pools)
+
+        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, merged.max_num_seqs, run_again) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), merged.max_num_seqs, config.text.vocab_size, config.eos_token_ids, CPU)

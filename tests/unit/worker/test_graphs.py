@@ -13,6 +13,7 @@ from engine.worker.rows import HostStep
 from engine.worker.staging import Staging
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
+from models.step_sizes import StepSizes
 from tests.unit.worker import in_process
 from tests.unit.worker.in_process import Engine, load_model, make_picture, run_again
 
@@ -24,13 +25,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
     yield load_model(folder)
 
 
+# Few and small shapes, so that prompts of a tiny model meet every case: below, at and above a size.
+SIZES = StepSizes(
+    mixed=(26,),
+    cheap=26,
+    usual=26,
+    max_mixed_prefill=26,
+    decodes=(1, 2, 4, 8),
+    mixed_decodes=(2, 4, 8),
+    small_chunks=(12,),
+    largest_chunk=40,
+)
+
+
 @pytest.fixture(autouse=True)
-def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones, so that prompts of a tiny model meet every case: below, at and above a size."""
-    monkeypatch.setattr(graphs, "chunk_sizes", lambda rows: [12, 26 - rows, 40])
-    monkeypatch.setattr(graphs, "LARGEST_CHUNK", 40)
-    monkeypatch.setattr(graphs, "MIXED_DECODE_SIZES", (2, 4, 8))
-    monkeypatch.setattr(graphs, "DECODE_SIZES", (1, 2, 4, 8))
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that some steps have more than a graph takes."""
     monkeypatch.setattr(graphs, "MAX_PREFILL_ROWS", 3)
 
 
@@ -56,10 +66,8 @@ def load(engine: Engine) -> dict[int, list[int]]:
 @pytest.mark.parametrize("chunk", [5, 12, 17, 24, 64])
 def test_graphs_change_nothing(model: Qwen3VL, chunk: int) -> None:
     """Red if padding is seen by anybody, if a graph reads a stale row, position, slot or image, or if logits are in a wrong order."""
-    plain, graphed = (
-        load(Engine(model, graphs=with_graphs, mixed_step_tokens=chunk + 8, max_num_mixed_tokens=chunk, max_num_batched_tokens=64))
-        for with_graphs in (False, True)
-    )
+    limits = {"mixed_step_tokens": chunk + 8, "max_num_mixed_tokens": chunk, "max_num_batched_tokens": 64}
+    plain, graphed = (load(Engine(model, graphs=with_graphs, sizes=SIZES, **limits)) for with_graphs in (False, True))
     assert graphed == plain
 
 
@@ -73,7 +81,7 @@ def test_every_kind_of_step_goes_through_a_graph(model: Qwen3VL, monkeypatch: py
 
     run = graphs.StepGraphs.run
     monkeypatch.setattr(graphs.StepGraphs, "run", note)
-    load(Engine(model, graphs=True, mixed_step_tokens=32, max_num_mixed_tokens=24, max_num_batched_tokens=40))
+    load(Engine(model, graphs=True, sizes=SIZES, mixed_step_tokens=32, max_num_mixed_tokens=24, max_num_batched_tokens=40))
     assert seen >= {(0, True, False), (1, True, True), (1, False, False), (2, True, True)}
 
 
@@ -117,7 +125,7 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
 
     monkeypatch.setattr(in_process, "run_again", launches.record)
     monkeypatch.setattr(Staging, "copy", note)
-    engine = Engine(model, graphs=True, max_num_mixed_tokens=24, mixed_step_tokens=32, max_num_batched_tokens=40)
+    engine = Engine(model, graphs=True, sizes=SIZES, max_num_mixed_tokens=24, mixed_step_tokens=32, max_num_batched_tokens=40)
     launches.names.clear()
 
     def step() -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.sampler import Sampled, Sampler

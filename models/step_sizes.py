@@ -1,0 +1,50 @@
+"""Sizes of steps that pay on a device: the scheduler cuts the chunks of prompts to them, and workers have graphs of the smaller ones.
+
+Plain Python: a worker reports its sizes when it is ready, the scheduler knows none of its own.
+"""
+
+from bisect import bisect_left, bisect_right
+
+import msgspec
+
+
+class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """All sizes ascend. Without graphs only `mixed` and the three numbers below it count: nothing is padded."""
+
+    mixed: tuple[int, ...]  # tokens of steps that compute prompts beside decodes
+    cheap: int  # to cut such a step smaller saves little
+    usual: int  # most tokens of such a step unless much more waits: --mixed-step-tokens
+    max_mixed_prefill: int  # most prompt tokens of such a step, whatever waits: --max-num-mixed-tokens
+    decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts
+    mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts
+    small_chunks: tuple[int, ...] = ()  # prompt tokens for the end of a cached prompt, beside any number of decodes
+    largest_chunk: int = 0  # prompt tokens of a graph; larger steps keep the device busy while the host launches them
+    large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this
+
+    def chunks(self, num_decode_rows: int) -> list[int]:
+        """Prompt tokens of the graphs with so many decode rows, ascending: both together are a size that pays, but for the list's ends."""
+        if not self.largest_chunk:
+            return []
+        fitting = (size - num_decode_rows for size in self.mixed)
+        between = [size for size in fitting if self.small_chunks[-1] < size < self.largest_chunk]
+        return [*self.small_chunks, *between, self.largest_chunk]
+
+    def up_to(self, sizes: tuple[int, ...], limit: int) -> list[int]:
+        """The sizes below `limit` and the first one that reaches it, continued in large steps."""
+        more = range(sizes[-1] + self.large_step, limit + self.large_step, self.large_step)
+        every = (*sizes, *more)
+        return list(every[: bisect_left(every, limit) + 1])
+
+    def padded_decodes(self, num_decodes: int) -> int:
+        """Decode rows of the mixed graph that takes so many."""
+        return self.up_to(self.mixed_decodes, num_decodes)[-1] if self.mixed_decodes else num_decodes
+
+    def largest_step(self, num_tokens: int) -> int:
+        """The largest mixed size of at most so many tokens; 0 if there is none."""
+        i = bisect_right(self.mixed, num_tokens)
+        return self.mixed[i - 1] if i else 0
+
+    def smallest_step(self, num_tokens: int) -> int:
+        """The smallest mixed size of at least so many tokens, but none below `cheap`; the largest of all if there is none."""
+        i = bisect_left(self.mixed, max(num_tokens, self.cheap))
+        return self.mixed[min(i, len(self.mixed) - 1)]

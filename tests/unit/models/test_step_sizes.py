@@ -1,0 +1,47 @@
+"""Sizes of steps: what the scheduler cuts fits the graphs that the worker has."""
+
+import msgspec
+import pytest
+
+from models.step_sizes import StepSizes
+from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
+
+HOPPER = HOPPER_STEP_SIZES
+
+
+@pytest.mark.parametrize(("limit", "last"), [(1, 1), (5, 8), (8, 8), (9, 72), (200, 200)])
+def test_there_is_a_size_for_every_number_of_rows(limit: int, last: int) -> None:
+    """Red if some number of running requests finds no graph, or if far larger ones are captured than are ever used."""
+    sizes = HOPPER.up_to((1, 2, 4, 8), limit)
+    assert sizes[-1] == last and sizes[-1] - limit < HOPPER.large_step and sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("num_decodes", range(1, 400, 7))
+def test_a_chunk_and_its_decodes_fill_a_graph_that_pays(num_decodes: int) -> None:
+    """Red if the default chunk beside so many decodes is padded, or if a graph has an odd number of rows."""
+    rows = HOPPER.padded_decodes(num_decodes)
+    assert num_decodes <= rows < num_decodes + HOPPER.large_step
+    sizes = HOPPER.chunks(rows)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == HOPPER.largest_chunk
+    assert all(size + rows in HOPPER.mixed for size in sizes if size not in (*HOPPER.small_chunks, sizes[-1]))
+    if rows <= 128:
+        assert HOPPER.usual - rows in sizes
+
+
+def test_sizes_around_a_number_of_tokens() -> None:
+    assert [HOPPER.largest_step(count) for count in (0, 103, 104, 527, 528, 5000)] == [0, 0, 104, 480, 528, 1024]
+    assert [HOPPER.smallest_step(count) for count in (0, 208, 217, 528, 529, 5000)] == [208, 208, 256, 528, 624, 1024]
+
+
+@pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, CPU_STEP_SIZES])
+def test_sizes_ascend_and_cross_a_process_boundary(sizes: StepSizes) -> None:
+    """Red if a list is out of order, which every search relies on, or if what a worker reports is not what it has."""
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sizes), type=StepSizes) == sizes
+    for ascending in (sizes.mixed, sizes.decodes, sizes.mixed_decodes, sizes.small_chunks):
+        assert list(ascending) == sorted(set(ascending))
+    assert sizes.cheap <= sizes.usual and {sizes.cheap, sizes.usual} <= set(sizes.mixed)
+
+
+def test_without_graphs_nothing_is_padded() -> None:
+    """Red if a device without graphs computes smaller chunks because of rows that are not there."""
+    assert [CPU_STEP_SIZES.padded_decodes(count) for count in (1, 7, 100)] == [1, 7, 100] and CPU_STEP_SIZES.chunks(8) == []
