@@ -39,7 +39,7 @@ from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
-STAGED_PER_TOKEN = 5 * INT64  # an id, three positions, a slot
+STAGED_PER_TOKEN = 8 * INT64  # an id, three positions, a slot; of a scored token also its place, its target, and that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
@@ -56,6 +56,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
     sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
+    sampler.warm_up()
     peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
