@@ -38,7 +38,7 @@ from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
-STAGED_PER_TOKEN = 5 * INT64  # an id, three positions, a slot
+STAGED_PER_TOKEN = 8 * INT64  # an id, three positions, a slot; of a scored token also its place, its target, and that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
@@ -55,6 +55,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
     sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
+    sampler.warm_up()
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, tower_stream, free)
