@@ -63,7 +63,7 @@ class Bench:
         model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
         init_dummy_weights(model, seed=0)
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
-        pools = allocate_pools(model_config.text, tp, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
+        pools = allocate_pools(model.cache_spec, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         rows = Rows(self._config.max_num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)

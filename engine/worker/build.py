@@ -56,13 +56,16 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
-    memory = plan_memory(config, model_config, tp, dtype, device, peak)
-    pools = allocate_pools(model_config.text, tp, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
+    memory = plan_memory(config, model.cache_spec, device, peak)
+    pools = allocate_pools(model.cache_spec, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
+    state_bytes = model.cache_spec.state_bytes
     step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
+    if state_bytes:
+        step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device, state_bytes)
     graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
         child.progress(f"captured {graphs.capture()} graphs")
@@ -72,7 +75,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes)
+    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

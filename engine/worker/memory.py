@@ -13,9 +13,8 @@ from engine.config import GIB, MIB, EngineConfig
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
-from models.config import ModelConfig
+from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
-from models.parallel import TensorParallel, kv_heads_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +31,16 @@ class MemoryPlan:
     image_cache_bytes: int
 
 
-def plan_memory(
-    config: EngineConfig, model: ModelConfig, tp: TensorParallel, dtype: torch.dtype, device: torch.device, peak_bytes: int
-) -> MemoryPlan:
+def plan_memory(config: EngineConfig, spec: CacheSpec, device: torch.device, peak_bytes: int) -> MemoryPlan:
     """`peak_bytes` is what a profiling pass held at its peak, weights included. ValueError if no block fits."""
-    text = model.text
-    block_bytes = 2 * text.num_layers * config.block_size * kv_heads_of(text.num_kv_heads, tp)[1] * text.head_dim * dtype.itemsize
+    block_bytes = config.block_size * spec.bytes_per_token
     on_gpu = device.type == "cuda"
     image_bytes = config.image_cache_bytes or (GPU_IMAGE_CACHE_BYTES if on_gpu else CPU_IMAGE_CACHE_BYTES)
     kv_bytes = config.kv_cache_memory_bytes or CPU_KV_BYTES
     if on_gpu and config.kv_cache_memory_bytes is None:
         total = torch.cuda.get_device_properties(device).total_memory
-        kv_bytes = int(total * config.gpu_memory_utilization) - peak_bytes - image_bytes
+        state_bytes = (config.max_num_seqs + 1) * sum(spec.state_bytes)
+        kv_bytes = int(total * config.gpu_memory_utilization) - peak_bytes - image_bytes - state_bytes
         sizes = [f"{size / GIB:.1f}" for size in (total, peak_bytes, image_bytes, kv_bytes)]
         logger.info("memory in GiB: %s in all, %s weights and peak, %s image cache, %s KV pool", *sizes)
     num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes
@@ -72,7 +69,7 @@ def profile_peak(
 ) -> int:
     """Bytes that the device holds at the peak: weights, an encoder budget of images, and a full batch of tokens beside it, since
     `tower_stream` may encode while another step runs."""
-    device, model_config, tp = model.device, model.config, model.tp
+    device, model_config = model.device, model.config
     if device.type != "cuda":
         return 0
     weight_bytes = torch.cuda.memory_allocated(device)
@@ -88,9 +85,9 @@ def profile_peak(
     torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
     num_blocks = -(-num_tokens // config.block_size)
-    pools = allocate_pools(model_config.text, tp, num_blocks, config.block_size, model.dtype, device)
-    attention = backend.attention(pools, model_config.text.num_heads // tp.size)
-    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, device)
+    pools = allocate_pools(model.cache_spec, num_blocks, config.block_size, model.dtype, device)
+    attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
+    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, model.cache_spec, device)
     attention.plan(batch.attention)
     model.logits(model(batch, attention))
     torch.cuda.synchronize(device)
@@ -98,7 +95,7 @@ def profile_peak(
     return torch.cuda.max_memory_allocated(device) + encode_bytes - pool_bytes
 
 
-def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, device: torch.device) -> ForwardBatch:
+def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:
     positions = torch.arange(num_tokens, device=device)
     layout = AttentionLayout(
         qo_indptr_cpu=torch.tensor([0, num_tokens], dtype=torch.int32),
@@ -109,4 +106,5 @@ def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, device: tor
         num_prefill_rows=1,
     )
     logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
-    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices)
+    states = tuple(torch.zeros((1, size), dtype=torch.uint8, device=device) for size in spec.state_bytes)
+    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, positions[:1], states)

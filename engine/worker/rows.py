@@ -36,13 +36,18 @@ class HostStep:
     """A step before it goes to the device: P tokens of prompts, then D decode rows, whose input token is the last one drawn."""
 
     ids: Int64s  # (P,)
-    decode_rows: Int64s  # (D,) permanent rows
+    rows: Int64s  # (R,) permanent rows of the prompts, then of the D decode rows
     positions: Int64s  # (3, P + D)
     attention: AttentionLayout  # with pages and slots on the CPU
     visual: tuple[VisualSlice, ...]
     logits_indices: Int64s  # (S,) ascending
     draws: tuple[Draw, ...]  # S, or none if the caller draws
     admitted: Int64s  # (2, A): rows that are new, and their last known tokens
+
+    @property
+    def decode_rows(self) -> Int64s:
+        """(D,) permanent rows."""
+        return self.rows[self.attention.num_prefill_rows :]
 
     @classmethod
     def empty(cls) -> "HostStep":
@@ -62,11 +67,21 @@ class StepInputs:
 
 
 class Rows:
-    """All rows of a worker: block tables on the host, last tokens on the device (one scratch row more, for padded graphs)."""
+    """All rows of a worker: block tables on the host; last tokens, and the states of layers that have one, on the device (with one
+    scratch row more, for padded graphs)."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, geometry: VisionGeometry, device: torch.device):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        geometry: VisionGeometry,
+        device: torch.device,
+        state_bytes: Sequence[int] = (),
+    ):
         self.block_size = block_size
         self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.states = tuple(torch.zeros((max_num_seqs + 1, size), dtype=torch.uint8, device=device) for size in state_bytes)
         self._geometry = geometry
         self._rows: list[Row | None] = [None] * max_num_seqs
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
@@ -96,7 +111,7 @@ class Rows:
         last_known = [self._row(admit.row).known_ids[-1] for admit in admits]
         return HostStep(
             ids=ids,
-            decode_rows=np.asarray([chunk.row for chunk in decodes], dtype=np.int64),
+            rows=np.asarray([chunk.row for chunk in chunks], dtype=np.int64),
             positions=positions,
             attention=self._layout(chunks, len(prefills)),
             visual=_visual_slices(prefills, images),
@@ -110,15 +125,15 @@ class Rows:
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
         ids_T = staging.put(np.concatenate((step.ids, np.zeros_like(step.decode_rows))))
-        positions_3T, decode_rows = staging.put(step.positions), staging.put(step.decode_rows)
+        positions_3T, rows_R = staging.put(step.positions), staging.put(step.rows)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         logits_indices = staging.put(step.logits_indices)
         sampling, admitted = SamplingInputs.stage(step.draws, staging), staging.put(step.admitted)
         staging.copy()
         self.remember(admitted)
-        if len(decode_rows):
-            ids_T[num_prefill:] = self.last_token_R[decode_rows]
-        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices), sampling)
+        if len(step.decode_rows):
+            ids_T[num_prefill:] = self.last_token_R[rows_R[layout.num_prefill_rows :]]
+        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states), sampling)
 
     def remember(self, admitted: torch.Tensor) -> None:
         """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""
