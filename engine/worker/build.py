@@ -23,6 +23,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
@@ -53,6 +54,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     backend.load(model_config.text.head_dim, model_config.vision.head_dim)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
+    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
     peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
@@ -65,7 +68,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
     if state_bytes:
         step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device, state_bytes)
+    geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, state_bytes)
     graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
         child.progress(f"captured {graphs.capture()} graphs")
@@ -73,7 +77,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
-    runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
+    staging = Staging(staging_bytes(config, max_blocks), device)
+    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))
 

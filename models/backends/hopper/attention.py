@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from models.attention.paged import FixedAttention, Int32s, on_device, plan_on_device
+from models.attention.units import group_tokens, max_token_groups
 from models.backends.hopper.flash_decoding import FlashDecoding
-from models.backends.hopper.flash_decoding_plan import group_tokens, max_token_groups
 from models.backends.hopper.prefill_attention import PrefillAttention
 from models.backends.hopper.tile_plan import num_blocks_of
 from models.backends.ops import KVPool

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from models.attention.paged import Int32s, plan_on_device
+from models.attention.units import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 from models.backends.hopper.compile import load_kernel
-from models.backends.hopper.flash_decoding_plan import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 from models.backends.ops import KVPool
 from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from models.attention.paged import Int32s
+from models.attention.units import max_token_groups, token_groups
 from models.backends.hopper import tile_plan
 from models.backends.hopper.compile import load_kernel
-from models.backends.hopper.flash_decoding_plan import max_token_groups, token_groups
 from models.backends.hopper.mixed_plan import prefill_blocks
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, plan_items
 from models.backends.ops import KVPool

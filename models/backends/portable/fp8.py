@@ -1,6 +1,7 @@
-"""Triton kernel: few tokens times a float8 matrix in scaled blocks. Called by `hopper.ops`.
+"""Triton kernel: tokens times a float8 matrix in scaled blocks. Called by `portable.ops`, and by `hopper.fp8` for few tokens.
 
-Bound by memory: every weight is read once, for all tokens. cuBLAS takes up to twice as long for up to 64 tokens (bench/results/NOTES.md).
+For up to 128 tokens bound by memory: every weight is read once. cuBLAS takes up to twice as long for up to 64 tokens
+(bench/results/NOTES.md).
 Tests run it in Triton's interpreter.
 """
 
@@ -15,7 +16,7 @@ from models.backends.portable.launch import early_launch
 from models.layers.fp8 import BLOCK, BlockScaled, GroupScaled
 
 ROWS = 64  # of the matrix in a program
-LEAST_TOKENS, MOST_TOKENS = 16, 128  # that a program's tile may hold
+LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a program's tile
 SPLITS = 4
 STAGES, WARPS = 4, 4
 
@@ -38,9 +39,10 @@ def _multiply(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (i, j): ROWS values of every token, as far as the j-th BLOCKS blocks of 128 inputs contribute. With OVERLAP it starts while
-    the kernel before it ends."""
-    row, token, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TOKENS), tl.arange(0, 128)
+    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute. With OVERLAP it
+    starts while the kernel before it ends."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     first = tl.program_id(1) * BLOCKS
     weights = weight + row.to(tl.int64)[:, None] * WIDTH + first * 128 + column[None, :]
     inputs = x + token[None, :] * WIDTH + first * 128 + column[:, None]
@@ -58,7 +60,7 @@ def _multiply(
 
 
 def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype) -> torch.Tensor:
-    """x @ weight.T as `dtype` for 1 to MOST_TOKENS tokens."""
+    """x @ weight.T as `dtype`, for at least one token."""
     out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
     _launch(x_TK, weight_NK, out_TN[None])
     return out_TN
@@ -74,11 +76,22 @@ def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor
 
 def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) -> None:
     num_parts, num_tokens, rows = out_STN.shape
-    assert 0 < num_tokens <= MOST_TOKENS and rows % ROWS == 0
+    assert num_tokens and rows % ROWS == 0
+    tokens = min(MOST_TOKENS, max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
     scales = weight_NK.padded_scales
-    _multiply[(rows // ROWS, num_parts)](
+    _multiply[(rows // ROWS, num_parts, triton.cdiv(num_tokens, tokens))](
         x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
         OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
-        ROWS=ROWS, TOKENS=max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)), STAGES=STAGES,
+        ROWS=ROWS, TOKENS=tokens, STAGES=STAGES,
         num_warps=WARPS, **early_launch(out_STN),
     )  # fmt: skip
+
+
+class TritonFp8:
+    """See `Fp8Products`: any number of tokens by the kernel above."""
+
+    def multiply(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
+        return multiply(x_TK, weight_NK, torch.bfloat16)
+
+    def addends(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
+        return multiply_in_parts(x_TK, weight_NK) if len(x_TK) <= MOST_TOKENS else self.multiply(x_TK, weight_NK)[None]

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from models.backends.hopper import compile, flash_decoding_plan
+from models.attention import units
+from models.backends.hopper import compile
 
 pytest.importorskip("triton")  # beside the kernels
 from models.backends.hopper import attention, flash_decoding
 
-FOLDER = Path(flash_decoding_plan.__file__).parent
+FOLDER = Path(compile.__file__).parent
 SPLIT = (FOLDER / "flash_decoding.cu").read_text()
 
 
@@ -24,8 +25,8 @@ def constant(name: str) -> int:
 
 
 def test_units_of_split_attention() -> None:
-    assert constant("kRows") == flash_decoding_plan.ROWS and constant("kBlocks") == flash_decoding.BLOCKS
-    assert flash_decoding_plan.TILE % constant("kTile") == 0
+    assert constant("kRows") == units.ROWS and constant("kBlocks") == flash_decoding.BLOCKS
+    assert units.TILE % constant("kTile") == 0
 
 
 def test_tokens_that_are_new_in_a_step() -> None:

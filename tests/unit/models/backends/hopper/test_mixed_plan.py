@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.attention.paged import Int32s
-from models.backends.hopper.flash_decoding_plan import token_groups
+from models.attention.units import token_groups
 from models.backends.hopper.mixed_plan import ENOUGH, KEYS_PER_TILE, prefill_blocks
 from models.backends.hopper.tile_plan import TILES_TO_START, plan_items
 from models.batch import AttentionLayout

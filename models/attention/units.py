@@ -1,5 +1,5 @@
-"""How the attention of few query tokens is cut into units of work for `flash_decoding.cu`. Used by `flash_decoding`; tiles of
-larger chunks are its groups of tokens, too (`prefill_attention`)."""
+"""How attention over paged keys is cut into units of work: groups of query tokens that share a reading of their keys, and for few tokens
+(flash-decoding) the keys into parts. Plans of the backends' kernels, made on the host."""
 
 from bisect import bisect_left
 

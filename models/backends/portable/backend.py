@@ -1,0 +1,50 @@
+"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels. Made by `models.backends.make`."""
+
+from collections.abc import Sequence
+
+import torch
+
+from models.attention.paged import AttentionBackend, MakeFixed
+from models.attention.varlen import VarlenAttention
+from models.backends.jpeg import JpegDecoder
+from models.backends.ops import KVPool, Ops
+from models.backends.portable.fp8 import TritonFp8
+from models.backends.portable.jpeg import pick_jpeg_decoder
+from models.backends.portable.ops import TritonOps
+from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
+from models.backends.portable.sampling import TritonSampling
+from models.backends.portable.self_check import check_kernels
+from models.backends.portable.tuned import SPLIT_TOKENS, attention_tiles
+from models.backends.portable.varlen_attention import DenseVarlen
+from models.sampling import SamplingOps
+
+
+class PortableBackend:
+    """See `Backend`."""
+
+    captures_graphs = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ops: Ops = TritonOps(TritonFp8(), SPLIT_TOKENS)
+        self._tiles = attention_tiles(torch.cuda.get_device_capability(device))
+
+    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
+        check_kernels(self, text_head_dim, vision_head_dim)
+
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+        return PagedAttention(pools, num_heads, self._tiles)
+
+    def fixed_attention(
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+    ) -> MakeFixed | None:
+        return fixed_attention_factory(pools, num_heads, self._tiles, max_prefill_rows, max_decode_rows, max_blocks)
+
+    def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
+        return DenseVarlen()
+
+    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
+        return TritonSampling(max_rows, vocab_size, self.device)
+
+    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
+        return pick_jpeg_decoder(name, num_threads, self.device)

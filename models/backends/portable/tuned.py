@@ -1,0 +1,34 @@
+"""Numbers of this backend that were measured or that a GPU's shared memory allows, in one place: by compute capability."""
+
+from dataclasses import dataclass
+
+SPLIT_TOKENS = 304  # with more, cuBLAS fills the device with a whole product, too
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of an attention kernel: rows (query tokens times the heads that share a KV head), keys at once, warps, stages of the pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """`chunk` for many query tokens, `few` for decode rows; `blocks` of the latter run at once on each multiprocessor."""
+
+    chunk: Tiles
+    few: Tiles
+    blocks: int
+
+
+LARGE = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), blocks=4)  # 160 KB of shared memory and more
+SMALL = AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 3), blocks=3)  # 99 KB
+ATTENTION = {(8, 0): LARGE, (8, 6): SMALL, (8, 7): LARGE, (8, 9): SMALL, (9, 0): LARGE, (10, 0): LARGE, (10, 3): LARGE, (12, 0): SMALL}
+
+
+def attention_tiles(capability: tuple[int, int]) -> AttentionTiles:
+    """Those of a GPU; of one that nobody has measured, what fits all."""
+    return ATTENTION.get(capability, SMALL)

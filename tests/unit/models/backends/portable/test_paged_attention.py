@@ -1,0 +1,84 @@
+"""The Triton attention in the interpreter against torch in float64: any mix of rows, parts and padding, eager and of a fixed shape."""
+
+import numpy as np
+import pytest
+import torch
+
+from models.batch import AttentionLayout
+from tests.unit.models.backends.hopper.attention_step import Step, indptr
+from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+
+HEADS = [(4, 4), (8, 2), (16, 1)]
+MIXES = {  # tokens of prompts: lengths of all rows
+    (): [1, 15, 16, 17, 300],
+    (5, 1, 9): [5, 40, 200, 33, 1],
+    (66, 9): [66, 120, 7],
+    (3, 70): [99, 70],
+}
+
+
+@starts_interpreter
+def test_attention_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0) -> Step:
+    from dataclasses import replace
+
+    decodes = len(lengths) - len(tokens)
+    step = Step.build(lengths, heads, 16, 16, tokens=[*tokens, *[1] * decodes], seed=seed).with_finite_values()
+    return replace(step, layout=replace(step.layout, num_prefill_rows=len(tokens)))
+
+
+def small_tiles() -> object:
+    from models.backends.portable.tuned import AttentionTiles, Tiles
+
+    return AttentionTiles(Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1), blocks=6)
+
+
+@interpreted
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", MIXES)
+def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
+    """Red if a causal edge, a part, a rest of a page or a neighbour's tokens is taken for another."""
+    from models.backends.portable.paged_attention import PagedAttention
+
+    step = step_of(tokens, MIXES[tokens], heads)
+    attention = PagedAttention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
+    attention.plan(step.layout)
+    torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 0), (20, 3), (80, 3)])
+def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
+    """One backend for steps of many layouts of its shape, as in a CUDA graph: plans have one size, what is not planned is not written."""
+    from models.backends.portable.paged_attention import fixed_attention_factory
+
+    heads, decodes = (8, 2), 3
+    make = None
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        cuts = np.sort(rng.integers(0, num_tokens + 1, max(0, num_rows - 1)))
+        tokens = tuple(int(n) for n in np.diff([0, *cuts, num_tokens])) if num_rows else ()
+        lengths = [*(n + int(rng.integers(0, 90)) * (n > 0) for n in tokens), *(int(n) for n in rng.integers(1, 200, decodes))]
+        step = step_of(tokens, lengths, heads, seed)
+        make = fixed_attention_factory([step.pool], heads[0], small_tiles(), num_rows, decodes, 64)  # type: ignore[arg-type]
+        attention = make(num_tokens, decodes, num_rows)
+        arrays = attention.plan_arrays(step.layout)
+        assert [len(array) for array in arrays] == [len(array) for array in attention.plan_arrays(empty_like(step.layout))]
+        assert len(step.layout.pages) <= attention.max_pages
+        pages = torch.full((attention.max_pages,), 10**6, dtype=torch.int32)
+        pages[: len(step.layout.pages)] = step.layout.pages
+        attention.read_from([torch.from_numpy(array) for array in arrays], pages)
+        torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
+
+
+def empty_like(layout: AttentionLayout) -> AttentionLayout:
+    """A layout of as many rows and tokens whose keys are the tokens alone."""
+    tokens = layout.qo_indptr_cpu.diff()
+    counts = -(-tokens // 16)
+    pages = torch.arange(int(counts.sum())).int()
+    starts = layout.qo_indptr_cpu, tokens.int(), indptr(counts.tolist())
+    return AttentionLayout(*starts, pages, layout.slot_mapping_T, layout.num_prefill_rows)

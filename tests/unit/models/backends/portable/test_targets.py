@@ -1,0 +1,141 @@
+"""Every Triton kernel of the portable backend compiled for every generation of GPUs that it serves, without one: Triton compiles for a
+target, and its package has ptxas. Red if a kernel uses an instruction that a GPU lacks, or more shared memory than it has."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from models.layers.fp8 import BlockScaled, GroupScaled
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # CUDA's programming guide
+FLOAT8_FROM = 89
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclass
+class Launch:
+    """A kernel as it would be launched."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    def compile(self, capability: int) -> Any:
+        """What Triton makes of it for this target."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        names = self.kernel.arg_names
+        bound = dict(zip(names, self.arguments, strict=False)) | {k: v for k, v in self.options.items() if k in names}
+        constants = {name: bound[name] for name in names if name.isupper()}
+        signature = {name: "constexpr" if name in constants else type_of(bound[name]) for name in names}
+        source = triton.compiler.ASTSource(self.kernel, signature, constants)
+        options = {key: self.options[key] for key in ("num_warps", "num_stages") if key in self.options}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Kernels that are launched meanwhile, which do not run."""
+    from triton.runtime.jit import KernelInterface
+
+    recorded: list[Launch] = []
+
+    def launcher(kernel: Any, grid: Any) -> Any:
+        return lambda *arguments, **options: recorded.append(Launch(kernel, arguments, options))
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    yield recorded
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def launch_text() -> None:
+    from models.backends.portable import gemv, text
+
+    pool = bf16(4, 16, 8, 128), bf16(4, 16, 8, 128)
+    text.rms_norm(bf16(2, 4096), bf16(4096), 1e-6, torch.zeros(2, 2, 4096))
+    text.swiglu(bf16(2, 24_576))
+    text.norm_rope_store(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), pool, torch.zeros(2, dtype=torch.int64))
+    norm = bf16(4096), 1e-6
+    gemv.gemv(bf16(1, 4096), bf16(6144, 4096), torch.bfloat16, norm)
+    gemv.gemv_swiglu(bf16(1, 4096), bf16(24_576, 4096), norm)
+    gemv.gemv_add_(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096))
+
+
+def launch_tower() -> None:
+    from models.backends.ops import Taps
+    from models.backends.portable import pixels, tower
+
+    tower.rotate_(bf16(64, 3, 16, 72), torch.zeros(64, 72))
+    tower.layer_norm(bf16(64, 1152), torch.zeros(1152), bf16(1152), bf16(1152), 1e-6)
+    tower.layer_norm(bf16(16, 4608), torch.zeros(1152), bf16(4608), bf16(4608), 1e-6)
+    image = torch.zeros((64, 64, 3), dtype=torch.uint8)
+    taps = Taps(torch.zeros(32, dtype=torch.int32), torch.zeros(32, 8, dtype=torch.int32))
+    pixels.resample(image, 0, taps)
+    pixels.resample_to_patches_(image[:32].contiguous(), 1, taps, 16, 2, bf16(4, 768))
+
+
+def launch_float8() -> None:
+    from models.backends.portable import fp8, text
+
+    text.rms_norm_quantized(bf16(2, 4096), bf16(4096), 1e-6, None)
+    text.swiglu_quantized(bf16(2, 24_576))
+    text.quantized(bf16(2, 4096))
+    for num_tokens in (1, 100, 1000):
+        x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(256, 4096, torch.device("cpu"))
+        fp8.multiply(x, weight, torch.bfloat16)
+        if num_tokens <= fp8.MOST_TOKENS:
+            fp8.multiply_in_parts(x, weight)
+
+
+def launch_attention(capability: int) -> None:
+    from models.backends.portable.paged_attention import PagedAttention
+    from models.backends.portable.tuned import attention_tiles
+    from tests.unit.models.backends.hopper.attention_step import Step
+
+    step = Step.build([300, 5000], (32, 8), 128, tokens=[200, 1]).to(torch.device("cpu"), torch.bfloat16)
+    attention = PagedAttention([step.pool], 32, attention_tiles((capability // 10, capability % 10)))
+    attention.plan(replace(step.layout, num_prefill_rows=1))
+    attention.run(0, step.q)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
+    launch_text()
+    launch_tower()
+    launch_attention(capability)
+    if capability >= FLOAT8_FROM:
+        launch_float8()
+    assert len({launch.name for launch in launches}) >= 10
+    for launch in launches:
+        launch.options["OVERLAP"] = capability >= 90
+        compiled = launch.compile(capability)
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
+        assert len(compiled.asm["cubin"]) and f".target sm_{capability}" in compiled.asm["ptx"], launch.name
+        assert ("griddepcontrol" in compiled.asm["ptx"]) <= (capability >= 90), launch.name
