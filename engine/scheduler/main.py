@@ -97,7 +97,7 @@ class Scheduler:
                 case Pixels():
                     core.take_pixels(message)
                 case Abort():
-                    core.abort(message.rid)
+                    core.abort(message.rid, message.index)
                 case StepResult():
                     core.collect(message)
                 case WorkerReady():
@@ -138,6 +138,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         bytes_per_image_token=worker.bytes_per_image_token,
         step_sizes=sizes,
         prefix_cache=config.prefix_cache and not worker.has_state,
+        has_state=worker.has_state,
     )
 
 
