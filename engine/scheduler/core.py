@@ -5,6 +5,7 @@ add ──▶ waiting ──▶ running ──▶ stopping ──▶ released   
            └────────────┘
 """
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
 
+QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
 
@@ -47,11 +49,15 @@ class InFlight:
 class SchedulerCore:
     """All requests of the engine. Single-threaded."""
 
-    def __init__(self, state: State, num_ranks: int, max_model_len: int, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, state: State, num_ranks: int, max_model_len: int, eos_token_ids: frozenset[int], max_queue_seconds: float | None = None
+    ):
         self.state = state
         self._num_ranks = num_ranks
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
+        self._max_queue_seconds = max_queue_seconds
+        self._limits: list[tuple[float, int, bool]] = []  # a heap: when, of which request, whether it only counts until the first step
         self._requests: dict[int, list[Request]] = {}  # those answers that are not released
         self._in_flight: deque[InFlight] = deque()
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
@@ -87,6 +93,20 @@ class SchedulerCore:
         self._requests[wire.rid] = list(siblings)
         for request in siblings:
             self.state.add(request)
+        if wire.deadline is not None:
+            heapq.heappush(self._limits, (wire.deadline, wire.rid, False))
+        if self._max_queue_seconds is not None:
+            heapq.heappush(self._limits, (time.monotonic() + self._max_queue_seconds, wire.rid, True))
+
+    def expire(self, now: float) -> None:
+        """Ends what nobody waits for any more, also what runs: requests behind their deadline, and those that waited for too long."""
+        while self._limits and self._limits[0][0] <= now:
+            _, rid, is_queue_limit = heapq.heappop(self._limits)
+            for request in self._live(rid):
+                if not is_queue_limit:
+                    self._fail(request, ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout"))
+                elif not request.wire.stages.admitted:
+                    self._fail(request, QUEUED_TOO_LONG)
 
     def abort(self, rid: int, index: int | None = None) -> None:
         """The client wants no more, or no more of one answer: no output, only the release. Unknown or ended requests are ignored."""
