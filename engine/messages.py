@@ -130,6 +130,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
+    index: int | None = None  # of the answer that is meant; None: all
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -195,7 +196,11 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
+
+    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
+    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
+    """
 
     rid: int
     prompt: Region
@@ -203,6 +208,9 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     stages: Stages
     cache_salt: str = ""
+    n: int = 1
+    priority: int = 0
+    deadline: float | None = None
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -222,7 +230,7 @@ class Pixels(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
+    """New tokens of answer `index` of a request; with `finish_reason` or `error` it is this answer's last output."""
 
     rid: int
     token_ids: list[int]
@@ -232,6 +240,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
+    index: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):
