@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -92,6 +92,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     template_kwargs: dict[str, bool | str] = {}
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -152,6 +153,13 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.length
 
 
+class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that rank 0 can read, in the processor arena. It holds behind the token `after`, if that is given (the end of thoughts)."""
+
+    region: Region
+    after: int | None = None
+
+
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
 
@@ -161,6 +169,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     stages: Stages
     cache_salt: str = ""
+    grammar: CompiledGrammar | None = None
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -241,6 +250,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
     blocks: list[int]  # held from the prefix cache
     params: SamplingParams
+    grammar: CompiledGrammar | None = None
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):

@@ -55,8 +55,10 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
-    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
+    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
     sampler.warm_up()
+    if device.type == "cuda" and rank == 0:
+        sampler.grammars.load()  # seconds, for which streams would have to wait
     peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
