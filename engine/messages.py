@@ -80,18 +80,49 @@ class Payload(msgspec.Struct, tag=True, frozen=True):
     payload: Region
 
 
-class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A validated chat request. `messages` is JSON; an image part in it is `{"type": "image", "media": index into media}`."""
+class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
+    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
+
+    messages: bytes
+    tools: bytes | None = None
+    template_kwargs: dict[str, bool] = {}
+    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
+
+
+class TextPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
+
+    text: str
+
+
+class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Token ids, within the vocabulary."""
+
+    ids: list[int]
+
+
+class OutputOptions(msgspec.Struct, frozen=True):
+    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+
+    stop: list[str] = []
+    include_stop: bool = False  # a stop string is the end of the text instead of behind it
+    skip_special_tokens: bool = True
+    calls: Literal["none", "one", "all"] = "none"
+    echo: bool = False  # the text begins with the prompt's
+
+
+class Submit(msgspec.Struct, tag=True):
+    """A validated request."""
 
     rid: int
-    messages: bytes
+    prompt: ChatPrompt | TextPrompt | TokenPrompt
     media: list[MediaRef]
     params: SamplingParams
-    stop: list[str]
+    output: OutputOptions
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
-    template_kwargs: dict[str, bool | str] = {}
     cache_salt: str = ""
+    is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
 
 
@@ -100,6 +131,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
+
+
+class CallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of tool call `index`: its first one has the name, all have a piece of the arguments' JSON."""
+
+    index: int
+    arguments: str
+    name: str | None = None
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -114,6 +153,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
+    calls: list[CallDelta] = []
+    stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -318,6 +360,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     image_cache_bytes: int
     bytes_per_image_token: int
     step_sizes: StepSizes  # that pay on its device
+    has_state: bool = False  # some layer's cache is a state of the whole row: no prefix can be gone on from
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
