@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
+from engine.config import VERSION
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import ChatEndpoint
@@ -36,7 +37,6 @@ from server.http.page import Page
 from server.http.reply import error_response
 from server.warm import warm_up
 
-VERSION = "0.1.0"
 OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 GRACE_S = 3  # for writing the last errors out
