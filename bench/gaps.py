@@ -30,6 +30,7 @@ from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
 from engine.worker.runner import LaunchedStep, Runner
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
 from models.backends.make import make_backend
@@ -64,13 +65,16 @@ class Bench:
         init_dummy_weights(model, seed=0)
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
         pools = allocate_pools(model_config.text, tp, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
-        rows = Rows(self._config.max_num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device)
+        num_seqs, vocab_size = self._config.max_num_seqs, model_config.text.vocab_size
+        sampling = backend.sampling(num_seqs, vocab_size)
+        sampler = Sampler(sampling, num_seqs, vocab_size, (), device)
+        rows = Rows(num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
         graphs = make_graphs(model, backend, pools, rows, HOPPER_STEP_SIZES, self._config.max_num_seqs, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()
-        self._runner = Runner(model, attention, rows, images, Staging(64 << 20, device), graphs, self._arena, tp)
+        self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)
         per_token = model_config.num_visual_levels * model_config.text.hidden_size * 2
         limits = make_limits(self._config, WorkerReady(0, NUM_BLOCKS, 4 * GIB, per_token, HOPPER_STEP_SIZES))
         blocks, directory = BlockPool(NUM_BLOCKS, self._config.block_size), ImageDirectory(4 * GIB)

@@ -24,6 +24,11 @@ PROCESSOR_ARENA = 1
 
 DEPTH = 2  # plans sent whose results are not all in: one runs, one waits behind it. What workers keep for steps in flight is for so many
 
+MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of one token and, with `min_tokens`, ends
+MAX_BAD_WORDS = 128  # of several tokens
+MAX_BAD_WORD_TOKENS = 16
+MAX_TOP_LOGPROBS = 20
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -47,7 +52,12 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the context."""
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the context.
+
+    Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
+    Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
+    `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits.
+    """
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -57,6 +67,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at the place of one token: its own, and the most likely tokens with theirs, the most likely first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 class Stages(msgspec.Struct):
@@ -200,6 +225,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
+    logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -334,6 +360,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     encode_ms: float = 0.0
     forward_ms: float = 0.0
     num_tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
 
 
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------

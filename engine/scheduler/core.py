@@ -14,7 +14,17 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import EngineOutputs, EngineRequest, EngineStats, ErrorInfo, FinishReason, Pixels, RequestOutput, StepResult
+from engine.messages import (
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    ErrorInfo,
+    FinishReason,
+    Pixels,
+    RequestOutput,
+    StepResult,
+    TokenLogprobs,
+)
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
@@ -184,27 +194,30 @@ class SchedulerCore:
         for image_id in {image_id for result in results for image_id in result.failed_images}:
             self._fail_image(step.encoded[image_id])
         drawn = next(result for result in results if result.rank == 0)
-        token_ids, counts = iter(drawn.token_ids), iter(drawn.num_tokens)
+        token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             ids: list[int] = []
+            known: list[TokenLogprobs] = []
             if chunk.sample:
-                ids = list(islice(token_ids, next(counts))) if drawn.num_tokens else [next(token_ids)]
+                count = next(counts) if drawn.num_tokens else 1
+                ids = list(islice(token_ids, count))
+                known = [entry for entry in islice(logprobs, count) if entry is not None]
             kept, reason = self.state.land(request, chunk, ids)
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
             _note_stages(request, chunk.sample, results)
             if kept:
-                self._deliver(request, kept, reason)
+                self._deliver(request, kept, known[: len(kept)], reason)
 
-    def _deliver(self, request: Request, token_ids: list[int], reason: FinishReason | None) -> None:
+    def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
         stages = None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, max(0, request.num_cached), stages))
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, max(0, request.num_cached), stages, logprobs))
         if reason is not None:
             self._end(request)
 

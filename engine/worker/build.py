@@ -23,6 +23,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
@@ -53,6 +54,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     backend.load(model_config.text.head_dim, model_config.vision.head_dim)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
+    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
     peak = profile_peak(model, backend, config, tower_stream)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
@@ -62,7 +65,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
     step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device)
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device, sampling_ops.max_top_k)
     graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
         child.progress(f"captured {graphs.capture()} graphs")
@@ -70,7 +73,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
-    runner = Runner(model, attention, rows, images, Staging(staging_bytes(config, max_blocks), device), graphs, arena, tp)
+    staging = Staging(staging_bytes(config, max_blocks), device)
+    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from engine.worker.rows import HostStep, Int32s, Int64s, Rows
-from engine.worker.sampler import SamplingInputs
+from engine.worker.sampling.draws import Draws
 from engine.worker.staging import Staging, staged_bytes
 from models.attention.paged import FixedAttention, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
@@ -30,7 +30,7 @@ from models.step_sizes import StepSizes
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 WARM_UPS = 2
 PAGE_BYTES = 4
-BYTES_BEHIND_PAGES = 64  # of a row: how it draws, and its last token if it is new
+BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
 SLACK = 4096  # for their alignment
 
 
@@ -104,7 +104,7 @@ class StepGraphs:
         """Whether there is a graph for the step."""
         return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= self._largest_chunk
 
-    def run(self, step: HostStep) -> tuple[torch.Tensor, SamplingInputs]:
+    def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.
 
         Outside of the graph the device copies once and launches nothing but what new rows and, if there are prompts, `_embed` take. No
@@ -115,14 +115,14 @@ class StepGraphs:
         self._staging.begin()
         ids_P, *_ = [self._staging.put(array) for array in _fixed_arrays(padded, graph.attention)]
         self._staging.put(padded.attention.pages.numpy())
-        sampling, admitted = SamplingInputs.stage(step.draws, self._staging), self._staging.put(step.admitted)
+        draws, admitted = step.draws.stage(self._staging), self._staging.put(step.admitted)
         self._staging.copy()
         self._rows.remember(admitted)
         if len(step.ids):
             self._embed(ids_P[: len(step.ids)], step.visual)
         graph.replay()
         first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.decode_rows))
-        return graph.logits_SV[first : first + len(step.logits_indices)], sampling
+        return graph.logits_SV[first : first + len(step.logits_indices)], draws
 
     def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:

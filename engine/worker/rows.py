@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import Admit, Chunk, SamplingParams
-from engine.worker.sampler import Draw, SamplingInputs
+from engine.messages import Admit, Chunk
+from engine.worker.sampling.draws import Draws, DrawTable, HostDraws
 from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
@@ -28,7 +28,6 @@ class Row:
     known_ids: Int32s
     prompt_positions: Int64s  # (3, num_prompt)
     delta: int
-    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class HostStep:
     attention: AttentionLayout  # with pages and slots on the CPU
     visual: tuple[VisualSlice, ...]
     logits_indices: Int64s  # (S,) ascending
-    draws: tuple[Draw, ...]  # S, or none if the caller draws
+    draws: HostDraws  # S, or none if the caller draws
     admitted: Int64s  # (2, A): rows that are new, and their last known tokens
 
     @classmethod
@@ -50,7 +49,7 @@ class HostStep:
         nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
         layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
         pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
-        return cls(nothing, nothing, positions, layout, visual=(), logits_indices=nothing, draws=(), admitted=pairs)
+        return cls(nothing, nothing, positions, layout, (), nothing, HostDraws.empty(), pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +57,39 @@ class StepInputs:
     """A step on the device."""
 
     batch: ForwardBatch
-    sampling: SamplingInputs
+    draws: Draws
 
 
 class Rows:
     """All rows of a worker: block tables on the host, last tokens on the device (one scratch row more, for padded graphs)."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, geometry: VisionGeometry, device: torch.device):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        geometry: VisionGeometry,
+        device: torch.device,
+        max_top_k: int = 0,  # see `SamplingOps`
+    ):
         self.block_size = block_size
         self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._geometry = geometry
+        self._draws = DrawTable(max_num_seqs, max_top_k)
         self._rows: list[Row | None] = [None] * max_num_seqs
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def admit(self, admit: Admit, prompt_ids: Int32s) -> None:
-        """Row `admit.row` now holds this request. `prompt_ids` may be a view of shared memory: it is copied."""
+    def admit(self, admit: Admit, prompt_ids: Int32s) -> Int32s:
+        """Row `admit.row` now holds this request. `prompt_ids` may be a view of shared memory: it is copied. Returns all known ids."""
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
-        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params)
+        self._rows[admit.row] = Row(known_ids, positions, delta)
+        self._draws.set(admit.row, admit.params)
         self._num_blocks[admit.row] = 0
         self.append_blocks(admit.row, admit.blocks)
+        return known_ids
 
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         count = self._num_blocks[row]
@@ -93,6 +103,8 @@ class Rows:
         ids, positions = self._tokens(prefills, decodes)
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
         sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
+        ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
+        drawing_rows, drawn_positions = np.asarray(ends_of_rows, dtype=np.int64).reshape(-1, 2).T
         last_known = [self._row(admit.row).known_ids[-1] for admit in admits]
         return HostStep(
             ids=ids,
@@ -101,7 +113,7 @@ class Rows:
             attention=self._layout(chunks, len(prefills)),
             visual=_visual_slices(prefills, images),
             logits_indices=ends[sampled] - 1,
-            draws=tuple(Draw(chunk.row, self._row(chunk.row).params, chunk.start + chunk.length) for chunk in chunks if chunk.sample),
+            draws=self._draws.draws(drawing_rows, drawn_positions),
             admitted=np.asarray([[admit.row for admit in admits], last_known], dtype=np.int64),
         )
 
@@ -113,12 +125,12 @@ class Rows:
         positions_3T, decode_rows = staging.put(step.positions), staging.put(step.decode_rows)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         logits_indices = staging.put(step.logits_indices)
-        sampling, admitted = SamplingInputs.stage(step.draws, staging), staging.put(step.admitted)
+        draws, admitted = step.draws.stage(staging), staging.put(step.admitted)
         staging.copy()
         self.remember(admitted)
         if len(decode_rows):
             ids_T[num_prefill:] = self.last_token_R[decode_rows]
-        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices), sampling)
+        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices), draws)
 
     def remember(self, admitted: torch.Tensor) -> None:
         """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""

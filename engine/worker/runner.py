@@ -14,7 +14,8 @@ from engine.messages import StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampler import SamplingInputs, sample
+from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.attention.paged import AttentionBackend
@@ -24,12 +25,12 @@ from models.parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device works on. `tokens_S` is valid once `marks` are done."""
+    """A step that the device works on. `sampled` is valid once `marks` are done."""
 
     step: int
     rank: int
     launched: float
-    tokens_S: torch.Tensor  # int64, pinned host memory
+    sampled: Sampled  # in pinned host memory
     encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
 
@@ -41,13 +42,14 @@ class LaunchedStep:
         return StepResult(
             rank=self.rank,
             step=self.step,
-            token_ids=self.tokens_S.tolist() if self.rank == 0 else [],
+            token_ids=self.sampled.tokens_S.tolist() if self.rank == 0 else [],
             failed_images=self.encoded.failed,
             launched=self.launched,
             done=time.monotonic(),
             decode_ms=self.encoded.read_ms,
             encode_ms=encode_ms,
             forward_ms=forward_ms,
+            logprobs=self.sampled.logprobs_per_draw(),
         )
 
 
@@ -59,6 +61,7 @@ class Runner:
         model: VisionLanguageModel,
         attention: AttentionBackend,
         rows: Rows,
+        sampler: Sampler,
         images: ImageCache,
         staging: Staging,
         graphs: StepGraphs | None,
@@ -68,6 +71,7 @@ class Runner:
         self._model = model
         self._attention = attention
         self._rows = rows
+        self._sampler = sampler
         self._images = images
         self._staging = staging
         self._graphs = graphs
@@ -83,7 +87,8 @@ class Runner:
         self._images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
-            self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
+            ids = self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
+            self._sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
         self._images.restore(plan.restores)
@@ -91,37 +96,31 @@ class Runner:
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
-        tokens_S = self._to_host(self._draw(step))
+        sampled = self._draw(step).to_host()
         watch.mark()
         marks = watch.marks()
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
-        return LaunchedStep(plan.step, self._tp.rank, launched, tokens_S, encoded, marks)
+        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, encoded, marks)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
         return self._images.prepare(is_busy)
 
-    def _draw(self, step: HostStep) -> torch.Tensor:
+    def _draw(self, step: HostStep) -> Sampled:
         """Forward and sample; the tokens also go to the rows, for the next step."""
-        logits_SV, sampling = self._forward(step)
-        if not sampling.num_rows:
-            return torch.empty(0, dtype=torch.int64)
-        tokens_S = sample(logits_SV, sampling)
-        self._tp.broadcast_(tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
-        self._rows.last_token_R[sampling.rows_S] = tokens_S
-        return tokens_S
+        logits_SV, draws = self._forward(step)
+        if not draws.num_rows:
+            return Sampled(draws.rows_S, None)
+        sampled = self._sampler.sample(logits_SV, draws) if self._tp.rank == 0 else Sampled(torch.empty_like(draws.rows_S), None)
+        self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
+        self._rows.last_token_R[draws.rows_S] = sampled.tokens_S
+        return sampled
 
-    def _forward(self, step: HostStep) -> tuple[torch.Tensor, SamplingInputs]:
+    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         if self._graphs is not None and self._graphs.fits(step):
             return self._graphs.run(step)
         inputs = self._rows.stage(step, self._staging)
         self._attention.plan(inputs.batch.attention)
-        return self._model.logits(self._model(inputs.batch, self._attention)), inputs.sampling
-
-    def _to_host(self, tokens_S: torch.Tensor) -> torch.Tensor:
-        if not self._on_gpu:
-            return tokens_S
-        host = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
-        return host.copy_(tokens_S, non_blocking=True)
+        return self._model.logits(self._model(inputs.batch, self._attention)), inputs.draws

@@ -9,6 +9,7 @@ from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
+from models.sampling import SamplingOps
 
 
 class Backend(Protocol):
@@ -32,6 +33,9 @@ class Backend(Protocol):
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         """For the vision tower."""
+
+    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
+        """For steps of up to so many rows."""
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         """`name` as `--jpeg-decoder`."""

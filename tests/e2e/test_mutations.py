@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import engine.worker.rows as rows
-import engine.worker.runner as runner
 from engine.config import EngineConfig
 from engine.messages import Chunk
 from engine.scheduler.blocks import BlockHasher
+from engine.worker.sampling.sampler import Sampled, Sampler
 from models.batch import VisualSlice
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Reference
@@ -67,13 +67,13 @@ class Checked:
     def check(self, patch: pytest.MonkeyPatch, chunk: int) -> tuple[int, float]:
         """(wrong answers, largest difference of a log-probability) of the engine as it is now, asked one question after the other."""
         drawn: list[torch.Tensor] = []
-        sample = runner.sample
+        sample = Sampler.sample
 
-        def note_and_sample(logits_SV: torch.Tensor, inputs: Any) -> torch.Tensor:
+        def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, draws: Any) -> Sampled:
             drawn.append(logits_SV.clone())
-            return sample(logits_SV, inputs)
+            return sample(sampler, logits_SV, draws)
 
-        patch.setattr(runner, "sample", note_and_sample)
+        patch.setattr(Sampler, "sample", note_and_sample)
         engine = in_process.Engine(self._model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
         num_wrong, difference = 0, 0.0
         for rid, (item, expected) in enumerate(zip(self._questions, self._expected, strict=True)):

@@ -18,6 +18,7 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
+from engine.worker.sampling.draws import HostDraws
 from models.backends.backend import Backend
 from models.batch import ForwardBatch
 from models.parallel import TensorParallel
@@ -169,7 +170,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
         attention=layout,
         visual=batch.visual,
         logits_indices=batch.logits_indices.cpu().numpy(),
-        draws=(),
+        draws=HostDraws.empty(),
         admitted=np.stack((decode_rows, ids[num_prefill:])),
     )
 

@@ -15,6 +15,8 @@ from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.backends.portable.jpeg import pick_jpeg_decoder
 from models.backends.portable.ops import TritonOps
+from models.backends.portable.sampling import TritonSampling
+from models.sampling import SamplingOps
 
 
 class HopperBackend:
@@ -39,6 +41,9 @@ class HopperBackend:
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return HopperVarlen(num_heads, head_dim, self.device)
+
+    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
+        return TritonSampling(max_rows, vocab_size, self.device)
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         return pick_jpeg_decoder(name, num_threads, self.device)

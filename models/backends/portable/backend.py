@@ -12,9 +12,11 @@ from models.backends.portable.fp8 import TritonFp8
 from models.backends.portable.jpeg import pick_jpeg_decoder
 from models.backends.portable.ops import TritonOps
 from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
+from models.backends.portable.sampling import TritonSampling
 from models.backends.portable.self_check import check_kernels
 from models.backends.portable.tuned import SPLIT_TOKENS, attention_tiles
 from models.backends.portable.varlen_attention import DenseVarlen
+from models.sampling import SamplingOps
 
 
 class PortableBackend:
@@ -40,6 +42,9 @@ class PortableBackend:
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return DenseVarlen()
+
+    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
+        return TritonSampling(max_rows, vocab_size, self.device)
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         return pick_jpeg_decoder(name, num_threads, self.device)

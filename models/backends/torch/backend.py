@@ -11,7 +11,9 @@ from models.backends.ops import KVPool, Ops
 from models.backends.torch.attention import TorchAttention
 from models.backends.torch.jpeg import PillowDecoder
 from models.backends.torch.ops import TorchOps
+from models.backends.torch.sampling import TorchSampling
 from models.backends.torch.varlen import TorchVarlen
+from models.sampling import SamplingOps
 
 
 class TorchBackend:
@@ -36,6 +38,9 @@ class TorchBackend:
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return TorchVarlen()
+
+    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
+        return TorchSampling()
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         if name == "nvimgcodec":

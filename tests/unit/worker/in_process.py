@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.arena import Arena, create_memfd
-from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages
+from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, TokenLogprobs
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -20,11 +20,13 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
 from models.backends.torch.attention import TorchAttention
 from models.backends.torch.backend import TorchBackend
 from models.backends.torch.jpeg import PillowDecoder
+from models.backends.torch.sampling import TorchSampling
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.parallel import TensorParallel
@@ -124,10 +126,12 @@ class Engine:
         self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, merged.max_num_seqs, run_again) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
-        self._runner = Runner(model, attention, rows, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
+        sampler = Sampler(TorchSampling(), merged.max_num_seqs, config.text.vocab_size, config.eos_token_ids, CPU)
+        self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
         self.tokens: dict[int, list[int]] = {}
         self.errors: dict[int, str] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def add(self, rid: int, parts: Sequence[list[int] | Picture], max_tokens: int = 8, **params: object) -> None:
         """`parts`: token ids and pictures in the order of the prompt."""
@@ -147,7 +151,7 @@ class Engine:
         prompt = np.asarray(ids, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
         self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages()), prompt)
-        self.tokens[rid] = []
+        self.tokens[rid], self.logprobs[rid] = [], []
 
     def step(self) -> bool:
         step = self.core.next_step()
@@ -157,6 +161,7 @@ class Engine:
         self.core.state.check()
         for output in self.core.take_outputs(None, 0.0).outputs:
             self.tokens[output.rid] += output.token_ids
+            self.logprobs[output.rid] += output.logprobs
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
         return True

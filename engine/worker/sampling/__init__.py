@@ -1,0 +1,1 @@
+"""Sampling behind the forward pass, in stages: each is skipped when no row of a step needs it."""

@@ -1,0 +1,123 @@
+"""What the rows of a step need of the sampler: looked up in a table on the host, staged with the rest of the step.
+
+Used by the worker's rows and graphs. The key of a draw depends on the seed and the token's position only, so a seed gives the same text
+whatever the row, the batch, the chunking or a preemption.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import SamplingParams
+from engine.worker.staging import Staging
+from models.sampling import OFF, DrawParams
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+MIN_TEMPERATURE = 1e-5  # below it the noise is lost beside the logits anyway, and their quotient may overflow
+MASK64 = 2**64 - 1
+MAX_INT32 = 2**31 - 1
+SEED_FACTOR, POSITION_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+MIX = (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))
+LAST_SHIFT = np.uint64(31)
+
+PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """A step's draws on the device: S of them, of which A change their logits first and L report log-probabilities."""
+
+    rows_S: torch.Tensor  # int64, permanent rows that receive the tokens
+    params: DrawParams
+    changes: int  # PENALTIES, EDITS and WORDS, whatever a row of the step needs
+    changed_A: torch.Tensor  # int64 indices of draws
+    positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
+    reported_L: torch.Tensor  # int64 indices of draws
+    num_top: tuple[int, ...]  # L: log-probabilities that each wants beside that of its token
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows_S.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class HostDraws:
+    """The same on the host."""
+
+    rows: Int64s  # (S,)
+    positions: Int64s  # (S,)
+    words: Int32s  # (8, S), see `DrawTable`
+
+    @classmethod
+    def empty(cls) -> "HostDraws":
+        """No draws."""
+        return DrawTable(0, 0).draws(*np.zeros((2, 0), dtype=np.int64))
+
+    def stage(self, staging: Staging) -> Draws:
+        """Puts what the step needs into `staging`, whose `copy` comes later."""
+        rows_S, words = staging.put(self.rows), staging.put(self.words[:5])
+        inverse_temperature, top_p, log_min_p = words[:3].view(torch.float32)
+        (is_wide, changes, num_logprobs), is_random = self.words[5:], self.words[0].any()
+        wide = staging.put(is_wide.nonzero()[0]) if is_wide.any() else None
+        largest = int(self.words[3].max(where=is_wide == 0, initial=0)) if is_random else 0
+        params = DrawParams(inverse_temperature, top_p, log_min_p, words[3], words[4], wide, largest, not is_random)
+        changed_A = positions_A = reported_L = rows_S[:0]
+        num_top: tuple[int, ...] = ()
+        if changes.any():
+            changed = changes.nonzero()[0]
+            changed_A, positions_A = staging.put(np.stack((changed, self.positions[changed])))
+        if num_logprobs.any():
+            reported = num_logprobs.nonzero()[0]
+            reported_L, num_top = staging.put(reported), tuple((num_logprobs[reported] - 1).tolist())
+        return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top)
+
+
+class DrawTable:
+    """Parameters of all rows. `max_top_k` is the backend's.
+
+    A column is a row's 1 / temperature, top_p, log(min_p) (float32), top_k, key of the draw, whether it is wide, its changes, and 0 or 1
+    more than the log-probabilities that it wants.
+    """
+
+    def __init__(self, max_num_seqs: int, max_top_k: int):
+        self._max_top_k = max_top_k
+        self._words = np.zeros((8, max_num_seqs), dtype=np.int32)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """The row now draws like this. A greedy row has no filter: which of its best tokens comes first, no sorting may decide."""
+        is_random = params.temperature > 0
+        inverse = 1 / max(params.temperature, MIN_TEMPERATURE) if is_random else 0.0
+        top_p = params.top_p if is_random and params.top_p < 1 else OFF
+        min_p = params.min_p if is_random else 0.0
+        top_k = min(params.top_k, MAX_INT32) if is_random else 0
+        is_wide = top_k > self._max_top_k or (top_k == 0 and (top_p < 1 or min_p > 0))
+        num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
+        self._words[:3, row].view(np.float32)[:] = inverse, top_p, np.log(min_p) if min_p > 0 else -np.inf
+        self._words[3:, row] = top_k, 0, is_wide, changes_of(params), num_logprobs
+        self._seeds[row] = params.seed & MASK64
+
+    def draws(self, rows: Int64s, positions: Int64s) -> HostDraws:
+        """What these rows need to draw the tokens at these positions of their sequences."""
+        words = self._words[:, rows]
+        words[4] = draw_keys(self._seeds[rows], positions)
+        return HostDraws(rows, positions, words)
+
+
+def changes_of(params: SamplingParams) -> int:
+    """Which changes of logits a request asks for."""
+    penalises = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+    edits = bool(params.logit_bias) or params.min_tokens > 0 or any(len(word) == 1 for word in params.bad_words)
+    return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)
+
+
+def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> npt.NDArray[np.int32]:
+    """32 bits for each draw: splitmix64's finaliser over seed and position. Products wrap."""
+    x = seeds * SEED_FACTOR + positions.astype(np.uint64) * POSITION_FACTOR
+    for shift, factor in MIX:
+        x = (x ^ (x >> shift)) * factor
+    return (x ^ (x >> LAST_SHIFT)).astype(np.uint32).view(np.int32)

@@ -1,0 +1,87 @@
+"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes. Called by the runner."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import SamplingParams, TokenLogprobs
+from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.state import LogitState
+from models.sampling import SamplingOps
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of L draws, each with the N most likely tokens at its place, the most likely first. Tensors on one device."""
+
+    reported_L: torch.Tensor  # int64 indices of draws
+    num_top: tuple[int, ...]  # L: how many of the N each wants
+    tokens_L: torch.Tensor  # float32, of the tokens drawn
+    top_ids_LN: torch.Tensor  # int64
+    top_LN: torch.Tensor  # float32
+
+    def to_host(self) -> "Logprobs":
+        copies = [to_host(values) for values in (self.tokens_L, self.top_ids_LN, self.top_LN)]
+        return Logprobs(to_host(self.reported_L), self.num_top, *copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step drew."""
+
+    tokens_S: torch.Tensor  # int64
+    logprobs: Logprobs | None
+
+    def to_host(self) -> "Sampled":
+        """Enqueues the copies; on a CPU there is nothing to copy."""
+        return Sampled(to_host(self.tokens_S), self.logprobs and self.logprobs.to_host())
+
+    def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
+        """For each draw; empty if none wants any. What was copied must be on the host by now."""
+        if self.logprobs is None:
+            return []
+        found: list[TokenLogprobs | None] = [None] * len(self.tokens_S)
+        values = self.logprobs.reported_L, self.logprobs.tokens_L, self.logprobs.top_ids_LN, self.logprobs.top_LN
+        for n, index, token, top_ids, top in zip(self.logprobs.num_top, *(part.tolist() for part in values), strict=True):
+            found[index] = TokenLogprobs(token, top_ids[:n], top[:n])
+        return found
+
+
+class Sampler:
+    """Holds the state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+
+    def __init__(self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device):
+        self._ops = ops
+        self._eos_ids = eos_ids
+        self._state = LogitState(max_num_seqs, vocab_size, device)
+
+    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int) -> None:
+        """Row `row` now belongs to this request: `ids` are those of its prompt, then those drawn before a preemption."""
+        self._state.admit(row, params, ids, num_prompt, self._eos_ids)
+
+    def sample(self, logits_SV: torch.Tensor, draws: Draws) -> Sampled:
+        """Draws a token for each row of (S, V) float32 logits, which it may change."""
+        raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
+        if draws.changes:
+            self._state.change_(logits_SV, draws, self._ops)
+        tokens_S = self._ops.draw(logits_SV, draws.params)
+        if draws.changes:
+            self._state.note(tokens_S, draws)
+        return Sampled(tokens_S, None if raw_LV is None else take_logprobs(raw_LV, tokens_S, draws))
+
+
+def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) -> Logprobs:
+    """Those of the raw logits."""
+    norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
+    tokens_L1 = tokens_S[draws.reported_L][:, None]
+    top_LN, top_ids_LN = raw_LV.topk(max(draws.num_top), dim=-1)
+    return Logprobs(draws.reported_L, draws.num_top, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, enqueued; on a CPU the values themselves."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,0 +1,95 @@
+"""What changes the logits of a row, on the device: token counts, additions to single logits, forbidden words. Used by the sampler.
+
+A row's state is written when it is admitted, from the prompt and the output known then, so it survives a preemption; from then on draws
+update it on the device, as the host knows their ids a step late.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
+from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
+from models.sampling import IN_PROMPT, SamplingOps
+
+FOREVER = 2**31 - 1
+ANY = -1  # in front of a word that is shorter than the longest
+NOTHING = -2  # in front of an output that is shorter than a word
+
+
+class LogitState:
+    """For each of the rows: counts (R, V), 78 MB for 128 rows of Qwen3's vocabulary, and a record (R, ...) of a few kilobytes."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+        self._device, self._vocab_size = device, vocab_size
+        self._counts_RV = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=device)
+        words = MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+        sizes = 3, MAX_LOGIT_EDITS, MAX_LOGIT_EDITS, MAX_LOGIT_EDITS, words, MAX_BAD_WORD_TOKENS - 1
+        self._records = torch.zeros((max_num_seqs, sum(sizes)), dtype=torch.int32, device=device)
+        penalties, self._edited, values, self._until, words_RX, self._tails = self._records.split(sizes, dim=1)
+        self._penalties, self._values = penalties.view(torch.float32), values.view(torch.float32)
+        self._words = words_RX.unflatten(1, (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
+
+    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> None:
+        """Row `row` now belongs to this request, of which the first `num_prompt` of `ids` are the prompt."""
+        changes = changes_of(params)
+        if not changes:
+            return
+        self._records[row] = self._upload(make_record(params, ids, num_prompt, eos_ids))
+        if changes & PENALTIES:
+            counts_V, ids_T = self._counts_RV[row], self._upload(ids).long()
+            counts_V.zero_()
+            counts_V[ids_T[:num_prompt]] = IN_PROMPT
+            counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
+
+    def change_(self, logits_SV: torch.Tensor, draws: Draws, ops: SamplingOps) -> None:
+        """What the rows of `draws.changed_A` do to their logits: single logits first, then penalties, as vLLM; forbidden words at last."""
+        rows_A = draws.rows_S[draws.changed_A]
+        flat, starts_A1 = logits_SV.view(-1), (draws.changed_A * logits_SV.shape[1])[:, None]
+        if draws.changes & EDITS:
+            values_AE = torch.where(draws.positions_A[:, None] < self._until[rows_A], self._values[rows_A], 0.0)
+            flat.index_add_(0, (starts_A1 + self._edited[rows_A]).flatten(), values_AE.flatten())
+        if draws.changes & PENALTIES:
+            ops.penalise_(logits_SV, draws.changed_A, self._counts_RV[rows_A], self._penalties[rows_A])
+        if draws.changes & WORDS:
+            words_AWN, tails_AN = self._words[rows_A], self._tails[rows_A]
+            heads_AWN, last_AW = words_AWN[..., :-1], words_AWN[..., -1]
+            matches_AW = ((heads_AWN == tails_AN[:, None]) | (heads_AWN == ANY)).all(-1) & (last_AW != ANY)
+            values_AW = torch.where(matches_AW, -torch.inf, 0.0)
+            flat.index_add_(0, (starts_A1 + last_AW.clamp(min=0)).flatten(), values_AW.flatten())
+
+    def note(self, tokens_S: torch.Tensor, draws: Draws) -> None:
+        """The rows of `draws.changed_A` have drawn these tokens."""
+        rows_A, tokens_A = draws.rows_S[draws.changed_A], tokens_S[draws.changed_A]
+        if draws.changes & PENALTIES:
+            ones_A = torch.ones_like(tokens_A, dtype=torch.int32)
+            self._counts_RV.view(-1).index_add_(0, rows_A * self._vocab_size + tokens_A, ones_A)
+        if draws.changes & WORDS:
+            self._tails[rows_A] = torch.cat((self._tails[rows_A][:, 1:], tokens_A.int()[:, None]), dim=1)
+
+    def _upload(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
+
+
+def make_record(params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    """A row of `LogitState._records`. Single logits change by a value in tokens at positions before `until`."""
+    edits = [(token, value, FOREVER) for token, value in params.logit_bias]
+    edits += [(word[0], -np.inf, FOREVER) for word in params.bad_words if len(word) == 1]
+    if params.min_tokens > 0:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        edits += [(token, -np.inf, num_prompt + params.min_tokens) for token in ends]
+    edits += [(0, 0.0, 0)] * (MAX_LOGIT_EDITS - len(edits))
+    tokens, values, until = zip(*edits, strict=True)
+    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), ANY, dtype=np.int32)
+    for i, word in enumerate(word for word in params.bad_words if len(word) > 1):
+        words[i, -len(word) :] = word
+    tail = np.full(MAX_BAD_WORD_TOKENS - 1, NOTHING, dtype=np.int32)
+    output = ids[num_prompt:][-len(tail) :]
+    tail[len(tail) - len(output) :] = output
+    penalties = np.asarray((params.repetition_penalty, params.frequency_penalty, params.presence_penalty), dtype=np.float32)
+    floats = np.asarray(values, dtype=np.float32)
+    parts = penalties.view(np.int32), np.asarray(tokens), floats.view(np.int32), np.asarray(until), words.ravel(), tail
+    return np.concatenate(parts).astype(np.int32)

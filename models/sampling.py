@@ -1,0 +1,52 @@
+"""How the rows of a step draw their tokens: what the worker's sampler asks of a backend. All backends give the same tokens.
+
+A row's score is its logit over the temperature. Filters keep the best tokens in the order (logit descending, id ascending): the `top_k`
+first; of these the first whose probabilities reach `top_p` together, renormalised, the one that crosses it included; of these the ones
+not less probable than `min_p` times the best, which always stays. The token is the one whose score plus Gumbel noise is the largest, the
+lowest id if there are several; it has the probability that softmax gives it among those kept.
+
+The noise is a function of the row's key and the token id. Probabilities are summed as integers, so neither the order of a sum nor what
+else is in a step decides what `top_p` keeps.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+MASS_BITS = 40  # a token's probability over the best one's, as an integer: the sum over a vocabulary fits into 63 bits
+OFF = 2.0  # a `top_p` that keeps everything
+IN_PROMPT = 1 << 30  # added to the count of a token of the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """S rows, all tensors (S,) on the device."""
+
+    inverse_temperature: torch.Tensor  # float32; 0 for a greedy row, whose other parameters are off
+    top_p: torch.Tensor  # float32; OFF
+    log_min_p: torch.Tensor  # float32; minus infinity where off
+    top_k: torch.Tensor  # int32; 0 where off
+    key: torch.Tensor  # int32: 32 random bits of this draw
+    wide: torch.Tensor | None  # int64 (W,): filtered rows that are not cut by a top-k up to `SamplingOps.max_top_k` first
+    largest_top_k: int  # of the other rows
+    is_greedy: bool  # all rows are
+
+
+class SamplingOps(Protocol):
+    """A backend's stages of sampling. Methods that end in an underscore change logits in place, of the rows `index_A` only."""
+
+    max_top_k: int  # the largest that needs no sorted vocabulary
+
+    def penalise_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_AV: torch.Tensor, penalties_A3: torch.Tensor) -> None:
+        """Penalties are (repetition, frequency, presence), float32. `counts_AV` (int32) says how often a token was drawn, plus IN_PROMPT.
+
+        First a logit of a token that was drawn or is in the prompt is divided by the repetition penalty, or multiplied if negative; then it
+        loses the frequency penalty for each time it was drawn, and the presence penalty if it was drawn at all.
+        """
+
+    def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
+        """Minus infinity for tokens whose bit is 0; `allowed_AW` is int32, token t is bit t % 32 of word t // 32."""
+
+    def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+        """(S,) int64 token ids, always within the vocabulary."""

@@ -1,0 +1,140 @@
+"""Draws: filters as transformers' warpers, frequencies as the probabilities, noise that depends on seed and position only."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from engine.messages import SamplingParams
+from engine.worker.sampling.draws import Draws, DrawTable
+from engine.worker.staging import Staging
+from models.backends.torch.sampling import MASK32, TorchSampling, gumbel_noise, kept, to_uniform
+from models.sampling import DrawParams
+from tests.unit.worker.in_process import CPU
+
+VOCAB = 50
+
+
+def stage(params: list[SamplingParams], positions: list[int], max_top_k: int = 0) -> Draws:
+    staging, table = Staging(1 << 20, CPU), DrawTable(len(params), max_top_k)
+    for row, item in enumerate(params):
+        table.set(row, item)
+    staging.begin()
+    draws = table.draws(np.arange(len(params)), np.asarray(positions)).stage(staging)
+    staging.copy()
+    return draws
+
+
+def sample(logits_SV: torch.Tensor, draws: Draws) -> torch.Tensor:
+    return TorchSampling().draw(logits_SV, draws.params)
+
+
+def filter_logits(logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    scores_SV = logits_SV * params.inverse_temperature[:, None]
+    return scores_SV.masked_fill(~kept(logits_SV, scores_SV, params), -torch.inf)
+
+
+def test_filters_are_those_of_transformers() -> None:
+    """Red if temperature, top-k, top-p or min-p keep another set of tokens."""
+    logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(0)) * 3
+    settings = [(0.7, 10, 0.8, 0.0), (1.3, 0, 0.5, 0.0), (1.0, 5, 1.0, 0.1), (2.0, 0, 1.0, 0.05)]
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in settings]
+    ours = filter_logits(logits, stage(params, [0] * 4).params)
+    for row, (temperature, top_k, top_p, min_p) in enumerate(settings):
+        scores = TemperatureLogitsWarper(temperature)(None, logits[row : row + 1])
+        scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+        scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+        scores = MinPLogitsWarper(min_p)(None, scores) if min_p else scores
+        torch.testing.assert_close(ours[row], scores[0])
+
+
+def test_ties_at_the_last_place_go_to_the_lower_ids() -> None:
+    """Red if top-k keeps another or more than one of equal logits, or top-p another; minus infinity is never kept beside the best."""
+    logits = torch.tensor([[1.0, 2, 2, 2, 0, 2], [-torch.inf] * 5 + [0.5]])
+    draws = stage([SamplingParams(top_k=3), SamplingParams(top_k=3)], [0, 0])
+    assert filter_logits(logits, draws.params).isfinite().tolist() == [[False, True, True, True, False, False], [False] * 5 + [True]]
+    draws = stage([SamplingParams(top_p=0.4), SamplingParams(top_p=0.4)], [0, 0])
+    assert filter_logits(logits, draws.params).isfinite()[0].tolist() == [False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(seed=7), SamplingParams(seed=8, temperature=0.7, top_k=4, top_p=0.9), SamplingParams(seed=9, min_p=0.1)]
+)
+def test_frequencies_are_the_probabilities(params: SamplingParams) -> None:
+    """Red if the noise is not Gumbel noise: chi-squared of 20,000 draws beyond what one test in 100,000 shows."""
+    logits = torch.tensor([2.0, 1.0, 0.0, 1.5, -1.0, 0.5])
+    count = 20_000
+    draws = stage([params] * count, list(range(count)))
+    drawn = sample(logits.expand(count, -1), draws)
+    expected = count * filter_logits(logits[None].expand(count, -1), draws.params)[0].softmax(0)
+    found = torch.bincount(drawn, minlength=len(logits))
+    assert found[expected == 0].sum() == 0
+    used = expected > 0
+    assert ((found - expected)[used] ** 2 / expected[used]).sum() < 31  # five degrees of freedom: p = 1e-5
+
+
+def test_rows_do_not_influence_each_other() -> None:
+    """Red if a greedy row becomes random beside a random one, or a draw depends on its neighbours."""
+    logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(1))
+    greedy, random = SamplingParams(temperature=0.0, top_k=3), SamplingParams(temperature=1.5, seed=3, top_p=0.9)
+    mixed = sample(logits, stage([greedy, random, greedy], [4, 5, 6]))
+    assert mixed[0] == logits[0].argmax() and mixed[2] == logits[2].argmax()
+    assert mixed[1] == sample(logits[1:2], stage([random], [5]))[0]
+
+
+def test_ties_and_tails_do_not_depend_on_neighbours() -> None:
+    """Red if sorting for a row with top-k or top-p decides between a greedy row's best tokens, or cuts the tail of a row without."""
+    generator = torch.Generator().manual_seed(2)
+    greedy, all_tokens = SamplingParams(temperature=0.0, top_k=1), SamplingParams(temperature=1.0)
+    for position in range(50):
+        logits = torch.randn((1, 2000), generator=generator)
+        logits[0, torch.randperm(2000, generator=generator)[:3]] = 20
+        other = SamplingParams(temperature=1.0, top_k=1, top_p=0.5, seed=position)
+        both = sample(logits.expand(2, -1), stage([greedy, other], [position] * 2))
+        assert both[0] == sample(logits, stage([greedy], [position]))[0]
+    flat = torch.randn((1, 150_000), generator=generator) * 3
+    filtered = filter_logits(flat.expand(2, -1), stage([all_tokens, SamplingParams(temperature=1.0, top_p=0.5)], [1, 1]).params)
+    assert filtered[0].isfinite().all() and not filtered[1].isfinite().all()
+
+
+def test_which_rows_need_their_vocabulary_in_order() -> None:
+    """Red if a row is sorted without need, or one that a selection of `max_top_k` candidates cannot serve is not."""
+    off, greedy = SamplingParams(temperature=1.0), SamplingParams(temperature=0.0, top_k=100, top_p=0.1, min_p=0.1)
+    few, many = SamplingParams(top_k=32, top_p=0.5, min_p=0.1), SamplingParams(top_k=33)
+    params = [off, greedy, few, many, SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
+    draws = stage(params, [0] * 6, max_top_k=32)
+    assert draws.params.wide is not None and draws.params.wide.tolist() == [3, 4, 5]
+    assert draws.params.largest_top_k == 32 and not draws.params.is_greedy
+    assert stage([off, greedy, few], [0] * 3, max_top_k=32).params.wide is None
+    assert stage([greedy], [0]).params.is_greedy
+
+
+def test_noise_changes_with_seed_and_position() -> None:
+    """Red if two positions, or two seeds, share their noise."""
+    rows = [(1, 10), (1, 11), (2, 10), (1, 10), (2**63 + 1, 10), (-1, 10)]
+    keys = stage([SamplingParams(seed=seed) for seed, _ in rows], [at for _, at in rows]).params.key
+    noise = gumbel_noise(keys, VOCAB)
+    assert noise[0].equal(noise[3]) and len({tuple(row.tolist()) for row in noise}) == 5
+    assert noise.isfinite().all()
+
+
+def test_noise_stays_what_it_was() -> None:
+    """Red if an update changes what a seed gives."""
+    assert stage([SamplingParams(seed=1234567890123)], [77]).params.key.tolist() == [375773426]
+    drawn = sample(torch.zeros((4, 1000)), stage([SamplingParams(seed=seed) for seed in range(4)], [5, 6, 7, 8]))
+    assert drawn.tolist() == [780, 850, 206, 2]
+
+
+def test_noise_is_finite_for_every_hash() -> None:
+    """Red if a hash rounds to 0 or 1: its noise would be infinite, draw any token, and be NaN in a greedy row beside it (0 * infinity)."""
+    uniform = to_uniform(torch.tensor([0, 1, MASK32 >> 1, MASK32 - 511, MASK32 - 1, MASK32]))
+    assert (uniform > 0).all() and (uniform < 1).all()
+    assert gumbel_noise(torch.arange(64, dtype=torch.int32) * 0x01000193, 150_000).isfinite().all()
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    """Red if logits divided by a temperature overflow: every token would tie at infinity, or be NaN."""
+    logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(0)) * 20
+    for temperature in (1e-6, 1e-38, 1e-45, 1e-300):
+        params = [SamplingParams(temperature=temperature, top_p=0.9, seed=seed) for seed in range(3)]
+        assert sample(logits, stage(params, [5] * 3)).tolist() == logits.argmax(-1).tolist(), temperature

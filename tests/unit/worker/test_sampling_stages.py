@@ -1,0 +1,173 @@
+"""What changes logits before a draw, and what is reported of them: each step of real requests against plain numpy formulas."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.sampler import Sampled, Sampler
+from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
+from tests.unit.worker.in_process import Engine, load_model
+
+PROMPT = [5, 9, 9, 13, 20, 250, 250, 250, 7]
+OUTPUT = 40
+GREEDY: dict[str, object] = {"temperature": 0.0}
+PENALISED = [
+    {**GREEDY, "presence_penalty": 1.5},
+    {**GREEDY, "frequency_penalty": 0.7},
+    {**GREEDY, "repetition_penalty": 1.6},
+    {**GREEDY, "presence_penalty": -0.4, "frequency_penalty": 0.2, "repetition_penalty": 0.8},
+    {**GREEDY, "presence_penalty": 2.0, "logit_bias": ((11, 3.0), (12, -100.0), (250, 2.0))},
+]
+OTHERS = [
+    {"temperature": 0.9, "seed": 3, "top_k": 20, "top_p": 0.8, "presence_penalty": 1.5},
+    {"temperature": 1.2, "seed": 4, "frequency_penalty": 0.5, "min_p": 0.02},
+    {**GREEDY},
+    {"temperature": 1.0, "seed": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
+    yield load_model(folder)
+
+
+@pytest.fixture
+def raw(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """The logits of each step of one request before anything changes them."""
+    logits: list[np.ndarray] = []
+    sample = Sampler.sample
+
+    def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, draws: Draws) -> Sampled:
+        logits.extend(logits_SV.clone().numpy())
+        return sample(sampler, logits_SV, draws)
+
+    monkeypatch.setattr(Sampler, "sample", note_and_sample)
+    return logits
+
+
+def run_alone(model: Qwen3VL, params: dict[str, object], **kwargs: Any) -> list[int]:
+    engine = Engine(model, **kwargs)
+    engine.add(0, [PROMPT], max_tokens=OUTPUT, **params)
+    return engine.run()[0]
+
+
+def best_by_formula(logits_V: np.ndarray, output: list[int], params: SamplingParams) -> int:
+    """The greedy token by OpenAI's formula for frequency and presence, the one of transformers for repetition, and vLLM's order."""
+    scores = logits_V.astype(np.float64)
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    for token in {*PROMPT, *output}:
+        scores[token] = scores[token] / params.repetition_penalty if scores[token] > 0 else scores[token] * params.repetition_penalty
+    for token in set(output):
+        scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return int(scores.argmax())
+
+
+@pytest.mark.parametrize("params", PENALISED)
+def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndarray], params: dict[str, object]) -> None:
+    """Red if a count comes late, misses the prompt where it belongs or is there where it does not, or a formula differs."""
+    output = run_alone(model, params)
+    expected = [best_by_formula(logits, output[:i], SamplingParams(**params)) for i, logits in enumerate(raw)]  # type: ignore[arg-type]
+    assert output == expected and output != run_alone(model, GREEDY)
+
+
+def test_rows_share_a_step(model: Qwen3VL) -> None:
+    """Red if a row's state reaches another row, or what one needs changes what another draws; rows are used again by later requests."""
+    settings = PENALISED + OTHERS
+    alone = [run_alone(model, params) for params in settings]
+    engine = Engine(model, max_num_seqs=4)
+    for rid, params in enumerate(settings):
+        engine.add(rid, [PROMPT], max_tokens=OUTPUT, **params)
+    tokens = engine.run()
+    assert [tokens[rid] for rid in range(len(settings))] == alone
+
+
+def test_state_survives_a_preemption(model: Qwen3VL) -> None:
+    """Red if counts or last tokens are lost, or counted twice, when a request is computed again."""
+    words = tuple((first, second) for first in run_alone(model, OTHERS[0])[20:30] for second in range(10))[:MAX_BAD_WORDS]
+    settings = [*PENALISED, *OTHERS, {**OTHERS[0], "bad_words": words, "min_tokens": 30, "stop_token_ids": tuple(range(100))}]
+    alone = [run_alone(model, params) for params in settings]
+    engine = Engine(model, num_blocks=9, prefix_cache=False)
+    for rid, params in enumerate(settings):
+        engine.add(rid, [PROMPT], max_tokens=OUTPUT, **params)
+    tokens = engine.run()
+    assert [tokens[rid] for rid in range(len(settings))] == alone
+    assert engine.core.state.counters.preemptions > 0
+
+
+def test_no_end_before_the_minimum(model: Qwen3VL) -> None:
+    """Red if a stop token is drawn before `min_tokens`, or is banned at or after it."""
+    free = run_alone(model, {"temperature": 1.0, "seed": 1})
+    stop = {"temperature": 1.0, "seed": 1, "stop_token_ids": tuple(set(free[:8]))}
+    assert len(run_alone(model, stop)) == 1
+    held = run_alone(model, {**stop, "min_tokens": 6})
+    assert len(held) >= 7 and not set(held[:6]) & set(free[:8])
+    certain = ((free[0], 100.0),)
+    assert len(run_alone(model, {**stop, "logit_bias": certain, "min_tokens": 6})) == 7
+    assert len(run_alone(model, {**stop, "logit_bias": certain})) == 1
+
+
+def test_the_end_token_is_banned_too(model: Qwen3VL) -> None:
+    """Red if the checkpoint's end tokens may come before `min_tokens`; with `ignore_eos` they end nothing and are not banned."""
+    eos = model.config.eos_token_ids
+    bias = tuple((token, 100.0) for token in eos)
+    assert run_alone(model, {**GREEDY, "logit_bias": bias, "ignore_eos": False})[0] in eos
+    held = run_alone(model, {**GREEDY, "logit_bias": bias, "ignore_eos": False, "min_tokens": 5})
+    assert len(held) == 6 and not set(held[:5]) & set(eos) and held[5] in eos
+    assert run_alone(model, {**GREEDY, "logit_bias": bias, "min_tokens": 5})[0] in eos
+
+
+def contains(output: list[int], word: tuple[int, ...]) -> bool:
+    return any(tuple(output[i : i + len(word)]) == word for i in range(len(output)))
+
+
+def test_bad_words_never_come(model: Qwen3VL, raw: list[np.ndarray]) -> None:
+    """Red if a word of one or several tokens is completed, or a step bans what completes nothing."""
+    free = run_alone(model, GREEDY)
+    words = ((free[0],), tuple(free[3:5]), tuple(free[8:11]), tuple(free[5 : 5 + MAX_BAD_WORD_TOKENS]), (PROMPT[-1], free[1]))
+    raw.clear()
+    output = run_alone(model, {**GREEDY, "bad_words": words})
+    assert not any(contains(output, word) for word in words[:-1])
+    for i, logits in enumerate(raw):
+        ends = [word[-1] for word in words if tuple(output[:i][len(output[:i]) - len(word) + 1 :]) == word[:-1] and i >= len(word) - 1]
+        logits[ends] = -np.inf
+        assert output[i] == logits.argmax()
+
+
+@pytest.mark.parametrize("params", [{**GREEDY}, OTHERS[0], {**PENALISED[4], "bad_words": ((3,),)}])
+def test_logprobs_are_those_of_the_raw_logits(model: Qwen3VL, raw: list[np.ndarray], params: dict[str, object]) -> None:
+    """Red if a change of the logits or another row shows in what is reported, or a token's place is missed."""
+    engine = Engine(model)
+    engine.add(0, [PROMPT], max_tokens=OUTPUT, logprobs=4, **params)
+    tokens, reported = engine.run()[0], engine.logprobs[0]
+    assert tokens == run_alone(model, params) and len(reported) == OUTPUT
+    for token, logits, item in zip(tokens, raw, reported, strict=False):
+        logprobs = torch.from_numpy(logits).log_softmax(-1)
+        top = logprobs.topk(4)
+        assert item.logprob == pytest.approx(float(logprobs[token]), abs=1e-5)
+        assert item.top_ids == top.indices.tolist() and item.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
+
+
+def test_logprobs_belong_to_their_rows(model: Qwen3VL) -> None:
+    """Red if rows that want none, or more of them, mix up what a row gets."""
+    wanted = [None, 0, 3, None, 20]
+    engine, alone = Engine(model), [Engine(model) for _ in wanted]
+    for rid, count in enumerate(wanted):
+        params = {"logprobs": count, "max_tokens": 6 + rid, "temperature": 1.0, "seed": rid}
+        engine.add(rid, [PROMPT[rid:]], **params)  # type: ignore[arg-type]
+        alone[rid].add(rid, [PROMPT[rid:]], **params)  # type: ignore[arg-type]
+        alone[rid].run()
+    engine.run()
+    for rid, count in enumerate(wanted):
+        assert [len(item.top_ids) for item in engine.logprobs[rid]] == ([] if count is None else [count] * (6 + rid))
+        for got, expected in zip(engine.logprobs[rid], alone[rid].logprobs[rid], strict=True):
+            assert got.top_ids == expected.top_ids and got.logprob == pytest.approx(expected.logprob, abs=1e-4)
