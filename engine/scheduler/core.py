@@ -195,7 +195,7 @@ class SchedulerCore:
             self._fail_image(step.encoded[image_id])
         drawn = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
-        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+        for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             ids: list[int] = []
             known: list[TokenLogprobs] = []
             if chunk.sample:
@@ -207,17 +207,19 @@ class SchedulerCore:
                 self._release_if_landed(request)
                 continue
             _note_stages(request, chunk.sample, results)
+            if index in drawn.prompt_logprobs:
+                request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if kept:
                 self._deliver(request, kept, known[: len(kept)], reason)
 
     def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
-        stages = None
+        stages, prompt_logprobs, num_cached = None, None, max(0, request.num_cached)
         if not request.wire.stages.first_token:
-            stages = request.wire.stages
+            stages, prompt_logprobs = request.wire.stages, request.prompt_logprobs
             stages.first_token = time.monotonic()
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, max(0, request.num_cached), stages, logprobs))
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs))
         if reason is not None:
             self._end(request)
 
