@@ -2,9 +2,15 @@
 
 import importlib.util
 import re
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
+import msgspec
 import pytest
+
+from engine.config import EngineConfig, make_parser
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]
@@ -14,6 +20,21 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:engine|server|models|bench|tests)[\w.]*)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+ELLIPSIS = "…"
+
+
+@cache
+def generator() -> ModuleType:
+    """docs/generate.py, which is a script of no package."""
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
 
 
 def name_of(page: Path) -> str:
@@ -47,3 +68,50 @@ def test_a_missing_path_would_be_found() -> None:
     """Red if the search above stops finding anything: a check of nothing is always green."""
     assert named_paths("`engine/nowhere.py` and `server/NAME.py`, `--flag`, `a/b`") == {"engine/nowhere.py"}
     assert len(named_paths((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))) > 50
+
+
+@pytest.mark.parametrize("name", ("flags.md", "fields.md"))
+def test_generated_pages_are_what_the_code_says(name: str) -> None:
+    """Red if a flag or a field changes and its page does not: run `python docs/generate.py`."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    assert page == generator().PAGES[name]().splitlines()
+
+
+def test_advice_is_for_flags_that_exist() -> None:
+    """Red if a flag goes and the advice on it stays."""
+    assert generator().WHEN.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
+    assert generator().OF_THE_MACHINE.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
+
+
+OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
+OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_flags_of_a_page_exist(page: Path) -> None:
+    """Red if a page advises a flag that the engine refuses. Those of containers, benchmarks and training are listed above."""
+    text = page.read_text(encoding="utf-8")
+    spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans))
+    assert not named - set(make_parser()._option_string_actions) - OF_OTHERS
+
+
+@cache
+def source_text() -> str:
+    """What engine, server and models say, strings that are put together from several included."""
+    text = "".join(path.read_text(encoding="utf-8") for folder in ("engine", "server", "models") for path in (ROOT / folder).rglob("*.py"))
+    return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
+
+
+def test_messages_of_troubleshooting_are_the_programs_own() -> None:
+    """Red if a message is reworded: nobody would find it by searching for what the screen shows."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 30
+    fragments = {part.strip(" .") for row in rows for part in row.split(ELLIPSIS)}
+    assert not [part for part in sorted(fragments) if len(part) > 1 and part not in source_text()]
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """Red if a page is written that no reader of the site can find."""
+    listed = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in (ROOT / "docs").rglob("*.md")}
