@@ -1,9 +1,12 @@
 """What `pip install` carries: the engine and its demo, neither the demo's training nor tests nor results; one version; one command."""
 
 import ast
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -61,10 +64,49 @@ def test_nothing_that_is_carried_imports_what_is_not() -> None:
         assert not left_behind, f"{name} imports {left_behind}"
 
 
-def test_a_source_distribution_leaves_the_same_behind() -> None:
-    """Red if the archive to build wheels from carries what no wheel has: it would come back with the next stale list of sources."""
-    pruned = {line.split()[1] for line in (ROOT / "MANIFEST.in").read_text().splitlines() if line.startswith("prune")}
-    assert {"tests", "bench/results", "models/demo/training"} <= pruned
+BUILD = "import sys; from setuptools import build_meta as b; print(b.build_sdist('dist')); print(b.build_wheel('dist'))"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """Names in the source distribution and in the wheel, built from a copy, the wheel last: it sees the list of sources of the other."""
+    tree = tmp_path_factory.mktemp("clone")
+    for name in ("engine", "server", "models", "bench", "tests", "docs", "deploy"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tree / name)
+    run = subprocess.run([sys.executable, "-c", BUILD], cwd=tree, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with tarfile.open(next((tree / "dist").glob("*.tar.gz"))) as archive:
+        sources = [name.partition("/")[2] for name in archive.getnames()]
+    with zipfile.ZipFile(next((tree / "dist").glob("*.whl"))) as wheel:
+        return sources, wheel.namelist()
+
+
+def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str], list[str]]) -> None:
+    """Red if weights, fonts, kernels or the page stay at home, or training, tests and results travel."""
+    for names in distributions:
+        for needed in (
+            "models/demo/checkpoint/model.safetensors",
+            "models/demo/checkpoint/tokenizer.json",
+            "models/demo/fonts/DejaVuSans.ttf",
+            "models/backends/hopper/flash_decoding.cu",
+            "models/backends/hopper/hopper_attention.cuh",
+            "server/http/page.html",
+            "engine/cli.py",
+            "bench/load.py",
+        ):
+            assert needed in names
+        assert not [name for name in names if name.startswith(("tests/", "bench/results/", "models/demo/training/", "docs/", "deploy/"))]
+        assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_what_is_built_names_licence_version_and_command(distributions: tuple[list[str], list[str]]) -> None:
+    info = [name for name in distributions[1] if ".dist-info/" in name]
+    assert all(name.startswith(f"mini_vlm_engine-{VERSION}.dist-info/") for name in info)
+    assert {name.rpartition("/")[2] for name in info} >= {"LICENSE", "METADATA", "entry_points.txt"}
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert PROJECT["project"]["scripts"] == {"mini-vlm": "engine.cli:main"}
 
 
 def test_the_version_stands_in_one_place() -> None:
