@@ -7,6 +7,7 @@ import torch
 
 from models.attention.paged import AttentionBackend
 from models.batch import ForwardBatch
+from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointTensor
@@ -20,6 +21,10 @@ class VisionLanguageModel(Protocol):
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What each layer caches of a sequence."""
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         """uint8 images (H, W, 3) on the device -> for each its embeddings (1 + L, N, D), in a storage of its own.

@@ -8,11 +8,12 @@ from torch import nn
 from models.attention.paged import AttentionBackend
 from models.backends.backend import Backend
 from models.batch import ForwardBatch
+from models.cache import CacheSpec, PagedKV
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointTensor, module_tensors
 from models.layers.embedding import VocabParallelEmbedding
-from models.parallel import TensorParallel
+from models.parallel import TensorParallel, kv_heads_of
 from models.text import TextModel
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
@@ -37,6 +38,12 @@ class Qwen3VL(nn.Module):
             self.lm_head = self.language_model.embed_tokens
         else:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, tp, dtype, device)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        text = self.config.text
+        _, num_kv_heads = kv_heads_of(text.num_kv_heads, self.tp)
+        return CacheSpec((PagedKV(num_kv_heads, text.head_dim, self.dtype.itemsize),) * text.num_layers)
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         if not images:

@@ -34,6 +34,7 @@ from models.config import ModelConfig
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
 from models.sampling import SamplingOps
+from models.step_sizes import StepSizes
 from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
 
@@ -59,13 +60,17 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, tower_stream, free)
-    memory = plan_memory(config, model_config, tp, dtype, needs)
-    pools = allocate_pools(model_config.text, tp, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
+    memory = plan_memory(config, model.cache_spec, needs)
+    pools = allocate_pools(model.cache_spec, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, model_config.geometry, device, sampling_ops.max_top_k)
-    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, config.max_num_seqs, max_blocks)
+    state_bytes, step_sizes = model.cache_spec.state_bytes, backend.step_sizes
+    if state_bytes:
+        step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
+    geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, state_bytes)
+    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
@@ -75,7 +80,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     num_blocks, image_bytes = memory.num_blocks, memory.image_cache_bytes
-    return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, backend.step_sizes)
+    return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))
 
 
 def measure_needs(
@@ -91,7 +96,8 @@ def measure_needs(
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     graphs = 0 if config.enforce_eager else step_graph_bytes(model, backend, *sizes, activations)
-    return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes())
+    states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
+    return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes(), states)
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -164,15 +170,15 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(
-    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, max_num_seqs: int, max_blocks: int
+    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, max_num_seqs: int, max_blocks: int
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads = model.config.text.num_heads // model.tp.size
-    max_decodes = max_num_seqs + backend.step_sizes.large_step
+    max_decodes = max_num_seqs + sizes.large_step
     make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_decodes, max_blocks)
     if make_attention is None:
         return None
-    return StepGraphs(model, make_attention, rows, backend.step_sizes, pools[0][0].shape[0] - 1, max_num_seqs)
+    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)
 
 
 def warm_up(decoder: JpegDecoder) -> None:

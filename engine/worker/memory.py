@@ -17,9 +17,8 @@ from engine.config import GIB, MIB, EngineConfig
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
-from models.config import ModelConfig
+from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
-from models.parallel import TensorParallel, kv_heads_of
 from models.sampling import DrawParams, SamplingOps
 
 logger = logging.getLogger(__name__)
@@ -48,10 +47,11 @@ class Needs:
     activations: int  # of an encode and a step at once, at their peak
     step_graphs: int
     tower: int  # tables and graphs that are made when sizes come again
+    states: int  # of rows, where layers have any
 
     @property
     def total(self) -> int:
-        return self.held + self.activations + self.step_graphs + self.tower
+        return self.held + self.activations + self.step_graphs + self.tower + self.states
 
 
 def free_bytes(device: torch.device) -> int:
@@ -72,18 +72,17 @@ def step_graph_bytes(model: VisionLanguageModel, backend: Backend, max_num_seqs:
     return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
 
 
-def plan_memory(config: EngineConfig, model: ModelConfig, tp: TensorParallel, dtype: torch.dtype, needs: Needs | None) -> MemoryPlan:
+def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> MemoryPlan:
     """`needs` of a GPU, None on a CPU. ValueError if no block fits."""
-    text = model.text
-    block_bytes = 2 * text.num_layers * config.block_size * kv_heads_of(text.num_kv_heads, tp)[1] * text.head_dim * dtype.itemsize
+    block_bytes = config.block_size * spec.bytes_per_token
     image_bytes = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES
     kv_bytes = config.kv_cache_memory_bytes or CPU_KV_BYTES
     if needs is not None:
         left = int(needs.free * config.gpu_memory_utilization) - needs.total
         image_bytes = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE))
         kv_bytes = config.kv_cache_memory_bytes or left - image_bytes
-        parts = (needs.free, needs.held, needs.activations, needs.step_graphs, needs.tower, image_bytes, kv_bytes)
-        text_of = "memory in GiB: %s free at the start; held %s, activations %s, graphs %s, tower %s, image cache %s, KV pool %s"
+        parts = (needs.free, needs.held, needs.activations, needs.step_graphs, needs.tower, needs.states, image_bytes, kv_bytes)
+        text_of = "memory in GiB: %s free at the start; held %s, activations %s, graphs %s, tower %s, states %s, image cache %s, KV pool %s"
         logger.info(text_of, *(f"{size / GIB:.1f}" for size in parts))
     num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes
     if num_blocks < 1:
@@ -111,7 +110,7 @@ def profile_peak(
 ) -> int:
     """Bytes of activations at the peak: of an encoder budget of images, and of a full batch of tokens whose rows are all drawn by sorting
     beside it, since `tower_stream` may encode while another step runs."""
-    device, model_config, tp = model.device, model.config, model.tp
+    device, model_config = model.device, model.config
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     unit = model_config.vision.patch_size * model_config.vision.merge_size
@@ -124,9 +123,9 @@ def profile_peak(
     torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
     num_blocks = -(-num_tokens // config.block_size)
-    pools = allocate_pools(model_config.text, tp, num_blocks, config.block_size, model.dtype, device)
-    attention = backend.attention(pools, model_config.text.num_heads // tp.size)
-    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, device)
+    pools = allocate_pools(model.cache_spec, num_blocks, config.block_size, model.dtype, device)
+    attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
+    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, model.cache_spec, device)
     attention.plan(batch.attention)
     logits_SV = model.logits(model(batch, attention))
     sampling.draw(logits_SV, _sorted_draws(len(logits_SV), device))
@@ -142,7 +141,7 @@ def _sorted_draws(num_rows: int, device: torch.device) -> DrawParams:
     return DrawParams(ones, 0.9 * ones, (0 * ones).log(), zeros, zeros, wide, largest_top_k=0, is_greedy=False)
 
 
-def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, device: torch.device) -> ForwardBatch:
+def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:
     positions = torch.arange(num_tokens, device=device)
     layout = AttentionLayout(
         qo_indptr_cpu=torch.tensor([0, num_tokens], dtype=torch.int32),
@@ -153,4 +152,5 @@ def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, device: tor
         num_prefill_rows=1,
     )
     logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
-    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices)
+    states = tuple(torch.zeros((1, size), dtype=torch.uint8, device=device) for size in spec.state_bytes)
+    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, positions[:1], states)

@@ -165,7 +165,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
     decode_rows = np.arange(len(ids) - num_prefill)
     return HostStep(
         ids=ids[:num_prefill],
-        decode_rows=decode_rows,
+        rows=np.concatenate((np.zeros(layout.num_prefill_rows, dtype=np.int64), decode_rows)),
         positions=batch.positions_3T.cpu().numpy(),
         attention=layout,
         visual=batch.visual,
