@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+VERSION = "0.2.0"  # of the package, of `/version`: the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
