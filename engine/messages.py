@@ -108,7 +108,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False  # a stop string is the end of the text instead of behind it
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
-    echo: bool = False  # the text begins with the prompt's
+    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
+    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -140,6 +141,14 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str | None = None
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
 
@@ -154,6 +163,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
 
 

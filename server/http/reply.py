@@ -130,7 +130,7 @@ class Reply:
             chunks.append(self._format.first_chunk(choice))
         is_token = event.num_tokens > choice.usage.num_generated and event.finish_reason is None
         choice.note(event)
-        if event.text or is_token or event.calls:
+        if event.text or is_token or event.calls or event.logprobs:
             chunks.append(self._format.token_chunk(choice, event))
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason

@@ -145,7 +145,8 @@ class Intake:
         spans = [image.span(start) for image, start in zip(images, prompt.starts, strict=True)]
         room = self.max_model_len - num_prompt
         limit = submit.params.max_tokens
-        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room))
+        bad_words = self._prompts.bad_words(submit.output.bad_words)
+        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room), bad_words=bad_words)
         submit.stages.submitted = time.monotonic()
         wire = Region(PROCESSOR_ARENA, region.offset, region.used)
         return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)

@@ -18,6 +18,7 @@ from engine.messages import (
     Event,
     Events,
     FinishReason,
+    Logprob,
     Pixels,
     RequestOutput,
     ToScheduler,
@@ -74,14 +75,15 @@ class Output:
             request.num_tokens += 1
             if is_stopped:
                 self._stop_early(request, output)
-                events.append(_full_event(request, output, text, request.text.calls, "stop", request.text.stop_string))
+                calls, logprobs = request.text.calls, request.logprobs_of(output, i)
+                events.append(_full_event(request, output, text, calls, logprobs, "stop", request.text.stop_string))
                 return
             if final is not None and is_last:
                 events.append(_finish(request, output, text, final))
                 return
-            is_first = request.num_tokens == 1
-            calls = request.text.calls
-            events.append(_full_event(request, output, text, calls) if is_first else _event(request, text, calls))
+            calls, logprobs = request.text.calls, request.logprobs_of(output, i) if output.logprobs else []
+            is_plain = request.num_tokens > 1
+            events.append(_event(request, text, calls, logprobs) if is_plain else _full_event(request, output, text, calls, logprobs))
         if output.error is not None:
             request.is_ended = True
             events.append(Event(request.submit.rid, error=output.error))
@@ -124,9 +126,9 @@ class Output:
             self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
-def _event(request: Request, text: str, calls: list[CallDelta]) -> Event:
+def _event(request: Request, text: str, calls: list[CallDelta], logprobs: list[Logprob]) -> Event:
     """An event between the first and the last."""
-    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning, calls=calls)
+    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning, calls=calls, logprobs=logprobs)
 
 
 def _full_event(
@@ -134,6 +136,7 @@ def _full_event(
     output: RequestOutput,
     text: str,
     calls: list[CallDelta],
+    logprobs: list[Logprob],
     reason: FinishReason | None = None,
     stop_reason: int | str | None = None,
 ) -> Event:
@@ -148,6 +151,7 @@ def _full_event(
         num_cached_tokens=output.num_cached_tokens,
         stages=output.stages,
         calls=calls,
+        logprobs=logprobs,
         stop_reason=stop_reason,
     )
 
@@ -162,4 +166,5 @@ def _finish(request: Request, output: RequestOutput, text: str, reason: FinishRe
     last = output.token_ids[-1] if output.token_ids else None
     stop_token = last if reason == "stop" and last in request.submit.params.stop_token_ids else None
     stop_reason = request.text.stop_string if is_stopped else stop_token
-    return _full_event(request, output, text + rest, calls + request.text.calls, "stop" if is_stopped else reason, stop_reason)
+    logprobs = request.logprobs_of(output, len(output.token_ids) - 1)
+    return _full_event(request, output, text + rest, calls + request.text.calls, logprobs, "stop" if is_stopped else reason, stop_reason)

@@ -3,8 +3,11 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from engine.messages import EngineRequest, Submit
+import numpy as np
+
+from engine.messages import EngineRequest, Logprob, RequestOutput, Submit
 from server.processor.image import Image, release_all
+from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
 from server.region import Region
@@ -28,7 +31,19 @@ class Request:
 
     def is_stop_token(self, token_id: int) -> bool:
         """Whether the client named it, or it is one of the model's."""
-        return token_id in self.submit.params.stop_token_ids or token_id in self.text.specials
+        return token_id in self.submit.params.stop_token_ids or token_id in self.text.table.specials
+
+    def logprobs_of(self, output: RequestOutput, index: int) -> list[Logprob]:
+        """Of the output's token `index`; of the prompt too where the text begins with it."""
+        if not output.logprobs:
+            return []
+        table = self.text.table
+        found = [of_token(table, output.token_ids[index], output.logprobs[index])]
+        if self.submit.params.prompt_logprobs is None or self.num_tokens > 1:
+            return found
+        assert self.prompt is not None
+        ids = np.frombuffer(self.prompt.view, np.int32).tolist()
+        return [*of_prompt(table, ids, output.prompt_logprobs), *found]
 
     def take_echo(self) -> str:
         """Once."""
