@@ -360,6 +360,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     image_cache_bytes: int
     bytes_per_image_token: int
     step_sizes: StepSizes  # that pay on its device
+    has_state: bool = False  # some layer's cache is a state of the whole row: no prefix can be gone on from
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):

@@ -62,6 +62,8 @@ class ForwardBatch:
     attention: AttentionLayout
     visual: tuple[VisualSlice, ...]
     logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
+    rows: torch.Tensor  # (R,) int64 on the device: the permanent row of each sequence; rows of padding are the scratch row
+    states: tuple[torch.Tensor, ...] = ()  # for each layer with a state: (permanent rows, bytes) uint8 on the device, see `models.cache`
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

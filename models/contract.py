@@ -7,6 +7,7 @@ import torch
 
 from models.attention.paged import AttentionBackend
 from models.batch import ForwardBatch
+from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointTensor
@@ -20,6 +21,10 @@ class VisionLanguageModel(Protocol):
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What each layer caches of a sequence."""
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         """uint8 images (H, W, 3) on the device -> for each its embeddings (1 + L, N, D), in a storage of its own.
@@ -48,6 +53,9 @@ class VisionLanguageModel(Protocol):
 
     def quantize_(self) -> None:
         """Makes the decoder's matrices float8; once, before anything is captured."""
+
+    def kept_bytes(self) -> int:
+        """Bytes of device memory that what `prepare` makes, and tables of sizes that came, may come to hold."""
 
     def prepare(self, is_busy: bool = False) -> bool:
         """Work that pays later, for a time when the host has nothing to launch: False if there is none. Takes a few tens of milliseconds.

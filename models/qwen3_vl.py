@@ -8,11 +8,12 @@ from torch import nn
 from models.attention.paged import AttentionBackend
 from models.backends.backend import Backend
 from models.batch import ForwardBatch
+from models.cache import CacheSpec, PagedKV
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointTensor, module_tensors
 from models.layers.embedding import VocabParallelEmbedding
-from models.parallel import TensorParallel
+from models.parallel import TensorParallel, kv_heads_of
 from models.text import TextModel
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
@@ -38,6 +39,12 @@ class Qwen3VL(nn.Module):
         else:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, tp, dtype, device)
 
+    @property
+    def cache_spec(self) -> CacheSpec:
+        text = self.config.text
+        _, num_kv_heads = kv_heads_of(text.num_kv_heads, self.tp)
+        return CacheSpec((PagedKV(num_kv_heads, text.head_dim, self.dtype.itemsize),) * text.num_layers)
+
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         if not images:
             return []
@@ -50,6 +57,10 @@ class Qwen3VL(nn.Module):
 
     def quantize_(self) -> None:
         self.language_model.quantize_()
+
+    def kept_bytes(self) -> int:
+        graphs = 0 if self._graphs is None else self._graphs.max_bytes()
+        return self.visual.max_table_bytes() + graphs
 
     def prepare(self, is_busy: bool = False) -> bool:
         return self._graphs is not None and self._graphs.capture_one(is_busy)

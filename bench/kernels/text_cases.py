@@ -10,9 +10,9 @@ from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
 from models.backends.ops import KVPool, Ops, Product
 from models.batch import AttentionLayout
+from models.cache import CacheSpec, PagedKV
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
-from models.parallel import TensorParallel
 
 CHUNK = 8192
 MIXED = 216  # tokens of a step: a chunk and decodes
@@ -33,7 +33,8 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(ops.residual(x), norm, EPS)])
     for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
-    pools = allocate_pools(text, TensorParallel.single(), POOL_BLOCKS, PAGE, torch.bfloat16, device)[:2]
+    spec = CacheSpec((PagedKV(text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize),) * 2)
+    pools = allocate_pools(spec, POOL_BLOCKS, PAGE, torch.bfloat16, device)
     yield norm_rope_store(config, ops, pools[0], device)
     prefill = backend.attention(pools, text.num_heads)
     for new, context in ((CHUNK, 0), (1024, CHUNK), (3681, 25_760), (200, 28_000)):  # the last two in parts

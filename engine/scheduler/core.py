@@ -201,7 +201,8 @@ class SchedulerCore:
             if chunk.sample:
                 count = next(counts) if drawn.num_tokens else 1
                 ids = list(islice(token_ids, count))
-                known = [entry for entry in islice(logprobs, count) if entry is not None]
+                if drawn.logprobs:
+                    known = [entry for entry in islice(logprobs, count) if entry is not None]
             kept, reason = self.state.land(request, chunk, ids)
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)

@@ -8,7 +8,7 @@ it touches nothing that anybody reads.
 All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
 shape, with what has no fixed length behind:
 
-    ids_P | rows_D | positions_3T | slots_T | logits_indices_S | plan of the attention | pages ... | how to draw, new rows ...
+    ids_P | rows_R | positions_3T | slots_T | logits_indices_S | plan of the attention | pages ... | how to draw, new rows ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -78,11 +78,12 @@ class StepGraphs:
         self._scratch_row = rows.last_token_R.shape[0] - 1
         self._scratch_block = scratch_block
         self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
-        self._chunk_sizes = {rows: sizes.chunks(rows) for rows in sizes.up_to(sizes.mixed_decodes, max_num_seqs)}
+        mixed = sizes.up_to(sizes.mixed_decodes, max_num_seqs) if sizes.largest_chunk else []
+        self._chunk_sizes = {rows: sizes.chunks(rows) for rows in mixed}
         self._largest_chunk = sizes.largest_chunk
         shape = (model.config.num_visual_levels, sizes.largest_chunk, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
-        num_logits = MAX_PREFILL_ROWS + max(self._decode_sizes[-1], *self._chunk_sizes)
+        num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
         self._staging = Staging(0, self._device)
         self._graphs: dict[Shape, Graph] = {}
@@ -141,8 +142,11 @@ class StepGraphs:
         """The step with as many tokens and rows as `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
         tokens, decodes = shape
         num_prefill, num_decode = len(step.ids), len(step.decode_rows)
-        ids_P, rows_D = np.zeros(tokens, dtype=np.int64), np.full(decodes, self._scratch_row, dtype=np.int64)
-        ids_P[:num_prefill], rows_D[:num_decode] = step.ids, step.decode_rows
+        ids_P, first_decode = np.zeros(tokens, dtype=np.int64), _num_prefill_rows(shape)
+        rows_R = np.full(first_decode + decodes, self._scratch_row, dtype=np.int64)
+        num_prompts = step.attention.num_prefill_rows
+        ids_P[:num_prefill], rows_R[:num_prompts] = step.ids, step.rows[:num_prompts]
+        rows_R[first_decode : first_decode + num_decode] = step.decode_rows
         places = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # of the step's tokens
         slots_T = np.full(tokens + decodes, self._scratch_block * self._rows.block_size, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + decodes), dtype=np.int64)
@@ -151,7 +155,7 @@ class StepGraphs:
         logits_indices_S = np.arange(tokens - last, tokens + decodes)
         logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
         layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
-        return replace(step, ids=ids_P, decode_rows=rows_D, positions=positions_3T, attention=layout, logits_indices=logits_indices_S)
+        return replace(step, ids=ids_P, rows=rows_R, positions=positions_3T, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
         """The layout with the rows of `shape`: one takes the tokens that lack, further ones are empty; then decode rows of one token."""
@@ -179,7 +183,7 @@ class StepGraphs:
         padded = self._pad(HostStep.empty(), shape)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in _fixed_arrays(padded, attention)]
-        ids_P, rows_D, positions_3T, slots_T, logits_indices_S, *plan = fixed
+        ids_P, rows_R, positions_3T, slots_T, logits_indices_S, *plan = fixed
         pages = self._staging.rest(torch.int32)
         self._staging.put(padded.attention.pages.numpy())
         self._staging.copy()
@@ -188,8 +192,8 @@ class StepGraphs:
         visual = (VisualSlice(0, len(ids_P), 0, self._embedding),) if len(ids_P) else ()
 
         def forward() -> torch.Tensor:
-            ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_D]])
-            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S)
+            ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]])
+            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, self._rows.states)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)
@@ -226,7 +230,7 @@ def _num_prompt_ends(shape: Shape) -> int:
 def _fixed_arrays(padded: HostStep, attention: FixedAttention) -> list[npt.NDArray[np.integer]]:
     """What a graph reads but for the pages, in the order of its memory."""
     layout = padded.attention
-    step: tuple[Int64s, ...] = padded.ids, padded.decode_rows, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
+    step: tuple[Int64s, ...] = padded.ids, padded.rows, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
     return [*step, *attention.plan_arrays(layout)]
 
 

@@ -37,7 +37,7 @@ class HostStep:
     """A step before it goes to the device: P tokens of prompts, then D decode rows, whose input token is the last one drawn."""
 
     ids: Int64s  # (P,)
-    decode_rows: Int64s  # (D,) permanent rows
+    rows: Int64s  # (R,) permanent rows of the prompts, then of the D decode rows
     positions: Int64s  # (3, P + D)
     attention: AttentionLayout  # with pages and slots on the CPU
     visual: tuple[VisualSlice, ...]
@@ -45,6 +45,11 @@ class HostStep:
     draws: HostDraws  # S, or none if the caller draws
     admitted: Int64s  # (2, A): rows that are new, and their last known tokens
     scored: tuple[ScoredChunk, ...] = ()
+
+    @property
+    def decode_rows(self) -> Int64s:
+        """(D,) permanent rows."""
+        return self.rows[self.attention.num_prefill_rows :]
 
     @classmethod
     def empty(cls) -> "HostStep":
@@ -66,7 +71,8 @@ class StepInputs:
 
 
 class Rows:
-    """All rows of a worker: block tables on the host, last tokens on the device (one scratch row more, for padded graphs)."""
+    """All rows of a worker: block tables on the host; last tokens, and the states of layers that have one, on the device (with one
+    scratch row more, for padded graphs)."""
 
     def __init__(
         self,
@@ -76,9 +82,11 @@ class Rows:
         geometry: VisionGeometry,
         device: torch.device,
         max_top_k: int = 0,  # see `SamplingOps`
+        state_bytes: Sequence[int] = (),
     ):
         self.block_size = block_size
         self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.states = tuple(torch.zeros((max_num_seqs + 1, size), dtype=torch.uint8, device=device) for size in state_bytes)
         self._geometry = geometry
         self._draws = DrawTable(max_num_seqs, max_top_k)
         self._rows: list[Row | None] = [None] * max_num_seqs
@@ -113,7 +121,7 @@ class Rows:
         last_known = [self._row(admit.row).known_ids[-1] for admit in admits]
         return HostStep(
             ids=ids,
-            decode_rows=np.asarray([chunk.row for chunk in decodes], dtype=np.int64),
+            rows=np.asarray([chunk.row for chunk in chunks], dtype=np.int64),
             positions=positions,
             attention=self._layout(chunks, len(prefills)),
             visual=_visual_slices(prefills, images),
@@ -128,7 +136,7 @@ class Rows:
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
         ids_T = staging.put(np.concatenate((step.ids, np.zeros_like(step.decode_rows))))
-        positions_3T, decode_rows = staging.put(step.positions), staging.put(step.decode_rows)
+        positions_3T, rows_R = staging.put(step.positions), staging.put(step.rows)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         tokens = step.logits_indices
         wanted = np.unique(np.concatenate((tokens, *(chunk.tokens for chunk in step.scored)))) if step.scored else tokens
@@ -137,9 +145,10 @@ class Rows:
         draws, admitted = step.draws.stage(staging), staging.put(step.admitted)
         staging.copy()
         self.remember(admitted)
-        if len(decode_rows):
-            ids_T[num_prefill:] = self.last_token_R[decode_rows]
-        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices), draws, places, scoring)
+        if len(step.decode_rows):
+            ids_T[num_prefill:] = self.last_token_R[rows_R[layout.num_prefill_rows :]]
+        batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states)
+        return StepInputs(batch, draws, places, scoring)
 
     def remember(self, admitted: torch.Tensor) -> None:
         """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""

@@ -9,8 +9,7 @@ import torch
 
 from models.backends.ops import KVPool
 from models.batch import AttentionLayout
-from models.config import TextConfig
-from models.parallel import TensorParallel, kv_heads_of
+from models.cache import CacheSpec, PagedKV
 
 Int32s = npt.NDArray[np.int32]
 
@@ -72,13 +71,11 @@ def on_device(arrays: Sequence[Int32s], device: torch.device) -> list[torch.Tens
     return [moved(array) for array in arrays]
 
 
-def allocate_pools(
-    config: TextConfig, tp: TensorParallel, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> list[KVPool]:
-    """One (k, v) pair per layer, zeros (a page that was never written must not hold NaN), this rank's KV heads."""
-    shape = (num_blocks, page_size, kv_heads_of(config.num_kv_heads, tp)[1], config.head_dim)
+def allocate_pools(spec: CacheSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
+    """One (k, v) pair per layer with paged KV, zeros: a page that was never written must not hold NaN."""
 
-    def zeros() -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def zeros(layer: PagedKV) -> torch.Tensor:
+        assert layer.dtype_bytes == dtype.itemsize
+        return torch.zeros((num_blocks, page_size, layer.num_kv_heads, layer.head_dim), dtype=dtype, device=device)
 
-    return [(zeros(), zeros()) for _ in range(config.num_layers)]
+    return [(zeros(layer), zeros(layer)) for layer in spec.paged]

@@ -123,7 +123,7 @@ class PagedRunner:
         self.model = model
         self.page_size = page_size
         config = model.config.text
-        self.pools = allocate_pools(config, model.tp, num_blocks, page_size, model.dtype, model.device)
+        self.pools = allocate_pools(model.cache_spec, num_blocks, page_size, model.dtype, model.device)
         self.attention: AttentionBackend = backend.attention(self.pools, config.num_heads // model.tp.size)
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
 
@@ -196,6 +196,7 @@ class PagedRunner:
             attention=layout,
             visual=tuple(visual),
             logits_indices=self._tensor(indices, torch.int64),
+            rows=self._tensor(range(len(rows)), torch.int64),
         )
 
     def _tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:

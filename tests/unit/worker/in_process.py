@@ -27,12 +27,12 @@ from models.backends.torch.attention import TorchAttention
 from models.backends.torch.backend import TorchBackend
 from models.backends.torch.jpeg import PillowDecoder
 from models.backends.torch.sampling import TorchSampling
+from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.step_sizes import StepSizes
-from models.tuned import CPU_STEP_SIZES
 from models.weights import load_weights
 
 ARENA_BYTES = 1 << 24
@@ -114,8 +114,8 @@ class Engine:
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids))
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
-        pools = allocate_pools(config.text, tp, num_blocks + 1, 16, torch.float32, CPU)
-        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU)
+        pools = allocate_pools(model.cache_spec, num_blocks + 1, 16, torch.float32, CPU)
+        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, state_bytes=model.cache_spec.state_bytes)
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = TORCH.attention(pools, config.text.num_heads)
