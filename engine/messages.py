@@ -123,6 +123,8 @@ class Submit(msgspec.Struct, tag=True):
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
+    n: int = 1  # answers, each with its own events
+    priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
 
 
@@ -131,6 +133,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
+    index: int | None = None  # of the answer that is meant; None: all
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +153,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
+    """Something for the client of `rid`. Exactly one event of an answer has a `finish_reason`; it is its last. An `error` ends all."""
 
     rid: int
     text: str = ""
@@ -165,6 +168,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
     logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
+    index: int = 0  # of the answer
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -205,7 +209,11 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
+
+    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
+    `priority` come first, in the order of their arrival.
+    """
 
     rid: int
     prompt: Region
@@ -213,6 +221,8 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     stages: Stages
     cache_salt: str = ""
+    n: int = 1
+    priority: int = 0
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -232,7 +242,7 @@ class Pixels(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
+    """New tokens of answer `index` of a request; with `finish_reason` or `error` it is this answer's last output."""
 
     rid: int
     token_ids: list[int]
@@ -242,6 +252,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
+    index: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -32,6 +32,8 @@ class CompletionEndpoint(GenerationEndpoint):
                 output=output_options(request, echo=bool(request.echo)),
                 stages=stages_of(body),
                 cache_salt=request.cache_salt or "",
+                n=request.n or 1,
+                priority=request.priority or 0,
             )
             for rid, prompt in zip(rids, request.prompts, strict=True)
         ]

@@ -18,7 +18,6 @@ MAX_LOGGED_FIELDS = 100
 # The values that mean "off", or what this server does anyway.
 LIMITED: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "n": (1,),
     "best_of": (1,),
     "suffix": (),
     "functions": ([],),
@@ -94,7 +93,7 @@ LIMITED: dict[str, tuple[object, ...]] = {
 
 HARMLESS = frozenset({
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "prediction", "request_id", "rid", "session_id", "priority", "add_special_tokens", "spaces_between_special_tokens", "stream_interval",
+    "prediction", "request_id", "rid", "session_id", "add_special_tokens", "spaces_between_special_tokens", "stream_interval",
     "extra_key", "custom_labels", "guided_decoding_backend", "routed_experts_start_len", "routed_experts_prompt_start",
     "return_mm_kwargs", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank",
     "data_parallel_rank",

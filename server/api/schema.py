@@ -17,6 +17,7 @@ MAX_MESSAGES = 10_000
 MAX_STOPS = 4
 MAX_TOOLS = 1024
 MAX_PROMPTS = 128
+MAX_ANSWERS = 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
@@ -152,6 +153,8 @@ class GenerationRequest(Strict):
     no_stop_trim: bool | None = None  # SGLang's name for it
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None

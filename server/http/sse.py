@@ -42,10 +42,10 @@ class Usage(msgspec.Struct):
         if event.is_reasoning:
             self.num_reasoning = event.num_tokens
 
-    def add(self, other: "Usage") -> None:
+    def add(self, other: "Usage", with_prompt: bool) -> None:
         """Counts another choice too."""
-        self.num_prompt += other.num_prompt
-        self.num_cached += other.num_cached
+        self.num_prompt += other.num_prompt * with_prompt
+        self.num_cached += other.num_cached * with_prompt
         self.num_generated += other.num_generated
         self.num_reasoning += other.num_reasoning
 
