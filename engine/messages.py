@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -126,6 +126,7 @@ class Submit(msgspec.Struct, tag=True):
     n: int = 1  # answers, each with its own events
     priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -208,6 +209,13 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.length
 
 
+class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that rank 0 can read, in the processor arena. It holds behind the token `after`, if that is given (the end of thoughts)."""
+
+    region: Region
+    after: int | None = None
+
+
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
 
@@ -223,6 +231,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str = ""
     n: int = 1
     priority: int = 0
+    grammar: CompiledGrammar | None = None
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -304,6 +313,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
     blocks: list[int]  # held from the prefix cache
     params: SamplingParams
+    grammar: CompiledGrammar | None = None
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):

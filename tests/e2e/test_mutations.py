@@ -70,9 +70,9 @@ class Checked:
         drawn: list[torch.Tensor] = []
         sample = Sampler.sample
 
-        def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, draws: Any) -> Sampled:
+        def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, *rest: Any) -> Sampled:
             drawn.append(logits_SV.clone())
-            return sample(sampler, logits_SV, draws)
+            return sample(sampler, logits_SV, *rest)
 
         patch.setattr(Sampler, "sample", note_and_sample)
         engine = in_process.Engine(self._model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)

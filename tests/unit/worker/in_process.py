@@ -9,7 +9,17 @@ import numpy as np
 import torch
 
 from engine.arena import Arena, create_memfd
-from engine.messages import EngineRequest, ImageSource, ImageSpan, PromptLogprobs, Region, SamplingParams, Stages, TokenLogprobs
+from engine.messages import (
+    CompiledGrammar,
+    EngineRequest,
+    ImageSource,
+    ImageSpan,
+    PromptLogprobs,
+    Region,
+    SamplingParams,
+    Stages,
+    TokenLogprobs,
+)
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -30,6 +40,7 @@ from models.backends.torch.sampling import TorchSampling
 from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.batch import AttentionLayout
 from models.config import ModelConfig
+from models.demo import CHECKPOINT
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.step_sizes import StepSizes
@@ -126,7 +137,7 @@ class Engine:
         self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, merged.max_num_seqs, run_again) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
-        sampler = Sampler(TorchSampling(), merged.max_num_seqs, config.text.vocab_size, config.eos_token_ids, CPU)
+        sampler = Sampler(TorchSampling(), merged.max_num_seqs, config, CHECKPOINT, CPU)
         self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
         self.tokens: dict[int, list[int]] = {}
@@ -134,7 +145,15 @@ class Engine:
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
-    def add(self, rid: int, parts: Sequence[list[int] | Picture], max_tokens: int = 8, **params: object) -> None:
+    def add(
+        self,
+        rid: int,
+        parts: Sequence[list[int] | Picture],
+        max_tokens: int = 8,
+        grammar: bytes | None = None,
+        after: int | None = None,
+        **params: object,
+    ) -> None:
         """`parts`: token ids and pictures in the order of the prompt."""
         ids: list[int] = []
         spans: list[ImageSpan] = []
@@ -151,7 +170,8 @@ class Engine:
                 ids += part
         prompt = np.asarray(ids, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
-        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages()), prompt)
+        rules = None if grammar is None else CompiledGrammar(self._store(grammar), after)
+        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), grammar=rules), prompt)
         self.tokens[rid], self.logprobs[rid] = [], []
 
     def step(self) -> bool:
