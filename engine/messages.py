@@ -220,7 +220,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
 
     It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
-    `priority` come first, in the order of their arrival.
+    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
     """
 
     rid: int
@@ -231,6 +231,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str = ""
     n: int = 1
     priority: int = 0
+    deadline: float | None = None
     grammar: CompiledGrammar | None = None
 
 
