@@ -33,12 +33,12 @@ from engine.worker.runner import LaunchedStep, Runner
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.backends.make import make_backend
 from models.config import ModelConfig
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
-from models.tuned import HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights
 
 ARENA_BYTES = 1 * GIB
@@ -71,7 +71,7 @@ class Bench:
         rows = Rows(num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
-        graphs = make_graphs(model, backend, pools, rows, HOPPER_STEP_SIZES, self._config.max_num_seqs, NUM_BLOCKS)
+        graphs = make_graphs(model, backend, pools, rows, backend.step_sizes, self._config.max_num_seqs, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)

@@ -7,6 +7,7 @@ Every request has fresh images and its own text; a client sends its next request
 
 import argparse
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--content", choices=["noise", "smooth"], default="smooth")
     parser.add_argument("--input-tokens", type=int, default=256, help="text tokens, about")
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--fields", type=json.loads, default={}, help="JSON laid over each request's body; null takes a field away")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
@@ -44,7 +46,8 @@ def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> 
     bodies = []
     for i in range(count):
         uris = [data_uri(next(jpegs)) for _ in range(args.images)]
-        bodies.append(chat_body(model, [user_message(uris, text_of(args.input_tokens, seed + i))], args.output_tokens))
+        body = chat_body(model, [user_message(uris, text_of(args.input_tokens, seed + i))], args.output_tokens) | args.fields
+        bodies.append({name: value for name, value in body.items() if value is not None})
     return bodies
 
 

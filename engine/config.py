@@ -30,7 +30,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
         "demo"
     )
-    served_model_name: Annotated[str | None, "name that the API shows and accepts; default: the model as given"] = None
+    served_model_name: Annotated[
+        str | None, "name that the API shows and accepts, or several with commas between; default: the model as given"
+    ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"
     ] = "auto"
@@ -49,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
     api_key: Annotated[str | None, "demand this bearer token; default: the environment's ENGINE_API_KEY, else none"] = None
+    allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
+    access_log: Annotated[bool, "one line of the log for every request"] = True
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None

@@ -41,7 +41,7 @@ class Runtime(msgspec.Struct, frozen=True):
     lifeline_fd: int
     listener_fd: int  # the api's socket: bound, not listening
     model_folder: str
-    model_name: str
+    model_names: tuple[str, ...]  # that the API accepts; the first one stands in answers
     max_model_len: int
 
 

@@ -7,7 +7,7 @@
 | processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
-| worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
+| worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
@@ -17,17 +17,14 @@ from typing import Literal
 
 import msgspec
 
+from engine.params import PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
 DEPTH = 2  # plans sent whose results are not all in: one runs, one waits behind it. What workers keep for steps in flight is for so many
-
-MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of one token and, with `min_tokens`, ends
-MAX_BAD_WORDS = 128  # of several tokens
-MAX_BAD_WORD_TOKENS = 16
-MAX_TOP_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -51,55 +48,6 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     retry_after: int | None = None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the context.
-
-    Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
-    Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
-    `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    min_tokens: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    logprobs: int | None = None
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at the place of one token: its own, and the most likely tokens with theirs, the most likely first."""
-
-    logprob: float
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-class Stages(msgspec.Struct):
-    """When a request passed each boundary of its critical path; 0.0 until it has."""
-
-    received: float = 0.0  # last byte of the body
-    submitted: float = 0.0  # handed to the scheduler by the processor: media hashed, prompt built
-    admitted: float = 0.0  # first named in a plan
-    launched: float = 0.0  # first chunk launched by the worker
-    prefilled: float = 0.0  # last chunk done on the device
-    first_token: float = 0.0  # first token received by the scheduler
-    sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
-    encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
-    forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
-    images_encoded: int = 0  # for this request; its other images came from a cache
-
-
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
@@ -117,18 +65,49 @@ class Payload(msgspec.Struct, tag=True, frozen=True):
     payload: Region
 
 
-class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A validated chat request. `messages` is JSON; an image part in it is `{"type": "image", "media": index into media}`."""
+class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
+    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
+
+    messages: bytes
+    tools: bytes | None = None
+    template_kwargs: dict[str, bool] = {}
+    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
+
+
+class TextPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
+
+    text: str
+
+
+class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Token ids, within the vocabulary."""
+
+    ids: list[int]
+
+
+class OutputOptions(msgspec.Struct, frozen=True):
+    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+
+    stop: list[str] = []
+    include_stop: bool = False  # a stop string is the end of the text instead of behind it
+    skip_special_tokens: bool = True
+    calls: Literal["none", "one", "all"] = "none"
+    echo: bool = False  # the text begins with the prompt's
+
+
+class Submit(msgspec.Struct, tag=True):
+    """A validated request."""
 
     rid: int
-    messages: bytes
+    prompt: ChatPrompt | TextPrompt | TokenPrompt
     media: list[MediaRef]
     params: SamplingParams
-    stop: list[str]
+    output: OutputOptions
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
-    template_kwargs: dict[str, bool | str] = {}
     cache_salt: str = ""
+    is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +116,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
     index: int | None = None  # of the answer that is meant; None: all
+
+
+class CallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of tool call `index`: its first one has the name, all have a piece of the arguments' JSON."""
+
+    index: int
+    arguments: str
+    name: str | None = None
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -151,6 +138,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
+    calls: list[CallDelta] = []
+    stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -234,34 +224,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
     index: int = 0
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and running totals of the engine, for `/metrics` and `/health`. The scheduler's, but for what says otherwise."""
-
-    max_model_len: int = 0  # tokens of a request, answer included: what was asked for, cut to the KV pool
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0  # free or only cached
-    num_pinned_images: int = 0
-    image_cache_bytes: int = 0
-    image_cache_budget: int = 0
-    image_host_cache_bytes: int = 0  # of each worker
-    image_host_cache_budget: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    images_encoded: int = 0
-    images_hit: int = 0
-    images_skipped: int = 0  # every token came from the prefix cache
-    images_evicted: int = 0
-    images_restored: int = 0  # from host memory; not hits
-    images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
-    preemptions: int = 0
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -371,6 +335,18 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     forward_ms: float = 0.0
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
+
+
+Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A worker lives; what its main thread does, and since when. Comes every second, whatever that is, unless the worker is stopped."""
+
+    rank: int
+    activity: Activity
+    since: float
 
 
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
@@ -385,4 +361,4 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult
+ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat

@@ -109,7 +109,7 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
         lifeline_fd=family.lifeline_fd,
         listener_fd=listener_fd,
         model_folder=str(resolved.folder),
-        model_name=config.served_model_name or resolved.name,
+        model_names=tuple(name.strip() for name in (config.served_model_name or resolved.name).split(",")),
         max_model_len=config.max_model_len or limit,
     )
 
@@ -127,10 +127,10 @@ def start_all(family: Family, runtime: Runtime) -> None:
 
 def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     """The one line that says where, and what to try."""
-    body = f'{{"model": "{runtime.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    body = f'{{"model": "{runtime.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if runtime.config.api_key else ""
     example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    return f"ready after {seconds:.1f} s: {url} serves {runtime.model_name}\n  {example}"
+    return f"ready after {seconds:.1f} s: {url} serves {runtime.model_names[0]}\n  {example}"
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

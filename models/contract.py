@@ -54,6 +54,9 @@ class VisionLanguageModel(Protocol):
     def quantize_(self) -> None:
         """Makes the decoder's matrices float8; once, before anything is captured."""
 
+    def kept_bytes(self) -> int:
+        """Bytes of device memory that what `prepare` makes, and tables of sizes that came, may come to hold."""
+
     def prepare(self, is_busy: bool = False) -> bool:
         """Work that pays later, for a time when the host has nothing to launch: False if there is none. Takes a few tens of milliseconds.
 

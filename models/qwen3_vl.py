@@ -58,6 +58,10 @@ class Qwen3VL(nn.Module):
     def quantize_(self) -> None:
         self.language_model.quantize_()
 
+    def kept_bytes(self) -> int:
+        graphs = 0 if self._graphs is None else self._graphs.max_bytes()
+        return self.visual.max_table_bytes() + graphs
+
     def prepare(self, is_busy: bool = False) -> bool:
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 

@@ -38,8 +38,11 @@ class SamplingOps(Protocol):
 
     max_top_k: int  # the largest that needs no sorted vocabulary
 
-    def penalise_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_AV: torch.Tensor, penalties_A3: torch.Tensor) -> None:
-        """Penalties are (repetition, frequency, presence), float32. `counts_AV` (int32) says how often a token was drawn, plus IN_PROMPT.
+    def penalise_(
+        self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_RV: torch.Tensor, rows_A: torch.Tensor, penalties_A3: torch.Tensor
+    ) -> None:
+        """Penalties are (repetition, frequency, presence), float32. `counts_RV[rows_A]` (int32) says how often each token was drawn, plus
+        IN_PROMPT if it is in the prompt.
 
         First a logit of a token that was drawn or is in the prompt is divided by the repetition penalty, or multiplied if negative; then it
         loses the frequency penalty for each time it was drawn, and the presence penalty if it was drawn at all.

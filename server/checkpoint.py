@@ -19,6 +19,7 @@ class Checkpoint:
     geometry: VisionGeometry
     sampling: SamplingDefaults
     image_token_id: int
+    vocab_size: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
     chat_template: str
     special_tokens: dict[str, str]  # as templates name them: `eos_token`
@@ -36,6 +37,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         geometry=model.geometry,
         sampling=model.sampling,
         image_token_id=model.image_token_id,
+        vocab_size=model.text.vocab_size,
         num_values_per_image_token=model.num_visual_levels * model.vision.out_hidden_size,
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),

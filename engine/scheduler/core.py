@@ -209,7 +209,7 @@ class SchedulerCore:
         order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
         if index:
-            params = msgspec.structs.replace(params, seed=params.seed + index)
+            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)  # the first one has those
             sources, awaited = siblings[0].sources, siblings[0].awaited
         else:
             sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
@@ -247,7 +247,7 @@ class SchedulerCore:
             self._fail_image(step.encoded[image_id])
         drawn = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
-        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+        for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             ids: list[int] = []
             known: list[TokenLogprobs] = []
             if chunk.sample:
@@ -260,18 +260,21 @@ class SchedulerCore:
                 self._release_if_landed(request)
                 continue
             _note_stages(request, chunk.sample, results)
+            if index in drawn.prompt_logprobs:
+                request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if kept:
                 self._deliver(request, kept, known[: len(kept)], reason)
 
     def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
-        stages = None
+        stages, num_cached = None, max(0, request.num_cached)
+        prompt_logprobs = request.prompt_logprobs if request.num_known == request.num_prompt + len(token_ids) else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        num_cached = max(0, request.num_cached)
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, request.index))
+        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs, request.index)
+        self._outputs.append(output)
         if reason is not None:
             self._end(request)
 

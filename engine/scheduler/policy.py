@@ -132,7 +132,7 @@ class _StepBuilder:
             return request.awaits_prefix
         size = self.state.blocks.block_size
         worth = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
-        for other in self.state.running if self.limits.prefix_cache else []:
+        for other in self.state.running if self.limits.prefix_cache and request.uses_prefixes else []:
             if other.order > request.order:
                 break  # the oldest never waits, so every wait ends
             if other.num_known - other.num_committed * size < worth:
@@ -194,7 +194,7 @@ class _StepBuilder:
 
     def _prefix_hits(self, request: Request) -> list[int]:
         """Cached blocks of the beginning; at least one token is always left to compute, for its logits."""
-        if not self.limits.prefix_cache:
+        if not self.limits.prefix_cache or not request.uses_prefixes:
             return []
         ids = request.known_ids()
         usable = min(request.num_tokens - 1, len(ids)) // self.state.blocks.block_size

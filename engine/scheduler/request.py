@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, SamplingParams
+from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, PromptLogprobs, SamplingParams
 from engine.scheduler.blocks import BlockHasher
 
 
@@ -54,6 +54,7 @@ class Request:
     leader: "Request | None" = None  # while waiting: an older request that was found to compute this one's beginning
     num_shared_blocks: int = 0  # how many blocks that beginning has
     sources: dict[bytes, ImageSource] = field(default_factory=dict)  # what workers can encode, by hash: no files
+    prompt_logprobs: PromptLogprobs | None = None  # of the prompt's beginning, if they are wanted
     awaited: set[bytes] = field(default_factory=set)  # hashes of files whose pixels the processor was asked for
 
     @property
@@ -88,6 +89,11 @@ class Request:
         return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
 
     @property
+    def uses_prefixes(self) -> bool:
+        """False if every token of the prompt has to be computed, because its log-probability is wanted."""
+        return self.params.prompt_logprobs is None
+
+    @property
     def awaits_prefix(self) -> bool:
         """True until the leader has committed the whole shared beginning, or does not run any more. A sibling's need only be planned: what
         may turn out wrong in it, an image, fails all of them."""
@@ -97,6 +103,12 @@ class Request:
         if leader.wire is self.wire:
             return leader.num_computed < self.num_shared_blocks * self.hasher.block_size
         return leader.num_committed < self.num_shared_blocks
+
+    def note_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Those of a chunk have come. After a preemption chunks come again, and may be cut otherwise."""
+        known = self.prompt_logprobs
+        if known is None or part.end > known.end:
+            self.prompt_logprobs = part if known is None else known.extended(part)
 
     def num_shared_with(self, other: "Request") -> int:
         """Tokens of the common beginning: under one salt, of equal ids and images. Compares instead of hashing: 10 us for 30k tokens."""

@@ -20,7 +20,7 @@ from engine.messages import PROCESSOR_ARENA, WorkerReady
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.memory import allocate_host, plan_memory, profile_peak
+from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak, step_graph_bytes
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -33,13 +33,13 @@ from models.backends.ops import KVPool
 from models.config import ModelConfig
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
+from models.sampling import SamplingOps
 from models.step_sizes import StepSizes
 from models.symmetric import SymmetricSums, peers_are_mapped
-from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
-STAGED_PER_TOKEN = 5 * INT64  # an id, three positions, a slot
+STAGED_PER_TOKEN = 8 * INT64  # an id, three positions, a slot; of a scored token also its place, its target, and that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
@@ -47,7 +47,7 @@ STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
 
 def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, WorkerReady]:
     """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
-    config = child.config
+    config, free = child.config, free_bytes(device)
     dtype = pick_dtype(config, device)
     tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
     backend = make_backend(child.runtime.backend, device)
@@ -56,31 +56,48 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
     sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
-    peak = profile_peak(model, backend, config, tower_stream)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
-    memory = plan_memory(config, model.cache_spec, device, peak)
+    sampler.warm_up()
+    decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
+    warm_up(decoder)
+    needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, tower_stream, free)
+    memory = plan_memory(config, model.cache_spec, needs)
     pools = allocate_pools(model.cache_spec, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    state_bytes = model.cache_spec.state_bytes
-    step_sizes = HOPPER_STEP_SIZES if device.type == "cuda" else CPU_STEP_SIZES
+    state_bytes, step_sizes = model.cache_spec.state_bytes, backend.step_sizes
     if state_bytes:
         step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
     geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, state_bytes)
     graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
     if graphs is not None:
-        child.progress(f"captured {graphs.capture()} graphs")
+        before = free_bytes(device)
+        child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
-    warm_up(decoder)
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     staging = Staging(staging_bytes(config, max_blocks), device)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))
+    num_blocks, image_bytes = memory.num_blocks, memory.image_cache_bytes
+    return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))
+
+
+def measure_needs(
+    model: VisionLanguageModel,
+    backend: Backend,
+    sampling: SamplingOps,
+    config: EngineConfig,
+    tower_stream: torch.cuda.Stream,
+    free: int,
+) -> Needs:
+    """What this rank's GPU, of which `free` bytes were free at the start, will hold beside the KV pool and the image cache."""
+    activations = profile_peak(model, backend, sampling, config, tower_stream)
+    torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
+    sizes = config.max_num_seqs, config.max_num_batched_tokens
+    graphs = 0 if config.enforce_eager else step_graph_bytes(model, backend, *sizes, activations)
+    states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
+    return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes(), states)
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -157,7 +174,8 @@ def make_graphs(
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads = model.config.text.num_heads // model.tp.size
-    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_num_seqs + sizes.large_step, max_blocks)
+    max_decodes = max_num_seqs + sizes.large_step
+    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_decodes, max_blocks)
     if make_attention is None:
         return None
     return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)

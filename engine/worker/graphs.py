@@ -103,7 +103,7 @@ class StepGraphs:
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
-        return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= self._largest_chunk
+        return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= self._largest_chunk and not step.scored
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.

@@ -1,6 +1,10 @@
-"""How much of a device the KV pool may take: what is left of its share after weights, the image cache and the peak of a forward pass.
+"""How much of a device the KV pool may take: what is left of its share after all that is there and all that is still to come.
 
 Called once at start by the worker. On a CPU the sizes are the configured ones. Host memory for embeddings is had here, too.
+
+    free at the start  x  --gpu-memory-utilization  =
+        held: weights, sampler, decoder of images, CUDA's own   +   peak of a step's activations   +   captured graphs
+        +   tables and graphs of the vision tower   +   image cache   +   KV pool
 """
 
 import logging
@@ -15,12 +19,15 @@ from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
 from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
+from models.sampling import DrawParams, SamplingOps
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 512 * MIB
 CPU_IMAGE_CACHE_BYTES = 256 * MIB
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
+IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
+GRAPH_BYTES = 4 * MIB  # of one captured step: what CUDA keeps of its launches, seen to be less
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +38,58 @@ class MemoryPlan:
     image_cache_bytes: int
 
 
-def plan_memory(config: EngineConfig, spec: CacheSpec, device: torch.device, peak_bytes: int) -> MemoryPlan:
-    """`peak_bytes` is what a profiling pass held at its peak, weights included. ValueError if no block fits."""
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that a GPU will have to hold beside the KV pool and the image cache; `free` is what it had before anything was there."""
+
+    free: int
+    held: int  # by now, as the driver counts
+    activations: int  # of an encode and a step at once, at their peak
+    step_graphs: int
+    tower: int  # tables and graphs that are made when sizes come again
+    states: int  # of rows, where layers have any
+
+    @property
+    def total(self) -> int:
+        return self.held + self.activations + self.step_graphs + self.tower + self.states
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the driver says is free on a GPU; 0 on a CPU, where nothing is planned."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def step_graph_bytes(model: VisionLanguageModel, backend: Backend, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
+    """An upper bound of what captured steps hold: their launches, shared inputs and logits, and the activations of the largest."""
+    sizes, config = backend.step_sizes, model.config
+    if not backend.captures_graphs:
+        return 0
+    decodes = sizes.up_to(sizes.mixed_decodes, max_num_seqs)
+    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(len(sizes.chunks(rows)) for rows in decodes)
+    tokens = sizes.largest_chunk + decodes[-1]
+    logits = 2 * 4 * (decodes[-1] + sizes.large_step) * config.text.vocab_size  # shared, and those of the largest while it is captured
+    embeddings = config.num_visual_levels * sizes.largest_chunk * config.text.hidden_size * model.dtype.itemsize
+    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
+
+
+def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> MemoryPlan:
+    """`needs` of a GPU, None on a CPU. ValueError if no block fits."""
     block_bytes = config.block_size * spec.bytes_per_token
-    on_gpu = device.type == "cuda"
-    image_bytes = config.image_cache_bytes or (GPU_IMAGE_CACHE_BYTES if on_gpu else CPU_IMAGE_CACHE_BYTES)
+    image_bytes = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES
     kv_bytes = config.kv_cache_memory_bytes or CPU_KV_BYTES
-    if on_gpu and config.kv_cache_memory_bytes is None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        state_bytes = (config.max_num_seqs + 1) * sum(spec.state_bytes)
-        kv_bytes = int(total * config.gpu_memory_utilization) - peak_bytes - image_bytes - state_bytes
-        sizes = [f"{size / GIB:.1f}" for size in (total, peak_bytes, image_bytes, kv_bytes)]
-        logger.info("memory in GiB: %s in all, %s weights and peak, %s image cache, %s KV pool", *sizes)
+    if needs is not None:
+        left = int(needs.free * config.gpu_memory_utilization) - needs.total
+        image_bytes = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE))
+        kv_bytes = config.kv_cache_memory_bytes or left - image_bytes
+        parts = (needs.free, needs.held, needs.activations, needs.step_graphs, needs.tower, needs.states, image_bytes, kv_bytes)
+        text_of = "memory in GiB: %s free at the start; held %s, activations %s, graphs %s, tower %s, states %s, image cache %s, KV pool %s"
+        logger.info(text_of, *(f"{size / GIB:.1f}" for size in parts))
     num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes
     if num_blocks < 1:
-        raise ValueError("no memory is left for the KV pool: raise --gpu-memory-utilization or lower --image-cache-bytes")
+        raise ValueError(
+            "no memory is left for the KV pool: raise --gpu-memory-utilization, or lower --image-cache-bytes, --max-num-batched-tokens, "
+            "--max-num-encoder-tokens or --max-num-seqs"
+        )
     return MemoryPlan(num_blocks, image_bytes)
 
 
@@ -62,26 +106,20 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 @torch.inference_mode()
 def profile_peak(
-    model: VisionLanguageModel,
-    backend: Backend,
-    config: EngineConfig,
-    tower_stream: torch.cuda.Stream | None,
+    model: VisionLanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
 ) -> int:
-    """Bytes that the device holds at the peak: weights, an encoder budget of images, and a full batch of tokens beside it, since
-    `tower_stream` may encode while another step runs."""
+    """Bytes of activations at the peak: of an encoder budget of images, and of a full batch of tokens whose rows are all drawn by sorting
+    beside it, since `tower_stream` may encode while another step runs."""
     device, model_config = model.device, model.config
-    if device.type != "cuda":
-        return 0
-    weight_bytes = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     unit = model_config.vision.patch_size * model_config.vision.merge_size
     side = int(config.max_num_encoder_tokens**0.5)
-    assert tower_stream is not None
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
     with torch.cuda.stream(tower_stream):
         image = torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)
         model.encode([image], [model_config.geometry.grid(side * unit, side * unit)])
-    encode_bytes = torch.cuda.max_memory_allocated(device) - weight_bytes
+    encode_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
     num_blocks = -(-num_tokens // config.block_size)
@@ -89,10 +127,18 @@ def profile_peak(
     attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
     batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, model.cache_spec, device)
     attention.plan(batch.attention)
-    model.logits(model(batch, attention))
+    logits_SV = model.logits(model(batch, attention))
+    sampling.draw(logits_SV, _sorted_draws(len(logits_SV), device))
     torch.cuda.synchronize(device)
     pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
-    return torch.cuda.max_memory_allocated(device) + encode_bytes - pool_bytes
+    return torch.cuda.max_memory_allocated(device) - before + encode_bytes - pool_bytes
+
+
+def _sorted_draws(num_rows: int, device: torch.device) -> DrawParams:
+    """Rows that each need their whole vocabulary in order."""
+    ones, zeros = torch.ones(num_rows, device=device), torch.zeros(num_rows, dtype=torch.int32, device=device)
+    wide = torch.arange(num_rows, device=device)
+    return DrawParams(ones, 0.9 * ones, (0 * ones).log(), zeros, zeros, wide, largest_top_k=0, is_greedy=False)
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

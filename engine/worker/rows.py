@@ -12,6 +12,7 @@ import torch
 
 from engine.messages import Admit, Chunk
 from engine.worker.sampling.draws import Draws, DrawTable, HostDraws
+from engine.worker.sampling.prompt import ScoredChunk, Scoring
 from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
@@ -28,6 +29,7 @@ class Row:
     known_ids: Int32s
     prompt_positions: Int64s  # (3, num_prompt)
     delta: int
+    num_prompt_top: int | None  # log-probabilities wanted beside that of each token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class HostStep:
     logits_indices: Int64s  # (S,) ascending
     draws: HostDraws  # S, or none if the caller draws
     admitted: Int64s  # (2, A): rows that are new, and their last known tokens
+    scored: tuple[ScoredChunk, ...] = ()
 
     @property
     def decode_rows(self) -> Int64s:
@@ -61,8 +64,10 @@ class HostStep:
 class StepInputs:
     """A step on the device."""
 
-    batch: ForwardBatch
+    batch: ForwardBatch  # its logits_indices are those of the step, and the scored tokens
     draws: Draws
+    places_S: torch.Tensor  # int64: where among these those of the step are
+    scoring: Scoring | None
 
 
 class Rows:
@@ -93,7 +98,7 @@ class Rows:
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
-        self._rows[admit.row] = Row(known_ids, positions, delta)
+        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params.prompt_logprobs)
         self._draws.set(admit.row, admit.params)
         self._num_blocks[admit.row] = 0
         self.append_blocks(admit.row, admit.blocks)
@@ -123,6 +128,7 @@ class Rows:
             logits_indices=ends[sampled] - 1,
             draws=self._draws.draws(drawing_rows, drawn_positions),
             admitted=np.asarray([[admit.row for admit in admits], last_known], dtype=np.int64),
+            scored=self._scored(prefills),
         )
 
     def stage(self, step: HostStep, staging: Staging) -> StepInputs:
@@ -132,13 +138,17 @@ class Rows:
         ids_T = staging.put(np.concatenate((step.ids, np.zeros_like(step.decode_rows))))
         positions_3T, rows_R = staging.put(step.positions), staging.put(step.rows)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
-        logits_indices = staging.put(step.logits_indices)
+        tokens = step.logits_indices
+        wanted = np.unique(np.concatenate((tokens, *(chunk.tokens for chunk in step.scored)))) if step.scored else tokens
+        logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
+        scoring = Scoring.stage(step.scored, wanted, staging) if step.scored else None
         draws, admitted = step.draws.stage(staging), staging.put(step.admitted)
         staging.copy()
         self.remember(admitted)
         if len(step.decode_rows):
             ids_T[num_prefill:] = self.last_token_R[rows_R[layout.num_prefill_rows :]]
-        return StepInputs(ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states), draws)
+        batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states)
+        return StepInputs(batch, draws, places, scoring)
 
     def remember(self, admitted: torch.Tensor) -> None:
         """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""
@@ -167,6 +177,16 @@ class Rows:
         last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in decodes], dtype=np.int64)
         positions.append(np.broadcast_to(last, (3, len(decodes))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
+
+    def _scored(self, prefills: Sequence[Chunk]) -> tuple[ScoredChunk, ...]:
+        found, first = [], 0
+        for index, chunk in enumerate(prefills):
+            row = self._row(chunk.row)
+            if row.num_prompt_top is not None:
+                prompt_ids = row.known_ids[: row.prompt_positions.shape[1]]
+                found.append(ScoredChunk.of(index, chunk, first, prompt_ids, row.num_prompt_top))
+            first += chunk.length
+        return tuple(scored for scored in found if scored is not None)
 
     def _layout(self, chunks: Sequence[Chunk], num_prefill_rows: int) -> AttentionLayout:
         rows = np.asarray([chunk.row for chunk in chunks])

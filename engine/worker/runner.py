@@ -15,6 +15,7 @@ from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.prompt import PromptScores, score_prompts
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Marks, Stopwatch
@@ -30,7 +31,8 @@ class LaunchedStep:
     step: int
     rank: int
     launched: float
-    sampled: Sampled  # in pinned host memory
+    sampled: Sampled  # in pinned host memory, as `scores`
+    scores: PromptScores | None
     encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
 
@@ -50,6 +52,7 @@ class LaunchedStep:
             encode_ms=encode_ms,
             forward_ms=forward_ms,
             logprobs=self.sampled.logprobs_per_draw(),
+            prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
         )
 
 
@@ -96,31 +99,36 @@ class Runner:
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
-        sampled = self._draw(step).to_host()
+        sampled, scores = self._draw(step)
+        sampled, scores = sampled.to_host(), scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
-        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, encoded, marks)
+        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, encoded, marks)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
         return self._images.prepare(is_busy)
 
-    def _draw(self, step: HostStep) -> Sampled:
+    def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None]:
         """Forward and sample; the tokens also go to the rows, for the next step."""
-        logits_SV, draws = self._forward(step)
+        logits_SV, draws, scores = self._forward(step)
         if not draws.num_rows:
-            return Sampled(draws.rows_S, None)
+            return Sampled(draws.rows_S, None), scores
         sampled = self._sampler.sample(logits_SV, draws) if self._tp.rank == 0 else Sampled(torch.empty_like(draws.rows_S), None)
         self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
         self._rows.last_token_R[draws.rows_S] = sampled.tokens_S
-        return sampled
+        return sampled, scores
 
-    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
+    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None]:
         if self._graphs is not None and self._graphs.fits(step):
-            return self._graphs.run(step)
+            return *self._graphs.run(step), None
         inputs = self._rows.stage(step, self._staging)
         self._attention.plan(inputs.batch.attention)
-        return self._model.logits(self._model(inputs.batch, self._attention)), inputs.draws
+        hidden_SD, scores = self._model(inputs.batch, self._attention), None
+        if inputs.scoring is not None:
+            scores = score_prompts(hidden_SD, inputs.scoring, self._model.logits)
+            hidden_SD = hidden_SD[inputs.places_S]
+        return self._model.logits(hidden_SD), inputs.draws, scores

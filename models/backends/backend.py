@@ -10,6 +10,7 @@ from models.attention.varlen import VarlenAttention
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.sampling import SamplingOps
+from models.step_sizes import StepSizes
 
 
 class Backend(Protocol):
@@ -17,6 +18,7 @@ class Backend(Protocol):
 
     device: torch.device
     ops: Ops
+    step_sizes: StepSizes
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:

@@ -19,6 +19,7 @@ MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B;
 SIGHTINGS = 2  # before an encode is worth a graph, if there is nothing else to do
 SIGHTINGS_WHEN_BUSY = 6  # if the device works: to capture takes the host longer than a step, so that streams may wait once
 MAX_SEEN = 256
+KEPT_SHARE = 3  # inputs and outputs of a graph take less than a third of its activations
 
 Key = tuple[Grid, ...]
 
@@ -58,6 +59,10 @@ class TowerGraphs:
         graph.patches_PX.copy_(patches_PX)
         graph.graph.replay()
         return graph.levels.clone()
+
+    def max_bytes(self) -> int:
+        """Of all graphs that are kept: inputs and outputs of each, and one share of activations that is the largest's."""
+        return (MAX_PATCHES_OF_ALL // KEPT_SHARE + MAX_PATCHES_OF_ONE) * self._tower.patch_bytes()
 
     def capture_one(self, is_busy: bool = False) -> bool:
         """Captures one encode that was seen often enough; False if there is none. For a time when the host has nothing to launch."""

@@ -22,7 +22,7 @@ from models.layers.checkpoint import CheckpointTensor
 from models.layers.linear import Linear, empty_parameter
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import PIXEL_SCALE
-from models.vision.tables import GridTables, PositionGrid, TableCache, Tables, grid_tables
+from models.vision.tables import MAX_CACHED_PATCHES, GridTables, PositionGrid, TableCache, Tables, grid_tables
 
 LAYER_NORM_EPS = 1e-6
 
@@ -200,6 +200,16 @@ class VisionTower(nn.Module):
         """What `compute` looks up."""
         tables = [self._tables.get(grid) for grid in grids]
         return Tables([table.position_PD for table in tables], torch.cat([table.cos_sin_PK for table in tables]))
+
+    def max_table_bytes(self) -> int:
+        """Of the tables of grids that are kept, at most."""
+        return MAX_CACHED_PATCHES * (self.config.hidden_size * self.merger.norm.weight.itemsize + 4 * self.config.head_dim)
+
+    def patch_bytes(self) -> int:
+        """Of one patch's way through the tower: the widest activations that are there at once, and its part of the result."""
+        widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
+        levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
+        return (widest + levels) * self.merger.norm.weight.itemsize
 
     def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
         """Room for the patches of images of these grids, (P, C * patch ** 2)."""

@@ -1,16 +1,14 @@
-"""The api process: sockets, routes, authorisation, health. `python -m server.http.app RUNTIME.json`, started by the launcher.
+"""The api process: sockets and routes. `python -m server.http.app RUNTIME.json`, started by the launcher.
 
 main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processor ──▶ Client
 """
 
 import asyncio
 import contextlib
-import hmac
 import select
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,49 +16,41 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import ChatEndpoint
+from server.api.completions import CompletionEndpoint
+from server.api.generation import Endpoint, Service
+from server.api.status import Status
+from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.direct import DirectProtocol
+from server.http.guards import ApiKeyGuard, JsonGuard
+from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.http.reply import error_response
 from server.warm import warm_up
 
-VERSION = "0.1.0"
-OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
+ENDPOINTS: dict[str, type[Endpoint]] = {
+    "/v1/chat/completions": ChatEndpoint,
+    "/v1/completions": CompletionEndpoint,
+    "/tokenize": TokenizeEndpoint,
+    "/detokenize": DetokenizeEndpoint,
+}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 GRACE_S = 3  # for writing the last errors out
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
-
-
-class ApiKeyGuard:
-    """ASGI middleware: everything but OPEN_PATHS needs `Authorization: Bearer <key>`, decided on the path that will be routed."""
-
-    def __init__(self, app: ASGIApp, api_key: str):
-        self._app = app
-        self._expected = b"bearer " + api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_authorised(scope):
-            error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _is_authorised(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given[:7].lower() + given[7:], self._expected)
 
 
 class Api:
@@ -71,27 +61,29 @@ class Api:
         self.arena = Arena(child.runtime.arena_fds[API_ARENA], child.arena_size(API_ARENA))
         outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
         self.client = Client(outbox, self.arena)
-        self._metrics = Metrics(self.client)
-        defaults = read_checkpoint(Path(child.runtime.model_folder)).sampling
-        self._name = child.runtime.model_name
-        self._created = int(time.time())
-        self._chat = ChatEndpoint(child.config, self._name, defaults, self.arena, self.client, self._metrics)
+        runtime = child.runtime
+        self._metrics = Metrics(self.client, runtime.model_names[0])
+        checkpoint, limit = read_checkpoint(Path(runtime.model_folder)), runtime.max_model_len
+        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, self.client, self._metrics)
 
     def build(self) -> ASGIApp:
         """The ASGI application."""
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        app.router.routes.append(Route("/v1/chat/completions", self._chat, methods=["POST"]))
+        config = self._child.config
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        app.router.routes += [Route(path, endpoint(self._service), methods=["POST"]) for path, endpoint in ENDPOINTS.items()]
+        app.router.routes += Status(self._service).routes()
         app.add_route("/", Page().show, methods=["GET"])
-        app.add_route("/v1/models", self._models, methods=["GET"])
-        app.add_route("/health", self._health, methods=["GET"])
-        app.add_route("/health/live", self._live, methods=["GET"])
-        app.add_route("/metrics", self._show_metrics, methods=["GET"])
-        app.add_route("/version", self._version, methods=["GET"])
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(Exception, self._on_bug)
-        return ApiKeyGuard(app, self._child.config.api_key) if self._child.config.api_key else app
+        guarded: ASGIApp = JsonGuard(app)
+        if config.api_key:
+            guarded = ApiKeyGuard(guarded, config.api_key)
+        if config.allowed_origins:  # a preflight carries no key
+            origins = [origin.strip() for origin in config.allowed_origins.split(",")]
+            guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
+        return RequestLog(guarded, is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
         """Hands the processor's events out, for ever; the first heartbeat makes us ready. At idle the arena must be empty."""
@@ -101,38 +93,13 @@ class Api:
             self.client.dispatch(message)
             if self.client.started and not was_started:
                 self._child.ready(url)
-            if message.stats is not None and not (self.client.num_bodies or self._chat.num_reading):
+            if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
-
-    async def _models(self, request: Request) -> Response:
-        card = {
-            "id": self._name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "engine",
-            "max_model_len": self.client.stats.max_model_len or self._child.runtime.max_model_len,  # 0 before the engine is ready
-        }
-        return JSONResponse({"object": "list", "data": [card]})
-
-    async def _health(self, request: Request) -> Response:
-        """200 only while the engine makes progress: a wedged engine and one that still starts are 503."""
-        if self.client.healthy:
-            return JSONResponse({"status": "ok"})
-        status = "stalled" if self.client.started else "starting"
-        return JSONResponse({"status": status}, 503, {"Retry-After": "5"})
-
-    async def _live(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": VERSION})
-
-    async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        self._metrics.note_response(error.info.status)
+        self._metrics.note_refusal(error.info)
+        note_error(request.scope, error.info)
         return error_response(error.info)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
@@ -141,13 +108,18 @@ class Api:
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """Starlette raises the error again afterwards, and uvicorn logs it."""
-        self._metrics.note_response(500)
-        return error_response(ErrorInfo(500, "The server failed to handle this request.", error_type(500)))
+        info = ErrorInfo(500, "The server failed to handle this request.", error_type(500))
+        self._metrics.note_refusal(info)
+        return error_response(info)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(ErrorInfo(error.status_code, str(error.detail), error_type(error.status_code)))
+    info = ErrorInfo(error.status_code, str(error.detail), error_type(error.status_code))
+    note_error(request.scope, info)
+    response = error_response(info)
+    response.headers.update(error.headers or {})  # `Allow` of a 405
+    return response
 
 
 class Server(uvicorn.Server):

@@ -1,8 +1,10 @@
 """The api process's bookkeeping: which client waits for which request, and which bodies are still in use. Owned by `server/http/app.py`."""
 
 import asyncio
+import contextlib
 import itertools
 import time
+from collections.abc import Iterator
 
 from starlette.requests import ClientDisconnect
 
@@ -19,13 +21,13 @@ def is_terminal(event: Event) -> bool:
 
 
 class Stream:
-    """The events of one request, in order. Exactly one of them is terminal, and nothing follows it."""
+    """The events of one client's choices, in order. Exactly one event of a choice is terminal, and nothing follows it."""
 
-    __slots__ = ("_disconnected", "_events", "_waiter", "ended", "rid")
+    __slots__ = ("_disconnected", "_events", "_waiter", "choices", "open")
 
-    def __init__(self, rid: int):
-        self.rid = rid
-        self.ended = False  # the terminal event has come
+    def __init__(self, rids: list[int]):
+        self.choices = {rid: index for index, rid in enumerate(rids)}
+        self.open = set(rids)  # whose terminal event has not come
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._disconnected = False
@@ -41,8 +43,9 @@ class Stream:
         return events
 
     def push(self, event: Event) -> None:
-        if not self.ended:
-            self.ended = is_terminal(event)
+        if event.rid in self.open:
+            if is_terminal(event):
+                self.open.remove(event.rid)
             self._events.append(event)
             self._wake()
 
@@ -66,6 +69,7 @@ class Client:
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena):
         self.stats = EngineStats()
         self.num_bodies = 0  # handed to the processor, not yet released
+        self.num_reading = 0  # held by this process before the processor has them
         self._outbox = outbox
         self._arena = arena
         self._rids = itertools.count(1)
@@ -99,14 +103,24 @@ class Client:
         self._outbox.send(Abort(rid, body))
         self.num_bodies += 1
 
-    def submit(self, message: Submit) -> Stream:
-        """Sends a request with a new id. Raises RequestError while the server shuts down; the body is then still the caller's."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a body may be in the arena that nobody else knows of."""
+        self.num_reading += 1
+        try:
+            yield
+        finally:
+            self.num_reading -= 1
+
+    def submit(self, messages: list[Submit]) -> Stream:
+        """Sends requests with new ids, the choices of one client. Raises RequestError while the server shuts down; a body is then still
+        the caller's."""
         self.check_open()
-        self._outbox.send(message)
-        if message.body is not None:
-            self.num_bodies += 1
-        stream = Stream(message.rid)
-        self._streams[message.rid] = stream
+        stream = Stream([message.rid for message in messages])
+        for message in messages:
+            self._outbox.send(message)
+            self.num_bodies += message.body is not None
+            self._streams[message.rid] = stream
         return stream
 
     def check_open(self) -> None:
@@ -116,9 +130,10 @@ class Client:
 
     def close(self, stream: Stream) -> None:
         """The client has its answer or is gone; in the latter case the engine is told to stop."""
-        del self._streams[stream.rid]
-        if not stream.ended:
-            self._outbox.send(Abort(stream.rid))
+        for rid in stream.choices:
+            del self._streams[rid]
+        for rid in stream.open:
+            self._outbox.send(Abort(rid))
 
     def dispatch(self, message: Events) -> None:
         """Hands events to their streams; those of a closed stream are dropped."""
@@ -137,5 +152,5 @@ class Client:
     def refuse_all(self, error: ErrorInfo) -> None:
         """Ends every stream with `error` and refuses new ones: the server is going down."""
         self._refusal = error
-        for stream in self._streams.values():
-            stream.push(Event(stream.rid, error=error))
+        for rid, stream in self._streams.items():
+            stream.push(Event(rid, error=error))

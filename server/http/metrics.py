@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.messages import EngineStats
+from engine.messages import EngineStats, ErrorInfo
 from server.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -17,26 +17,44 @@ GAUGES = frozenset({
     "max_model_len", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes",
     "image_cache_budget", "image_host_cache_bytes", "image_host_cache_budget",
 })  # fmt: skip
+LABELS = ("model_name",)
 
 
 class StatsCollector(Collector):
-    """The latest EngineStats at the moment of a scrape: gauges as they are, running totals as counters."""
+    """The latest EngineStats at the moment of a scrape: gauges as they are, running totals as counters; and what other systems' routers
+    and dashboards read, by vLLM's names."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: Client, model_name: str):
         self._client = client
+        self._values = (model_name,)
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
         for name, value in msgspec.structs.asdict(stats).items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            yield family(PREFIX + name, f"{name.replace('_', ' ')} (engine)", value=value)
-        yield GaugeMetricFamily(PREFIX + "prefix_cache_hit_rate", "cached share of prompt tokens", value=_prefix_hit_rate(stats))
-        yield GaugeMetricFamily(PREFIX + "image_cache_hit_rate", "share of images not encoded again", value=_image_hit_rate(stats))
-        yield GaugeMetricFamily(PREFIX + "open_streams", "requests that a client waits for", value=self._client.num_streams)
+            yield self._one(family(PREFIX + name, f"{name.replace('_', ' ')} (engine)", labels=LABELS), value)
+        for name, text, value in (
+            (PREFIX + "prefix_cache_hit_rate", "cached share of prompt tokens", _prefix_hit_rate(stats)),
+            (PREFIX + "image_cache_hit_rate", "share of images not encoded again", _image_hit_rate(stats)),
+            (PREFIX + "kv_cache_usage_ratio", "share of KV blocks that requests hold", _kv_usage(stats)),
+            (PREFIX + "open_streams", "choices that a client waits for", self._client.num_streams),
+            ("vllm:num_requests_running", "requests that run", stats.num_running),
+            ("vllm:num_requests_waiting", "requests that wait", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", _kv_usage(stats)),
+        ):
+            yield self._one(GaugeMetricFamily(name, text, labels=LABELS), value)
+
+    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric(self._values, value)
+        return family
 
 
 def _prefix_hit_rate(stats: EngineStats) -> float:
     return stats.cached_prompt_tokens / max(1, stats.prompt_tokens)
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    return 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
 def _image_hit_rate(stats: EngineStats) -> float:
@@ -47,35 +65,40 @@ def _image_hit_rate(stats: EngineStats) -> float:
 class Metrics:
     """Counters and histograms of finished requests. `prompt_tokens` and `generated_tokens` as totals come from the scheduler."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: Client, model_name: str):
         self._registry = CollectorRegistry()
-        self._registry.register(StatsCollector(client))
-        self._responses = Counter(PREFIX + "responses", "chat responses by HTTP status", ["status"], registry=self._registry)
-        self._finished = Counter(PREFIX + "finished_requests", "accepted requests by how they ended", ["reason"], registry=self._registry)
-        self._stage = Histogram(
-            PREFIX + "stage_seconds", "critical path until the first text", ["stage"], buckets=SECONDS, registry=self._registry
-        )
-        self._first_token = Histogram(
-            PREFIX + "time_to_first_token_seconds", "last byte of the body to first text", buckets=SECONDS, registry=self._registry
-        )
-        self._inter_token = Histogram(
-            PREFIX + "inter_token_seconds", "between two tokens of a request", buckets=TOKEN_SECONDS, registry=self._registry
-        )
-        self._request = Histogram(
-            PREFIX + "request_seconds", "last byte of the body to the end of the answer", buckets=SECONDS, registry=self._registry
-        )
+        self._registry.register(StatsCollector(client, model_name))
+        self._name = model_name
+        self._responses = self._counter("responses", "answers by HTTP status", "status")
+        self._refusals = self._counter("refused_requests", "requests that got an error, by its code", "reason")
+        self._finished = self._counter("finished_requests", "accepted requests by how they ended", "reason")
+        self._stage = self._histogram("stage_seconds", "critical path until the first text", SECONDS, "stage")
+        self._first_token = self._histogram("time_to_first_token_seconds", "last byte of the body to first text").labels(model_name)
+        self._inter_token = self._histogram("inter_token_seconds", "between two tokens of a choice", TOKEN_SECONDS).labels(model_name)
+        self._request = self._histogram("request_seconds", "last byte of the body to the end of the answer").labels(model_name)
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(PREFIX + name, text, [*LABELS, label], registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS, *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, text, [*LABELS, *labels], buckets=buckets, registry=self._registry)
 
     def note_response(self, status: int) -> None:
-        self._responses.labels(str(status)).inc()
+        self._responses.labels(self._name, str(status)).inc()
+
+    def note_refusal(self, info: ErrorInfo) -> None:
+        """Also counted as a response."""
+        self.note_response(info.status)
+        self._refusals.labels(self._name, info.code or str(info.status)).inc()
 
     def note_finish(self, reason: str, seconds: float) -> None:
-        self._finished.labels(reason).inc()
+        self._finished.labels(self._name, reason).inc()
         self._request.observe(seconds)
 
     def note_first_token(self, seconds: float, stages: dict[str, float]) -> None:
         self._first_token.observe(seconds)
         for name, value in stages.items():
-            self._stage.labels(name).observe(value)
+            self._stage.labels(self._name, name).observe(value)
 
     def note_tokens(self, num_tokens: int, seconds: float) -> None:
         """`num_tokens` came `seconds` after the ones before."""

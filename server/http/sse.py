@@ -1,11 +1,16 @@
-"""The bytes of a chat completion: SSE chunks of a stream, or one JSON document. Called by `server/api/chat.py`.
+"""The bytes of an answer: SSE chunks of a stream, or one JSON document, of a chat or of a text completion. Used by `reply.py`.
 
-The hot path is `token_chunk`: everything but the text is formatted once per stream. Fields of thoughts are only in answers that have some.
+The hot path is `token_chunk`: everything but the text is formatted once a choice. Fields of thoughts and calls are only in answers that
+have some.
 """
+
+import secrets
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import ErrorInfo, Event, Stages
+from engine.messages import CallDelta, ErrorInfo, Event, Stages
 from server.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -23,7 +28,7 @@ STAGES = (
 
 
 class Usage(msgspec.Struct):
-    """Token counts of a request so far."""
+    """Token counts of a choice so far."""
 
     num_prompt: int = 0
     num_cached: int = 0
@@ -31,11 +36,18 @@ class Usage(msgspec.Struct):
     num_reasoning: int = 0  # of the generated ones
 
     def note(self, event: Event) -> None:
-        self.num_prompt = event.num_prompt_tokens or self.num_prompt
-        self.num_cached = event.num_cached_tokens or self.num_cached
+        if event.num_prompt_tokens:  # with the first and the last event
+            self.num_prompt, self.num_cached = event.num_prompt_tokens, event.num_cached_tokens
         self.num_generated = event.num_tokens or self.num_generated
         if event.is_reasoning:
             self.num_reasoning = event.num_tokens
+
+    def add(self, other: "Usage") -> None:
+        """Counts another choice too."""
+        self.num_prompt += other.num_prompt
+        self.num_cached += other.num_cached
+        self.num_generated += other.num_generated
+        self.num_reasoning += other.num_reasoning
 
     def json(self) -> dict[str, object]:
         usage: dict[str, object] = {
@@ -66,30 +78,83 @@ def timings_json(stages: Stages, started: float) -> dict[str, float]:
     return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded}
 
 
-class ChunkFormatter:
-    """Formats the chunks of one stream. Every method returns whole SSE messages."""
+@dataclass(slots=True)
+class Choice:
+    """One answer as far as it has come."""
 
-    def __init__(self, completion_id: str, created: int, model: str, include_usage: bool, continuous_usage: bool):
-        self._head = {"id": completion_id, "object": "chat.completion.chunk", "created": created, "model": model}
+    index: int
+    usage: Usage = field(default_factory=Usage)
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list["Call"] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    last_time: float = 0.0  # when its last tokens came
+
+    def note(self, event: Event) -> None:
+        """Takes in all of an event but its text, which a stream has no use for."""
+        self.usage.note(event)
+        for delta in event.calls:
+            if delta.name is not None:
+                self.calls.append(Call(delta.name))
+            self.calls[delta.index].arguments.append(delta.arguments)
+        if event.finish_reason is not None:
+            self.finish_reason = "tool_calls" if self.calls and event.finish_reason == "stop" else event.finish_reason
+            self.stop_reason = event.stop_reason
+
+
+    def note_text(self, event: Event) -> None:
+        (self.reasoning if event.is_reasoning else self.content).append(event.text)
+
+
+class Call:
+    """A tool call, with the id that the client answers to."""
+
+    def __init__(self, name: str):
+        self.id = f"call_{secrets.token_hex(12)}"
+        self.name = name
+        self.arguments: list[str] = []
+
+    def json(self) -> dict[str, object]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": "".join(self.arguments)}}
+
+
+class Format(ABC):
+    """How one endpoint's answers look. Every method that returns bytes returns whole SSE messages, or the whole document."""
+
+    id_prefix: str
+    chunk_object: str
+    document_object: str
+
+    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
+        self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._created, self._model = created, model
+        self._head = {"id": self.id, "object": self.chunk_object, "created": created, "model": model}
+        self._prefix = b"data: " + _encode(self._head)[:-1]
         self._continuous_usage = continuous_usage
         self._include_usage = include_usage
-        prefix = _encode(self._head)[:-1]
-        self._token_head = b"data: " + prefix + b',"choices":[{"index":0,"delta":{'
-        self._token_tail = b'},"logprobs":null,"finish_reason":null}]'
         self._plain_end = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._openings: dict[int, bytes] = {}  # of token chunks, by choice
 
-    def role_chunk(self, usage: Usage) -> bytes:
-        return self._choice_chunk({"role": "assistant", "content": ""}, None, usage, {})
+    @abstractmethod
+    def first_chunk(self, choice: Choice) -> bytes:
+        """Before the first token."""
 
-    def token_chunk(self, text: str, is_reasoning: bool, usage: Usage) -> bytes:
+    @abstractmethod
+    def token_chunk(self, choice: Choice, event: Event) -> bytes:
         """One token's text; it may be empty while the text waits for the rest of a character or of a stop string."""
-        end = b',"usage":' + _encode(usage.json()) + b"}\n\n" if self._continuous_usage else self._plain_end
-        value = _encode(text)
-        delta = b'"reasoning":' + value + b',"reasoning_content":' + value if is_reasoning else b'"content":' + value
-        return self._token_head + delta + self._token_tail + end
 
-    def finish_chunk(self, reason: str, usage: Usage, timings: dict[str, object]) -> bytes:
-        return self._choice_chunk({}, reason, usage, {} if self._include_usage else timings)
+    @abstractmethod
+    def last_delta(self) -> dict[str, object]:
+        """What the chunk of a finish reason says beside it."""
+
+    @abstractmethod
+    def document_choice(self, choice: Choice) -> dict[str, object]:
+        """What a document says of a choice, without its end."""
+
+    def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
+        end = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return self._chunk({"index": choice.index, **self.last_delta(), **end}, choice.usage, {} if self._include_usage else timings)
 
     def usage_chunk(self, usage: Usage, timings: dict[str, object]) -> bytes:
         """The last chunk of a stream that asked for usage, else nothing."""
@@ -97,29 +162,89 @@ class ChunkFormatter:
             return b""
         return b"data: " + _encode({**self._head, "choices": [], "usage": usage.json(), **timings}) + b"\n\n"
 
-    def _choice_chunk(self, delta: dict[str, str], reason: str | None, usage: Usage, extra: dict[str, object]) -> bytes:
-        chunk: dict[str, object] = {**self._head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+    def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
+        """The body of a response that is not streamed."""
+        ends = [{"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} for choice in choices]
+        said = [{"index": c.index, **self.document_choice(c), **end} for c, end in zip(choices, ends, strict=True)]
+        head = {"id": self.id, "object": self.document_object, "created": self._created, "model": self._model}
+        return _encode({**head, "choices": said, "usage": usage.json(), **timings})
+
+    def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
+        chunk: dict[str, object] = {**self._head, "choices": [choice]}
         if self._include_usage or self._continuous_usage:
             chunk["usage"] = usage.json() if self._continuous_usage else None
         return b"data: " + _encode(chunk | extra) + b"\n\n"
+
+    def _end(self, usage: Usage) -> bytes:
+        return b',"usage":' + _encode(usage.json()) + b"}\n\n" if self._continuous_usage else self._plain_end
+
+    def _opening(self, choice: Choice, rest: bytes) -> bytes:
+        """What stands before the text of a token of this choice."""
+        opening = self._openings.get(choice.index)
+        if opening is None:
+            opening = self._openings[choice.index] = self._prefix + b',"choices":[{"index":%d,' % choice.index + rest
+        return opening
+
+
+class ChatFormat(Format):
+    """Messages, with thoughts and tool calls beside the content."""
+
+    id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
+
+    def first_chunk(self, choice: Choice) -> bytes:
+        said = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._chunk(said, choice.usage, {})
+
+    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        value = _encode(event.text)
+        delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
+        if event.calls:
+            calls = _encode([_delta_json(choice, call) for call in event.calls])
+            delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
+        return self._opening(choice, b'"delta":{') + delta + b'},"logprobs":null,"finish_reason":null}]' + self._end(choice.usage)
+
+    def last_delta(self) -> dict[str, object]:
+        return {"delta": {}}
+
+    def document_choice(self, choice: Choice) -> dict[str, object]:
+        """A message that thought, or called, and came to no answer has no content."""
+        content = "".join(choice.content)
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.usage.num_reasoning:
+            reasoning = "".join(choice.reasoning)
+            message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
+        if choice.calls:
+            message |= {"content": content or None, "tool_calls": [call.json() for call in choice.calls]}
+        return {"message": message}
+
+
+class CompletionFormat(Format):
+    """Plain text."""
+
+    id_prefix, chunk_object, document_object = "cmpl", "text_completion", "text_completion"
+
+    def first_chunk(self, choice: Choice) -> bytes:
+        return b""
+
+    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        text = self._opening(choice, b'"text":') + _encode(event.text)
+        return text + b',"logprobs":null,"finish_reason":null}]' + self._end(choice.usage)
+
+    def last_delta(self) -> dict[str, object]:
+        return {"text": ""}
+
+    def document_choice(self, choice: Choice) -> dict[str, object]:
+        return {"text": "".join(choice.content)}
+
+
+def _delta_json(choice: Choice, delta: CallDelta) -> dict[str, object]:
+    """A piece of a call: its id, type and name come once."""
+    function: dict[str, object] = {"arguments": delta.arguments}
+    if delta.name is None:
+        return {"index": delta.index, "function": function}
+    return {"index": delta.index, "id": choice.calls[delta.index].id, "type": "function", "function": {"name": delta.name} | function}
 
 
 def error_chunk(info: ErrorInfo) -> bytes:
     """An error after the headers are out: a chunk with a top-level `error`; the stream ends after it."""
     return b"data: " + error_body(info) + b"\n\n"
-
-
-def message_json(content: str, reasoning: str, usage: Usage) -> dict[str, object]:
-    """The message of a response that is not streamed. One that thought and came to no answer has no content."""
-    if not usage.num_reasoning:
-        return {"role": "assistant", "content": content, "refusal": None}
-    return {"role": "assistant", "content": content or None, "refusal": None, "reasoning": reasoning, "reasoning_content": reasoning}
-
-
-def completion_json(
-    completion_id: str, created: int, model: str, message: dict[str, object], reason: str, usage: Usage, timings: dict[str, object]
-) -> bytes:
-    """The body of a response that is not streamed."""
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-    head = {"id": completion_id, "object": "chat.completion", "created": created, "model": model}
-    return _encode({**head, "choices": [choice], "usage": usage.json(), **timings})

@@ -29,6 +29,7 @@ class TokenTable:
         size = 1 + max(vocabulary.values())
         alphabet = byte_alphabet()
         self.bytes: list[bytes] = [b""] * size  # ids without a token have no text
+        self.specials = {token_id: token.content for token_id, token in added.items() if token.special}
         for token, token_id in vocabulary.items():
             if token_id in added:
                 self.bytes[token_id] = b"" if added[token_id].special else token.encode()
@@ -47,8 +48,9 @@ def _decode_whole(data: bytes) -> str | None:
 class Detokenizer:
     """The text of one stream. The pieces that `push` and `flush` return are, joined, what the tokenizer decodes all ids to."""
 
-    def __init__(self, table: TokenTable):
+    def __init__(self, table: TokenTable, skip_special_tokens: bool = True):
         self._table = table
+        self._specials = {} if skip_special_tokens else table.specials
         self._decoder = _new_utf8_decoder("replace")
         self._is_between = True  # no unfinished character
 
@@ -59,7 +61,7 @@ class Detokenizer:
             return ""
         text = table.texts[token_id]
         if text is not None and self._is_between:
-            return text
+            return self._specials.get(token_id, text) if self._specials else text
         text = self._decoder.decode(table.bytes[token_id])
         self._is_between = not self._decoder.getstate()[0]
         return text
@@ -72,20 +74,23 @@ class Detokenizer:
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces. Holds back only what may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], include_stop: bool = False):
+        self.found: str | None = None
         self._stops = stops
+        self._include_stop = include_stop
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was found: it and what follows it are never shown."""
+        """The text that may be shown now, and whether a stop string was found: what follows is never shown, nor is it unless included."""
         if not self._stops:
             return piece, False
         text = self._held + piece
-        found = [index for index in map(text.find, self._stops) if index >= 0]
+        found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
-        keep = min(self._possible_start(text, stop) for stop in self._stops)
+            start, self.found = min(found)
+            return text[: start + len(self.found) * self._include_stop], True
+        keep = min(possible_start(text, stop) for stop in self._stops)
         self._held = text[keep:]
         return text[:keep], False
 
@@ -94,12 +99,12 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _possible_start(text: str, stop: str) -> int:
-        """Where the longest suffix of `text` begins that is a beginning of `stop`; the end of the text if there is none."""
-        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while start >= 0:
-            if stop.startswith(text[start:]):
-                return start
-            start = text.find(stop[0], start + 1)
-        return len(text)
+
+def possible_start(text: str, marker: str) -> int:
+    """Where the longest suffix of `text` begins that is a beginning of `marker`; the end of the text if there is none."""
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0:
+        if marker.startswith(text[start:]):
+            return start
+        start = text.find(marker[0], start + 1)
+    return len(text)

@@ -16,6 +16,7 @@ from engine.ipc import Outbox
 from engine.messages import (
     PROCESSOR_ARENA,
     Abort,
+    ChatPrompt,
     EngineRequest,
     ErrorInfo,
     Event,
@@ -24,9 +25,11 @@ from engine.messages import (
     Payload,
     Region,
     Submit,
+    TokenPrompt,
     ToScheduler,
 )
 from server.errors import RequestError, error_of, overloaded
+from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.prompt import PromptBuilder
@@ -85,7 +88,8 @@ class Intake:
             return
         early = self._early.pop(submit.rid, {})
         images = [self._image(ref, early) for ref in submit.media]
-        request = Request(submit, images, OutputText(self._tokens, self._think, submit.stop))
+        text = OutputText(self._tokens, self._think, submit.output, self._schemas(submit))
+        request = Request(submit, images, text)
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
         self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
@@ -112,7 +116,7 @@ class Intake:
         async def end() -> None:
             await release_all(self._early.get(rid, {}).values())
             self._early.pop(rid, None)
-            self._tell_api(rid, body, error)
+            self._tell_api(None if error is None else Event(rid, error=error), body)
 
         self._tasks.create_task(end())
 
@@ -126,9 +130,14 @@ class Intake:
                 encode = group.create_task(self._encode(submit))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        if submit.output.echo:
+            request.echo = self._prompts.text_of(submit.prompt)
         prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
-        self._check_length(num_prompt)
+        if not submit.is_counted_only:
+            self._check_length(num_prompt)
+        if submit.is_counted_only:
+            request.counted = prompt.ids.tolist()
         region = request.prompt = self._tools.room.take(4 * num_prompt)
         region.append(prompt.ids.tobytes())
         request.num_prompt_tokens = num_prompt
@@ -143,16 +152,26 @@ class Intake:
 
     async def _encode(self, submit: Submit) -> list[int]:
         def job() -> list[int]:
-            return self._prompts.encode(msgspec.json.decode(submit.messages), len(submit.media), submit.template_kwargs)
+            if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
+                return submit.prompt.ids
+            return self._prompts.encode(submit.prompt, len(submit.media))
 
-        if len(submit.messages) < LARGE_MESSAGES_BYTES:
+        if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
             return job()
         return await asyncio.get_running_loop().run_in_executor(self._large_prompts, job)
 
+    def _schemas(self, submit: Submit) -> Schemas:
+        """What the functions of a request take, where its calls are to be found."""
+        if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
+            return {}
+        functions = [tool["function"] for tool in msgspec.json.decode(submit.prompt.tools)]
+        return {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
+
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt >= self.max_model_len:
-            text = f"The prompt has {num_prompt} tokens; the context of this server holds {self.max_model_len}, answer included."
-            raise RequestError(400, text, "messages", "context_length_exceeded")
+            limit = f"This model's maximum context length is {self.max_model_len} tokens, answer included."
+            words = f"{limit} However, your prompt has {num_prompt} tokens. Please reduce its length."
+            raise RequestError(400, words, "messages", "context_length_exceeded")
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest]", strays: list[Image]) -> None:
         """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here. Strays, which
@@ -162,16 +181,19 @@ class Intake:
         request.task = None
         await release_all(strays)
         failure = None if task.cancelled() else task.exception()
-        if task.cancelled() or failure is not None or request.is_ended:
+        if task.cancelled() or failure is not None or request.is_ended or request.submit.is_counted_only:
             await request.release(self._tools.room)
             del self._requests[rid]
         else:
             request.is_in_scheduler = True
             self._scheduler.send(task.result())
-        self._tell_api(rid, request.submit.body, None if failure is None else error_of(failure))
+        event = None if failure is None else Event(rid, error=error_of(failure))
+        if event is None and request.counted:
+            event = Event(rid, request.echo, finish_reason="stop", prompt_ids=request.counted)
+        self._tell_api(event, request.submit.body)
 
-    def _tell_api(self, rid: int, body: int | None, error: ErrorInfo | None) -> None:
-        events = [] if error is None else [Event(rid, error=error)]
+    def _tell_api(self, event: Event | None, body: int | None) -> None:
+        events = [] if event is None else [event]
         bodies = [] if body is None else [body]
         if events or bodies:
             self._api.send(Events(events, bodies))

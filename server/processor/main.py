@@ -6,6 +6,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -106,6 +107,7 @@ def main() -> None:
     child = Child.attach("processor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image is its client's business
     try:
         uvloop.run(serve(child))
     except Exception as error:

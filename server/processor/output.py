@@ -12,6 +12,7 @@ import msgspec
 from engine.ipc import Outbox
 from engine.messages import (
     Abort,
+    CallDelta,
     EngineOutputs,
     ErrorInfo,
     Event,
@@ -66,20 +67,21 @@ class Output:
     def _append_events(self, events: list[Event], request: Request, output: RequestOutput) -> None:
         """One event a token; the last one of a request is terminal and carries the last token, so that an end token is no extra event."""
         final = None if output.error is not None else output.finish_reason
-        hidden = request.submit.params.stop_token_ids if final == "stop" else ()  # a stop token ends the text, it is no part of it
+        hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
-            text, is_stopped = request.text.push(token_id, is_hidden=is_last and token_id in hidden)
+            text, is_stopped = request.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             request.num_tokens += 1
             if is_stopped:
                 self._stop_early(request, output)
-                events.append(_full_event(request, output, text, "stop"))
+                events.append(_full_event(request, output, text, request.text.calls, "stop", request.text.stop_string))
                 return
             if final is not None and is_last:
                 events.append(_finish(request, output, text, final))
                 return
             is_first = request.num_tokens == 1
-            events.append(_full_event(request, output, text) if is_first else _event(request, text))
+            calls = request.text.calls
+            events.append(_full_event(request, output, text, calls) if is_first else _event(request, text, calls))
         if output.error is not None:
             request.is_ended = True
             events.append(Event(request.submit.rid, error=output.error))
@@ -122,15 +124,32 @@ class Output:
             self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
-def _event(request: Request, text: str) -> Event:
+def _event(request: Request, text: str, calls: list[CallDelta]) -> Event:
     """An event between the first and the last."""
-    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning)
+    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning, calls=calls)
 
 
-def _full_event(request: Request, output: RequestOutput, text: str, reason: FinishReason | None = None) -> Event:
+def _full_event(
+    request: Request,
+    output: RequestOutput,
+    text: str,
+    calls: list[CallDelta],
+    reason: FinishReason | None = None,
+    stop_reason: int | str | None = None,
+) -> Event:
     """The first or last event of a request: with the counts that its usage needs."""
-    rid, num_tokens, num_prompt = request.submit.rid, request.num_tokens, request.num_prompt_tokens
-    return Event(rid, text, num_tokens, request.text.is_reasoning, reason, None, num_prompt, output.num_cached_tokens, output.stages)
+    return Event(
+        request.submit.rid,
+        request.take_echo() + text,
+        request.num_tokens,
+        request.text.is_reasoning,
+        reason,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        stages=output.stages,
+        calls=calls,
+        stop_reason=stop_reason,
+    )
 
 
 def _finish(request: Request, output: RequestOutput, text: str, reason: FinishReason) -> Event:
@@ -138,5 +157,9 @@ def _finish(request: Request, output: RequestOutput, text: str, reason: FinishRe
     request.is_ended = True
     if reason in ("abort", "error"):
         return Event(request.submit.rid, error=ABORTED)
+    calls = request.text.calls
     rest, is_stopped = request.text.flush()
-    return _full_event(request, output, text + rest, "stop" if is_stopped else reason)
+    last = output.token_ids[-1] if output.token_ids else None
+    stop_token = last if reason == "stop" and last in request.submit.params.stop_token_ids else None
+    stop_reason = request.text.stop_string if is_stopped else stop_token
+    return _full_event(request, output, text + rest, calls + request.text.calls, "stop" if is_stopped else reason, stop_reason)

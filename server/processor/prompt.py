@@ -12,15 +12,18 @@ from array import array
 from collections.abc import Sequence
 from datetime import datetime
 
+import msgspec
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
 Messages = list[dict[str, object]]
 
 # Shown by templates that look for text in every role's parts but for images only in a user's.
@@ -52,6 +55,7 @@ class PromptBuilder:
         self._literal.encode_special_tokens = True  # special tokens in its input are text
         self._image_token_id = checkpoint.image_token_id
         self._special_variables = checkpoint.special_tokens
+        self._shows_tools = "tools" in checkpoint.chat_template
         self._template = _environment().from_string(checkpoint.chat_template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -59,26 +63,59 @@ class PromptBuilder:
         self._beginnings = {token[:length] for token in self._special_ids for length in range(1, len(token))}
         self._longest_beginning = max(map(len, self._beginnings))
 
-    def encode(self, messages: Messages, num_images: int, template_kwargs: dict[str, bool | str]) -> list[int]:
+    def size(self, prompt: Prompt) -> int:
+        """What says how long `encode` takes: bytes of JSON or text."""
+        if isinstance(prompt, ChatPrompt):
+            return len(prompt.messages) + len(prompt.tools or b"")
+        return len(prompt.text) if isinstance(prompt, TextPrompt) else 0
+
+    def encode(self, prompt: Prompt, num_images: int) -> list[int]:
         """Ids with one placeholder per image. RequestError 400 if the template refuses the messages or does not show every image."""
-        shield = _Shield()
-        rendered = self._render([self._protect(message, shield) for message in messages], template_kwargs)
-        if not shield.originals:
-            ids: list[int] = self.tokenizer.encode_batch_fast([rendered], add_special_tokens=False)[0].ids
+        if isinstance(prompt, ChatPrompt):
+            ids, name = self._encode_chat(prompt), "messages"
         else:
-            ids = self._encode_pieces(rendered, shield)
-        if ids.count(self._image_token_id) != num_images:
-            raise RequestError(400, "The chat template of this model does not show every image of these messages.", "messages")
+            ids, name = (prompt.ids if isinstance(prompt, TokenPrompt) else self._encode_text(prompt.text)), "prompt"
+        num_shown = ids.count(self._image_token_id)
+        if num_shown > num_images and name == "prompt":
+            raise RequestError(400, "prompt: holds the placeholder of an image, which only messages can bring.", name, "invalid_value")
+        if num_shown != num_images:
+            raise RequestError(400, "The chat template of this model does not show every image of these messages.", name)
+        return ids
+
+    def text_of(self, prompt: Prompt) -> str:
+        """A completion's prompt as the client would read it."""
+        if isinstance(prompt, TokenPrompt):
+            return str(self.tokenizer.decode(prompt.ids, skip_special_tokens=False))
+        return prompt.text if isinstance(prompt, TextPrompt) else ""
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        shield = _Shield()
+        messages = [self._protect(message, shield) for message in msgspec.json.decode(prompt.messages)]
+        tools = None if prompt.tools is None else self._protect_value(msgspec.json.decode(prompt.tools), shield)
+        if tools is not None and not self._shows_tools:
+            raise RequestError(400, "tools: the chat template of this model does not show tools.", "tools", "unsupported_value")
+        if prompt.ending == "continue":
+            _append_text(messages[-1], shield.end)
+        rendered = self._render(messages, tools, prompt.ending == "generation", prompt.template_kwargs)
+        if prompt.ending == "continue":
+            rendered, found, _ = rendered.rpartition(shield.end)
+            if not found:
+                words = "The chat template of this model does not show the last message as it is."
+                raise RequestError(400, words, "continue_final_message", "unsupported_value")
+        return self._encode_pieces(rendered, shield) if shield.originals else self._encode_text(rendered)
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def expand(self, ids: Sequence[int], lengths: Sequence[int]) -> ExpandedPrompt:
         """Repeats the placeholder of image i `lengths[i]` times."""
         return ExpandedPrompt(ids, self._image_token_id, lengths)
 
-    def _render(self, messages: Messages, template_kwargs: dict[str, bool | str]) -> str:
+    def _render(self, messages: Messages, tools: object, begins_answer: bool, template_kwargs: dict[str, bool]) -> str:
         try:
             variables = {**self._special_variables, **template_kwargs}
-            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **variables)
+            return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=begins_answer, **variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
             raise RequestError(400, f"The chat template of this model refuses these messages: {words}", "messages") from None
@@ -92,7 +129,19 @@ class PromptBuilder:
         protected = {**message, "content": content}
         if "reasoning_content" in message:
             protected["reasoning_content"] = self._protect_text(str(message["reasoning_content"]), shield)
+        if "tool_calls" in message:
+            protected["tool_calls"] = self._protect_value(message["tool_calls"], shield)
         return protected
+
+    def _protect_value(self, value: object, shield: "_Shield") -> object:
+        """Every text in a JSON value, names of members included."""
+        if isinstance(value, str):
+            return self._protect_text(value, shield)
+        if isinstance(value, list):
+            return [self._protect_value(entry, shield) for entry in value]
+        if isinstance(value, dict):
+            return {self._protect_text(name, shield): self._protect_value(entry, shield) for name, entry in value.items()}
+        return value
 
     def _protect_part(self, part: dict[str, object], shield: "_Shield") -> dict[str, object]:
         if part["type"] == "image":
@@ -124,6 +173,7 @@ class _Shield:
     def __init__(self) -> None:
         self.originals: list[str] = []
         self._nonce = f"x{secrets.token_hex(16)}x"
+        self.end = f"{self._nonce}end"  # of a message that is to be continued
 
     def hide(self, text: str) -> str:
         self.originals.append(text)
@@ -131,6 +181,11 @@ class _Shield:
 
     def reveal(self, text: str) -> str:
         return re.sub(f"{self._nonce}([0-9]+)x", lambda match: self.originals[int(match[1])], text)
+
+
+def _append_text(message: dict[str, object], text: str) -> None:
+    content = message["content"]
+    message["content"] = [*content, {"type": "text", "text": text}] if isinstance(content, list) else f"{content}{text}"
 
 
 class _Generation(Extension):

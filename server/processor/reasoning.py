@@ -1,10 +1,11 @@
-"""The text of an answer in its two parts: what a model thinks, then what it says. Called by `server/processor/output.py` for every token.
+"""The text of an answer in its parts: what a model thinks, says, and calls. Called by `server/processor/output.py` for every token.
 
     prompt ends in <think> ────┐
     first token is <think> ────┴──▶ reasoning ── </think> ──┐
     neither ────────────────────────────────────────────────┴──▶ content
+                                        calls are taken out of both: `calls.py`
 
-Token ids decide, never text, and neither marker is shown.
+Token ids decide what is a thought, never text, and neither marker is shown.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from engine.messages import CallDelta, OutputOptions
+from server.processor.calls import CallSplitter, Schemas
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 
 LINE_BREAKS = "\r\n"
@@ -33,15 +36,23 @@ class ThinkTokens:
 class OutputText:
     """The text of one request. Every token belongs to one part; stop strings are found in both, but never across their boundary."""
 
-    def __init__(self, table: TokenTable, think: ThinkTokens, stops: Sequence[str]):
+    def __init__(self, table: TokenTable, think: ThinkTokens, options: OutputOptions, schemas: Schemas | None = None):
         self.is_reasoning = False  # the last token was part of the thoughts, or one of their markers
+        self.calls: list[CallDelta] = []  # pieces of tool calls that the last token, or the end, brought
+        self.specials = table.specials
         self._table = table
         self._think = think
-        self._detokenizer = Detokenizer(table)
-        self._stops = StopMatcher(stops)
+        self._detokenizer = Detokenizer(table, options.skip_special_tokens)
+        self._stops = StopMatcher(options.stop, options.include_stop)
+        self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
         self._is_open = False  # the next token is part of the thoughts
         self._is_first = True
         self._is_behind_marker = False  # line breaks are not shown
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was found."""
+        return self._stops.found
 
     def read_prompt(self, ids: Sequence[int]) -> None:
         """The output begins with thoughts if only white space follows the prompt's last `<think>`: then it is the template's own.
@@ -53,13 +64,15 @@ class OutputText:
         self._is_open = last == self._think.start
 
     def push(self, token_id: int, is_hidden: bool = False) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was found. A hidden token has no text."""
+        """The text that may be shown now, and whether the answer ends: a stop string was found, or the only call. A hidden token has no
+        text."""
         is_first, self._is_first = self._is_first, False
         self.is_reasoning = self._is_open
         if self._is_open and token_id == self._think.end:
             self._is_open = False
             self._is_behind_marker = True
-            return self.flush()
+            text, is_stopped = self._end_part()
+            return self._split(text, is_stopped, is_end=self._splitter is not None and not self._splitter.is_inside)
         if is_first and token_id == self._think.start:
             self._is_open = self.is_reasoning = self._is_behind_marker = True
             return "", False
@@ -67,9 +80,23 @@ class OutputText:
         if self._is_behind_marker:
             text = text.lstrip(LINE_BREAKS)
             self._is_behind_marker = not text
-        return self._stops.push(text)
+        return self._split(*self._stops.push(text))
 
     def flush(self) -> tuple[str, bool]:
-        """At the end of a part: what was held back, and whether it completes a stop string."""
+        """At the end: what was held back, and whether it completes a stop string."""
+        return self._split(*self._end_part(), is_end=True)
+
+    def _end_part(self) -> tuple[str, bool]:
         text, is_stopped = self._stops.push(self._detokenizer.flush())
         return (text, True) if is_stopped else (text + self._stops.flush(), False)
+
+    def _split(self, text: str, is_stopped: bool, is_end: bool = False) -> tuple[str, bool]:
+        """Takes calls out. One may go on from the thoughts into the answer, what else is held back may not."""
+        splitter = self._splitter
+        if splitter is None:
+            return text, is_stopped
+        shown, self.calls, is_done = splitter.push(text)
+        if is_stopped or is_end:
+            rest, calls = splitter.flush()
+            shown, self.calls = shown + rest, self.calls + calls
+        return shown, is_stopped or is_done

@@ -1,7 +1,7 @@
 """What the processor knows of one request. Made by `server/processor/intake.py`, kept until nothing of it is left here."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.messages import EngineRequest, Submit
 from server.processor.image import Image, release_all
@@ -19,10 +19,21 @@ class Request:
     text: OutputText
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
+    echo: str = ""  # what the text begins with
+    counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # its terminal event is out, or nobody wants it
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+
+    def is_stop_token(self, token_id: int) -> bool:
+        """Whether the client named it, or it is one of the model's."""
+        return token_id in self.submit.params.stop_token_ids or token_id in self.text.specials
+
+    def take_echo(self) -> str:
+        """Once."""
+        echo, self.echo = self.echo, ""
+        return echo
 
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""

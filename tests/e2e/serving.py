@@ -29,9 +29,9 @@ SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cac
 class Engine:
     """A running engine and its log."""
 
-    def __init__(self, model: str | Path, flags: list[str]):
+    def __init__(self, model: str | Path, flags: list[str], sizes: list[str]):
         self.log_path = Path(tempfile.mkstemp(prefix="engine-test-", suffix=".log")[1])
-        command = [sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *SMALL, *flags]
+        command = [sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *sizes, *flags]
         with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
         self.url = self._await_ready()
@@ -116,9 +116,9 @@ class Engine:
 
 
 @contextlib.contextmanager
-def serve(model: str | Path, *flags: str) -> Iterator[Engine]:
-    """A running engine that is stopped, and checked to be gone, at the end."""
-    engine = Engine(model, list(flags))
+def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Engine]:
+    """A running engine that is stopped, and checked to be gone, at the end; `is_small`: with little memory."""
+    engine = Engine(model, list(flags), SMALL if is_small else [])
     try:
         yield engine
     except BaseException:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 import engine.worker.rows as rows
 from engine.config import EngineConfig
-from engine.messages import Chunk
+from engine.messages import ChatPrompt, Chunk
 from engine.scheduler.blocks import BlockHasher
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.batch import VisualSlice
@@ -91,7 +92,7 @@ class Checked:
         parts: list[list[int] | in_process.Picture] = []
         text: list[int] = []
         pictures = iter(item.pictures)
-        for token_id in self._builder.encode(item.template_messages(), len(item.pictures), {}):
+        for token_id in self._builder.encode(ChatPrompt(msgspec.json.encode(item.template_messages())), len(item.pictures)):
             if token_id == self._image_token_id:
                 picture = next(pictures)
                 identity, _ = self._inspector.inspect(memoryview(picture.data))

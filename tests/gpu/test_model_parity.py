@@ -20,10 +20,10 @@ from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import HostDraws
 from models.backends.backend import Backend
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.batch import ForwardBatch
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
-from models.tuned import HOPPER_STEP_SIZES
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.unit.models import reference

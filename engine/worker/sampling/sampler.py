@@ -5,11 +5,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
+from engine.config import MIB
 from engine.messages import SamplingParams, TokenLogprobs
-from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.draws import Draws, DrawTable
 from engine.worker.sampling.state import LogitState
+from engine.worker.staging import Staging
 from models.sampling import SamplingOps
+
+WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,20 @@ class Sampler:
     def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int) -> None:
         """Row `row` now belongs to this request: `ids` are those of its prompt, then those drawn before a preemption."""
         self._state.admit(row, params, ids, num_prompt, self._eos_ids)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs every stage, so that no request waits for a compiler."""
+        num_rows, vocab_size, device = self._state.shape
+        kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
+        table, staging = DrawTable(num_rows, self._ops.max_top_k), Staging(MIB, device)
+        for row, params in enumerate(kinds[:num_rows]):
+            table.set(row, params)
+            self.admit(row, params, np.zeros(1, dtype=np.int32), 1)
+            staging.begin()
+            draws = table.draws(np.asarray([row]), np.asarray([1])).stage(staging)
+            staging.copy()
+            self.sample(torch.zeros((1, vocab_size), device=device), draws)
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws) -> Sampled:
         """Draws a token for each row of (S, V) float32 logits, which it may change."""

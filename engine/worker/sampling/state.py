@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
+from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
 from models.sampling import IN_PROMPT, SamplingOps
 
@@ -32,6 +32,11 @@ class LogitState:
         self._penalties, self._values = penalties.view(torch.float32), values.view(torch.float32)
         self._words = words_RX.unflatten(1, (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
 
+    @property
+    def shape(self) -> tuple[int, int, torch.device]:
+        """Rows, vocabulary, and where they are."""
+        return *self._counts_RV.shape, self._device
+
     def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> None:
         """Row `row` now belongs to this request, of which the first `num_prompt` of `ids` are the prompt."""
         changes = changes_of(params)
@@ -52,7 +57,7 @@ class LogitState:
             values_AE = torch.where(draws.positions_A[:, None] < self._until[rows_A], self._values[rows_A], 0.0)
             flat.index_add_(0, (starts_A1 + self._edited[rows_A]).flatten(), values_AE.flatten())
         if draws.changes & PENALTIES:
-            ops.penalise_(logits_SV, draws.changed_A, self._counts_RV[rows_A], self._penalties[rows_A])
+            ops.penalise_(logits_SV, draws.changed_A, self._counts_RV, rows_A, self._penalties[rows_A])
         if draws.changes & WORDS:
             words_AWN, tails_AN = self._words[rows_A], self._tails[rows_A]
             heads_AWN, last_AW = words_AWN[..., :-1], words_AWN[..., -1]

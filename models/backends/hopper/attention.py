@@ -13,10 +13,9 @@ from models.attention.units import group_tokens, max_token_groups
 from models.backends.hopper.flash_decoding import FlashDecoding
 from models.backends.hopper.prefill_attention import PrefillAttention
 from models.backends.hopper.tile_plan import num_blocks_of
+from models.backends.hopper.tuned import MAX_SPLIT_TOKENS
 from models.backends.ops import KVPool
 from models.batch import AttentionLayout
-
-MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
 
 
 class MixedAttention:

@@ -9,7 +9,7 @@ from models.attention.varlen import VarlenAttention
 from models.backends.hopper.attention import fixed_attention_factory, make_mixed_attention
 from models.backends.hopper.compile import load_kernels
 from models.backends.hopper.fp8 import HopperFp8
-from models.backends.hopper.tuned import SPLIT_TOKENS
+from models.backends.hopper.tuned import SPLIT_TOKENS, STEP_SIZES
 from models.backends.hopper.varlen_attention import HopperVarlen
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
@@ -23,6 +23,7 @@ class HopperBackend:
     """See `Backend`."""
 
     captures_graphs = True
+    step_sizes = STEP_SIZES
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -3,17 +3,16 @@
 import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
+from models.backends.hopper.tuned import FEW_FLOAT8_TOKENS
 from models.backends.portable.fp8 import MOST_TOKENS, multiply, multiply_in_parts
 from models.layers.fp8 import BlockScaled, GroupScaled
-
-FEW_TOKENS = 64  # up to here our product is faster than cuBLAS's, or at least gate and up, also if it is not cut (H200, 8B's widths)
 
 
 class HopperFp8:
     """See `Fp8Products`."""
 
     def multiply(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-        if len(x_TK) <= FEW_TOKENS:
+        if len(x_TK) <= FEW_FLOAT8_TOKENS:
             return multiply(x_TK, weight_NK, torch.bfloat16)
         weight_KN, weight_scales = weight_NK.transposed
         scales = x_TK.scales, ScalingType.BlockWise1x128, weight_scales, ScalingType.BlockWise128x128

@@ -49,7 +49,8 @@ inline Source source_of(ffi::TensorView x, int box_heads, int box_rows) {
 // Launches a kernel that begins while the one ahead ends: it must call `wait_for_kernel_ahead` before it reads or writes what that may write or read.
 template <typename Params>
 void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(num_bytes));
+  cudaError_t const prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(num_bytes));
+  TVM_FFI_ICHECK(prepared == cudaSuccess) << "attention: " << num_bytes << " bytes of shared memory: " << cudaGetErrorString(prepared);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

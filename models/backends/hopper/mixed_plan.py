@@ -3,13 +3,8 @@
 import numpy as np
 
 from models.attention.paged import Int32s
-from models.backends.hopper.tile_plan import TILES_TO_MERGE, TILES_TO_START
+from models.backends.hopper.tuned import ENOUGH, KEYS_PER_TILE, MANY, TILES_TO_MERGE, TILES_TO_START
 from models.batch import AttentionLayout
-
-# Measured on an H200 while both run, with heads of 128 values.
-KEYS_PER_TILE = 97  # of one KV head: while a block multiplies a tile by its keys, a multiprocessor reads as many for decode rows
-ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
-MANY = 4  # items of a block: dealt by cost, they come out even
 
 
 def prefill_blocks(layout: AttentionLayout, tiles: Int32s, kv_heads: int, tile_keys: int, num_blocks: int) -> int:

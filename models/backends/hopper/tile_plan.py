@@ -12,15 +12,13 @@ import numpy.typing as npt
 import torch
 
 from models.attention.paged import Int32s
+from models.backends.hopper.tuned import TILES_TO_MERGE, TILES_TO_START
 
 Ints = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 12  # three aligned pieces of memory
 MAX_TURNS = 4  # of a block with parts: rounds that cutting adds, at most
 
-# In tiles of keys, on an H200 with heads of 128 values.
-TILES_TO_START = 7  # that an item takes longer than its tiles: measured
-TILES_TO_MERGE = 7  # after the last part of a tile: so many that cuts pay. With 3, 192 tokens beside 20 decodes took 40 us, not 35
 
 
 class Kernel(Protocol):

@@ -1,3 +1,29 @@
-"""Numbers of this backend that were measured, in one place: on an H200, at the widths of the 8B model."""
+"""Numbers of this backend that were measured, in one place: on an H200, at the widths of the 8B model, with heads of 128 values."""
 
-SPLIT_TOKENS = 304  # with more, cuBLAS fills the device with a whole product, too
+from models.step_sizes import StepSizes
+
+# A matrix product loses up to a tenth at some numbers of rows, where its tiles do not fit them or cuBLAS chooses badly: 416 rows take
+# longer than 440. These lose little on an H200, at the widths of the 8B model. Products of 208 tokens take a fifth longer than those of 64.
+STEP_SIZES = StepSizes(
+    mixed=(104, 128, 160, 208, 216, 256, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024),
+    cheap=208,
+    usual=312,
+    max_mixed_prefill=1008,
+    decodes=(1, 2, 4, *range(8, 129, 8)),
+    mixed_decodes=(8, 16, 24, 32, 48, 64, 96, 128),
+    small_chunks=(16, 64),
+    largest_chunk=512,
+)
+
+SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too
+FEW_FLOAT8_TOKENS = 64  # up to here our float8 product is faster than cuBLAS's, or at least gate and up, also if it is not cut
+MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
+
+# Tiles of queries, in tiles of keys.
+TILES_TO_START = 7  # that an item takes longer than its tiles
+TILES_TO_MERGE = 7  # after the last part of a tile: so many that cuts pay. With 3, 192 tokens beside 20 decodes took 40 us, not 35
+
+# While prompts and decode rows are computed side by side.
+KEYS_PER_TILE = 97  # of one KV head: while a block multiplies a tile by its keys, a multiprocessor reads as many for decode rows
+ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
+MANY = 4  # items of a block: dealt by cost, they come out even

@@ -16,6 +16,10 @@ import triton.language as tl
 from models.backends.torch.sampling import draw_random
 from models.sampling import MASS_BITS, DrawParams
 
+# Rows of a table: their alignment changes with the number of rows, and a kernel must not be compiled again for that.
+PARAMS = ["inverse_temperature", "top_p", "log_min_p", "top_k", "keys"]
+SORTED_ROWS = 16  # at once: each takes 10 MB of a vocabulary of 150,000
+
 
 @triton.jit
 def _noise(token: tl.tensor, key: tl.tensor) -> tl.tensor:
@@ -47,7 +51,7 @@ def _index(rank: tl.tensor) -> tl.tensor:
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _scan(
     logits: tl.tensor,
     inverse_temperature: tl.tensor,
@@ -85,7 +89,7 @@ def _scan(
         tl.store(best_token + row * TILES + tile, tl.min(tl.where((score == best) & inside, token, V - 1)))
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _choose(
     logits: tl.tensor,
     inverse_temperature: tl.tensor,
@@ -136,13 +140,20 @@ def _choose(
 
 @triton.jit(do_not_specialize=["stride"])
 def _penalise(
-    logits: tl.tensor, index: tl.tensor, counts: tl.tensor, penalties: tl.tensor, stride: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
+    logits: tl.tensor,
+    index: tl.tensor,
+    counts: tl.tensor,
+    rows: tl.tensor,
+    penalties: tl.tensor,
+    stride: tl.tensor,
+    V: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     place = logits + tl.load(index + row) * stride + token
     logit = tl.load(place, mask=token < V, other=0.0)
-    count = tl.load(counts + row.to(tl.int64) * V + token, mask=token < V, other=0)
+    count = tl.load(counts + tl.load(rows + row) * V + token, mask=token < V, other=0)
     repetition = tl.load(penalties + row * 3)
     frequency, presence = tl.load(penalties + row * 3 + 1), tl.load(penalties + row * 3 + 2)
     logit = tl.where(count > 0, tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition), logit)
@@ -167,10 +178,10 @@ class Tiles:
     """Sizes, all powers of two."""
 
     group: int = 64  # tokens whose largest logit stands for them
-    tile: int = 8192  # logits of a program
+    tile: int = 4096  # logits of a program
     candidates: tuple[int, ...] = (32, 128)  # a step uses the first that reaches all its top-k
     scan_warps: int = 8
-    choose_warps: int = 8
+    choose_warps: int = 16
 
 
 TILES = Tiles()
@@ -189,9 +200,11 @@ class TritonSampling:
         self._best_score = torch.empty((max_rows, self._num_tiles), device=device)
         self._best_token = torch.empty((max_rows, self._num_tiles), dtype=torch.int32, device=device)
 
-    def penalise_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_AV: torch.Tensor, penalties_A3: torch.Tensor) -> None:
-        grid = triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)
-        _penalise[grid](logits_SV, index_A, counts_AV, penalties_A3, logits_SV.stride(0), V=self._vocab_size, TILE=ADJUSTED)
+    def penalise_(
+        self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_RV: torch.Tensor, rows_A: torch.Tensor, penalties_A3: torch.Tensor
+    ) -> None:
+        grid, stride = (triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)), logits_SV.stride(0)
+        _penalise[grid](logits_SV, index_A, counts_RV, rows_A, penalties_A3, stride, V=self._vocab_size, TILE=ADJUSTED)
 
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
         grid, words = (triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)), allowed_AW.shape[1]
@@ -202,9 +215,10 @@ class TritonSampling:
         rows = params.inverse_temperature, params.top_p, params.log_min_p, params.top_k, params.key
         self._launch(logits_SV, rows, params.largest_top_k, out_S)
         if params.wide is not None:
-            inverse_temperature, top_p, log_min_p, top_k, key = (values[params.wide] for values in rows)
-            wide = DrawParams(inverse_temperature, top_p, log_min_p, top_k, key, params.wide, 0, is_greedy=False)
-            out_S[params.wide] = draw_random(logits_SV[params.wide], wide, any_filter=True)
+            for wide in params.wide.split(SORTED_ROWS):
+                inverse_temperature, top_p, log_min_p, top_k, key = (values[wide] for values in rows)
+                wide_params = DrawParams(inverse_temperature, top_p, log_min_p, top_k, key, wide, 0, is_greedy=False)
+                out_S[wide] = draw_random(logits_SV[wide], wide_params, any_filter=True)
         return out_S
 
     def _launch(self, logits_SV: torch.Tensor, rows: Sequence[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:

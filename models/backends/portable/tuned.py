@@ -2,7 +2,21 @@
 
 from dataclasses import dataclass
 
-SPLIT_TOKENS = 304  # with more, cuBLAS fills the device with a whole product, too
+from models.step_sizes import StepSizes
+
+SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too (H200)
+
+# Those that fit the tiles of matrix products on any GPU.
+STEP_SIZES = StepSizes(
+    mixed=(128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    cheap=192,
+    usual=320,
+    max_mixed_prefill=1008,
+    decodes=(1, 2, 4, *range(8, 129, 8)),
+    mixed_decodes=(8, 16, 32, 48, 64, 96, 128),
+    small_chunks=(16, 64),
+    largest_chunk=512,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from models.backends.torch.attention import TorchAttention
 from models.backends.torch.jpeg import PillowDecoder
 from models.backends.torch.ops import TorchOps
 from models.backends.torch.sampling import TorchSampling
+from models.backends.torch.tuned import STEP_SIZES
 from models.backends.torch.varlen import TorchVarlen
 from models.sampling import SamplingOps
 
@@ -20,6 +21,7 @@ class TorchBackend:
     """See `Backend`."""
 
     captures_graphs = False
+    step_sizes = STEP_SIZES
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -12,8 +12,10 @@ class TorchSampling:
 
     max_top_k = 0
 
-    def penalise_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_AV: torch.Tensor, penalties_A3: torch.Tensor) -> None:
-        logits_AV = logits_SV[index_A]
+    def penalise_(
+        self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_RV: torch.Tensor, rows_A: torch.Tensor, penalties_A3: torch.Tensor
+    ) -> None:
+        logits_AV, counts_AV = logits_SV[index_A], counts_RV[rows_A]
         repetition, frequency, presence = penalties_A3[:, :, None].unbind(1)
         repeated_AV = torch.where(logits_AV > 0, logits_AV / repetition, logits_AV * repetition)
         drawn_AV = counts_AV & (IN_PROMPT - 1)

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.step_sizes import StepSizes
-from models.tuned import CPU_STEP_SIZES, HOPPER_STEP_SIZES
 
 HOPPER = HOPPER_STEP_SIZES
 

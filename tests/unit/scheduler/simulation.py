@@ -28,7 +28,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
 from engine.scheduler.state import Limits, State
-from models.tuned import HOPPER_STEP_SIZES
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 
 EOS = 7
 PLACEHOLDER = 99

@@ -12,7 +12,7 @@ from engine.messages import DEPTH
 from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler.core import SchedulerCore
-from models.tuned import HOPPER_STEP_SIZES
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
 
 

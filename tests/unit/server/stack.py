@@ -160,8 +160,8 @@ class Stack:
         os.set_inheritable(listener.fileno(), True)
         self._inherited = (*self._fds, lifeline, listener.fileno())
         fds: tuple[int, int] = self._fds  # type: ignore[assignment]
-        name, folder = "test-model", str(model_folder)
-        runtime = Runtime(self.config, "torch", "cpu", self.run_dir, fds, lifeline, listener.fileno(), folder, name, max_model_len)
+        names, folder = ("test-model", "other-name"), str(model_folder)
+        runtime = Runtime(self.config, "torch", "cpu", self.run_dir, fds, lifeline, listener.fileno(), folder, names, max_model_len)
         self._runtime_file = Path(self.run_dir, "runtime.json")
         self._runtime_file.write_bytes(msgspec.json.encode(runtime))
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
@@ -172,7 +172,7 @@ class Stack:
         self.scheduler.beats = is_started
         self.scheduler.start()
         self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=30, headers={"Content-Type": "application/json"})
 
     def _spawn(self, role: str, module: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", module, str(self._runtime_file)]

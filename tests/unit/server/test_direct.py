@@ -36,7 +36,7 @@ def body_of(*images: bytes) -> bytes:
 
 
 def head_of(length: int) -> bytes:
-    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 def connect(stack: Stack) -> socket.socket:

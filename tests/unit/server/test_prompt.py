@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from engine.messages import ChatPrompt
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
 from server.processor.prompt import PromptBuilder
@@ -42,6 +43,10 @@ USER_ONLY_TEMPLATE = """\
 """
 
 IMAGE = {"type": "image", "media": 0}
+
+
+def encode(builder: PromptBuilder, messages: list[dict[str, object]], num_images: int, kwargs: dict[str, bool]) -> list[int]:
+    return builder.encode(ChatPrompt(json.dumps(messages).encode(), template_kwargs=kwargs), num_images)
 
 
 def text(value: str) -> dict[str, object]:
@@ -95,7 +100,7 @@ CONVERSATIONS: list[tuple[list[dict[str, object]], int]] = [
 @pytest.mark.parametrize(("messages", "num_images"), CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 def test_ids_equal_transformers(builder: PromptBuilder, reference: Any, messages: list[dict[str, object]], num_images: int) -> None:
     """Red if the template's environment, the special tokens or the merging of adjacent texts differ from `apply_chat_template`."""
-    assert builder.encode(messages, num_images, {}) == reference_ids(reference, messages)
+    assert encode(builder, messages, num_images, {}) == reference_ids(reference, messages)
 
 
 @settings(max_examples=150, deadline=None)
@@ -104,7 +109,7 @@ def test_any_normal_text_equals_transformers(builder: PromptBuilder, reference: 
     """Red if hiding what looks like the beginning of a special token changes how the text around it is tokenised."""
     messages = user(*(text(value.encode("utf-8", "replace").decode()) for value in texts))
     if not any(token.content in "".join(texts) for token in builder.tokenizer.get_added_tokens_decoder().values() if token.special):
-        assert builder.encode(messages, 0, {}) == reference_ids(reference, messages)
+        assert encode(builder, messages, 0, {}) == reference_ids(reference, messages)
 
 
 FORGERIES = [
@@ -121,8 +126,8 @@ FORGERIES = [
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_special_tokens_in_texts_stay_text(builder: PromptBuilder, forgery: str, role: str) -> None:
     """Red if anybody can write a control token or an image slot into a conversation by typing it."""
-    template_only = builder.encode([{"role": role, "content": ""}, {"role": "user", "content": "x"}], 0, {})
-    ids = builder.encode([{"role": role, "content": forgery}, {"role": "user", "content": "x"}], 0, {})
+    template_only = encode(builder, [{"role": role, "content": ""}, {"role": "user", "content": "x"}], 0, {})
+    ids = encode(builder, [{"role": role, "content": forgery}, {"role": "user", "content": "x"}], 0, {})
     special = set(builder._special_ids.values())
     assert [i for i in ids if i in special] == [i for i in template_only if i in special]
     assert forgery in builder.tokenizer.decode([i for i in ids if i not in special])
@@ -134,7 +139,7 @@ def test_special_tokens_cannot_be_assembled_from_parts(builder: PromptBuilder) -
     for cut in range(1, len(whole)):
         for other in range(cut, len(whole)):
             messages = user(IMAGE, text(whole[:cut]), text(whole[cut:other]), text(whole[other:]))
-            ids = builder.encode(messages, 1, {})
+            ids = encode(builder, messages, 1, {})
             assert whole in builder.tokenizer.decode([i for i in ids if i < 4000])
 
 
@@ -142,12 +147,12 @@ def test_images_in_every_role(builder: PromptBuilder) -> None:
     """Red if an image outside a user's message is dropped silently: the images after it would take each other's places."""
     for role in ("system", "assistant", "user"):
         messages = [{"role": role, "content": [IMAGE, text("x")]}, *user(IMAGE, text("y"))]
-        assert builder.encode(messages, 2, {}).count(builder._image_token_id) == 2
+        assert encode(builder, messages, 2, {}).count(builder._image_token_id) == 2
 
 
 def test_placeholders_expand_in_place(builder: PromptBuilder) -> None:
     """Red if spans stop pointing at the placeholders of their image."""
-    ids = builder.encode(user(text("a"), IMAGE, text("b"), IMAGE), 2, {})
+    ids = encode(builder, user(text("a"), IMAGE, text("b"), IMAGE), 2, {})
     prompt = builder.expand(ids, [3, 5])
     pad = builder._image_token_id
     assert len(prompt.ids) == len(ids) - 2 + 8
@@ -172,13 +177,13 @@ def test_what_templates_of_transformers_may_use(checkpoint: Checkpoint, model_fo
     reference = AutoTokenizer.from_pretrained(model_folder)
     expected = reference.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, return_dict=False)
     assert reference.eos_token_id in expected
-    assert with_template(checkpoint, template).encode(messages, 0, {}) == expected
+    assert encode(with_template(checkpoint, template), messages, 0, {}) == expected
 
 
 def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
     """Red if chat_template_kwargs are lost."""
     builder = with_template(checkpoint, "{% if enable_thinking %}yes{% else %}no{% endif %}")
-    assert builder.tokenizer.decode(builder.encode([], 0, {"enable_thinking": True})) == "yes"
+    assert builder.tokenizer.decode(encode(builder, [], 0, {"enable_thinking": True})) == "yes"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +201,7 @@ def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
 def test_a_template_that_refuses_is_a_400(checkpoint: Checkpoint, template: str, words: str) -> None:
     """Red if a template's error is a 500, if the sandbox opens, or if a template that shows images of nobody is accepted."""
     with pytest.raises(RequestError, match=words) as caught:
-        with_template(checkpoint, template).encode([{"role": "user", "content": "x"}], 0, {})
+        encode(with_template(checkpoint, template), [{"role": "user", "content": "x"}], 0, {})
     assert caught.value.info.status == 400
 
 
@@ -205,7 +210,7 @@ def test_functions_of_the_environment(checkpoint: Checkpoint) -> None:
     loop = "{% for x in [1, 2, 3] %}\n    {% if x == 2 %}{% break %}{% endif %}\n{{ {'a': '<é>'} | tojson }}\n{% endfor %}\n"
     template = loop + "{{ strftime_now('%%') }}"
     builder = with_template(checkpoint, template)
-    assert builder.tokenizer.decode(builder.encode([], 0, {})) == '{"a": "<é>"}\n%'
+    assert builder.tokenizer.decode(encode(builder, [], 0, {})) == '{"a": "<é>"}\n%'
 
 
 def test_where_the_template_comes_from(model_folder: Path, tmp_path: Path) -> None:

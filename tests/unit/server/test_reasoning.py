@@ -1,11 +1,13 @@
 """Thoughts and answer: ids decide where one ends and the other begins, nothing is lost between them, and nothing is held back for it."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
+from engine.messages import ChatPrompt, OutputOptions
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.detokenize import TokenTable
 from server.processor.prompt import PromptBuilder
@@ -37,7 +39,7 @@ class Reader:
 
     def read(self, prompt: str, output: str | list[int]) -> tuple[str, str]:
         """(reasoning, content)"""
-        text = OutputText(self._table, ThinkTokens.of(self._tokenizer), self._stops)
+        text = OutputText(self._table, ThinkTokens.of(self._tokenizer), OutputOptions(stop=self._stops))
         text.read_prompt(ids_of(self._tokenizer, "<|im_start|>assistant\n" + prompt))
         for token_id in ids_of(self._tokenizer, output) if isinstance(output, str) else output:
             piece, self.is_stopped = text.push(token_id)
@@ -140,7 +142,7 @@ def test_a_stop_string_that_the_end_of_the_thoughts_completes(tokenizer: Tokeniz
 
 def test_a_hidden_token_has_no_text_but_a_part(tokenizer: Tokenizer, table: TokenTable, think: ThinkTokens) -> None:
     """Red if a stop token is shown, or is counted with the part before it."""
-    text = OutputText(table, think, [])
+    text = OutputText(table, think, OutputOptions())
     text.read_prompt(ids_of(tokenizer, OPEN))
     (letter,) = ids_of(tokenizer, "x")
     assert think.end is not None
@@ -157,7 +159,7 @@ def test_without_both_tokens_nothing_changes(tokenizer: Tokenizer, table: TokenT
         think = ThinkTokens.of(other)
         assert think == ThinkTokens(None, None)
         for prompt in ([], ids_of(tokenizer, "<think>\n"), ids_of(tokenizer, "\n")):
-            text = OutputText(table, think, [])
+            text = OutputText(table, think, OutputOptions())
             text.read_prompt(prompt)
             ids = [draw.randrange(4026) for _ in range(50)]
             assert [*(text.push(token_id)[0] for token_id in ids), text.flush()[0]] == pieces_of(table, ids)
@@ -172,8 +174,8 @@ TYPED = ["<think>", "<think>\n", "what is <think>\n\n", "<think>\n<|im_end|>", "
 def test_nobody_types_thoughts_open(checkpoint: Checkpoint, table: TokenTable, think: ThinkTokens, typed: str, role: str) -> None:
     """Red if a `<think>` in a message, which is a token like any other, is taken for the template's."""
     for messages in ([{"role": role, "content": typed}], [{"role": role, "content": "", "reasoning_content": typed}]):
-        text = OutputText(table, think, [])
-        text.read_prompt(PromptBuilder(checkpoint).encode([*messages], 0, {}))
+        text = OutputText(table, think, OutputOptions())
+        text.read_prompt(PromptBuilder(checkpoint).encode(ChatPrompt(json.dumps(messages).encode()), 0))
         text.push(65)
         assert not text.is_reasoning
 
@@ -182,7 +184,7 @@ def test_nobody_types_thoughts_open(checkpoint: Checkpoint, table: TokenTable, t
 def test_nobody_types_thoughts_closed(thinking_folder: Path, table: TokenTable, think: ThinkTokens, typed: str) -> None:
     """Red if the thoughts that the template opens depend on what a message says."""
     builder = PromptBuilder(read_checkpoint(thinking_folder))
-    text = OutputText(table, think, [])
-    text.read_prompt(builder.encode([{"role": "user", "content": typed}], 0, {}))
+    text = OutputText(table, think, OutputOptions())
+    text.read_prompt(builder.encode(ChatPrompt(json.dumps([{"role": "user", "content": typed}]).encode()), 0))
     text.push(65)
     assert text.is_reasoning

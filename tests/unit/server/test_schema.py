@@ -2,29 +2,45 @@
 
 import json
 import logging
+import re
 import tracemalloc
+from typing import Any
 
 import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
-from server.api.chat import read_conversation, sampling_params
+from server.api.conversation import read_conversation
+from server.api.fields import HARMLESS, LIMITED, UnknownFields
+from server.api.generation import sampling_params
+from server.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
 from server.http.scan import Scanner
-from server.http.schema import ChatRequest, UnknownFields, parse_chat_request
+from server.http.validate import check, read_object
 
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
+VOCAB_SIZE = 5000
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def parse(**fields: object) -> ChatRequest:
-    return parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode(), UnknownFields())
+    return parse_body(json.dumps({"messages": HELLO, **fields}).encode(), UnknownFields())
+
+
+def parse_body(body: bytes, unknown: UnknownFields, model: type[GenerationRequest] = ChatRequest) -> Any:
+    """As an endpoint does it."""
+    request = check(model, read_object(body))
+    unknown.check(request.model_extra or {})
+    request.check_together(VOCAB_SIZE)
+    return request
 
 
 def image(url: object, **extra: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": [{"type": "image_url", "image_url": url, **extra}]}]
 
 
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
 BAD = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -49,7 +65,32 @@ BAD = [
     ({"n": 2}, "n"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"temperature": True}, "temperature"),
+    ({"n": True}, "n"),
+    ({"stream": "false"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"user": 5}, "user"),
+    ({"stop_token_ids": [3, VOCAB_SIZE]}, "stop_token_ids.1"),
+    ({"stop_token_ids": [True]}, "stop_token_ids.0"),
+    ({"stop": [5]}, "stop.0"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"enable_thinking": "no"}, "enable_thinking"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": image({"url": "https://x.org/a", "max_pixels": 5})}, "messages.0.content.0.image_url.max_pixels"),
+    ({"messages": image({"url": "https://x.org/a"}, min_pixels=5)}, "messages.0.content.0.min_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages.0.content.0.image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -69,7 +110,9 @@ BAD = [
     ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages.0.content.0"),
     ({"messages": image({"url": 5})}, "messages.0.content.0.image_url.url"),
     ({"messages": image(None)}, "messages.0.content.0.image_url"),
-    ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls.0.function"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, ARGUMENTS),
+    ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages.1.function_call"),
 ]
 
 
@@ -81,6 +124,7 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], na
     assert caught.value.info.status == 400
     assert caught.value.info.param == name
     assert name in caught.value.info.message
+    assert not re.search(r"Input should|pydantic|\bTrue\b|\bFalse\b|\bNone\b|valid (string|integer|list)", caught.value.info.message)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +141,7 @@ def test_very_many_bad_values_are_one_error(fields: dict[str, object]) -> None:
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     with pytest.raises(RequestError):
-        parse_chat_request(body, UnknownFields())
+        parse_body(body, UnknownFields())
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert peak < 50e6
@@ -111,20 +155,21 @@ def test_very_many_bad_values_are_one_error(fields: dict[str, object]) -> None:
 def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
     """Red if a malformed body escapes as another error than our own, or recurses."""
     with pytest.raises(RequestError) as caught:
-        parse_chat_request(body, UnknownFields())
+        parse_body(body, UnknownFields())
     assert caught.value.info.status == 400
 
 
-HARMLESS = {
+DEFAULTS_OF_CLIENTS = {
     "store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "parallel_tool_calls": True, "n": 1, "logprobs": False,
-    "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "presence_penalty": 0.0, "logit_bias": None,
+    "enable_thinking": None, "max_tokens": None, "tools": [], "tool_choice": "auto",
+    "response_format": {"type": "text"}, "presence_penalty": 0.0, "logit_bias": None,
     "frequency_penalty": 0, "repetition_penalty": 1.0, "stop": None, "seed": None, "top_k": 0, "stream_options": None,
 }  # fmt: skip
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
     """Red if a client that sends the usual defaults is refused."""
-    parse(**HARMLESS)
+    parse(**DEFAULTS_OF_CLIENTS)
 
 
 def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +177,7 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
     unknown = UnknownFields()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            parse_chat_request(json.dumps({"messages": HELLO, "frobnicate": 1}).encode(), unknown)
+            parse_body(json.dumps({"messages": HELLO, "frobnicate": 1}).encode(), unknown)
         assert caplog.text.count("frobnicate") == 1
         for i in range(1000):
             unknown.note(f"field{i}")
@@ -181,7 +226,7 @@ def test_references_are_honoured_in_urls_only() -> None:
     body = json.dumps({"messages": messages}).encode()
     scanner = Scanner("nonce", 4)
     scanner.feed(body)
-    request = parse_chat_request(scanner.json(memoryview(b"")), UnknownFields())
+    request = parse_body(scanner.json(memoryview(b"")), UnknownFields())
     conversation = read_conversation(request.messages, scanner, 4096)
     assert conversation.used_references == {1}
     assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
@@ -194,3 +239,74 @@ def test_other_urls_are_refused(url: str) -> None:
         read_conversation(parse(messages=image({"url": url})).messages, Scanner("nonce", 4), 0)
     assert caught.value.info.status == 400
     assert caught.value.info.param == "messages.0.content.0.image_url.url"
+
+
+# Every field of the request bodies of the three dialects, as they publish them.
+BOTH = """
+model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options temperature top_p user
+use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens
+skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs logprob_token_ids
+bad_words echo add_special_tokens response_format structured_outputs priority request_id session_id return_tokens_as_token_ids
+return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params
+vllm_xargs
+repetition_detection thinking_token_budget stream_interval
+regex ebnf json_schema stop_regex no_stop_trim lora_path session_params return_hidden_states return_routed_experts routed_experts_start_len
+return_cached_tokens_details custom_params custom_logit_processor images_config bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
+disagg_prefill_dp_rank data_parallel_rank rid extra_key ngram_corpus_id
+"""
+CHAT = """
+messages audio function_call functions max_completion_tokens metadata modalities moderation parallel_tool_calls prediction prompt_cache_key
+prompt_cache_options prompt_cache_retention reasoning_effort safety_identifier service_tier store tool_choice tools top_logprobs verbosity
+web_search_options
+include_reasoning add_generation_prompt continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
+mm_processor_kwargs return_prompt_text
+separate_reasoning stream_reasoning return_prompt_token_ids return_meta_info task max_dynamic_patch min_dynamic_patch use_audio_in_video
+input_ids
+"""
+COMPLETION = "prompt best_of suffix prompt_embeds custom_labels"
+
+
+@pytest.mark.parametrize(("model", "names"), [(ChatRequest, BOTH + CHAT), (CompletionRequest, BOTH + COMPLETION)])
+def test_every_field_of_the_dialects_is_decided(model: type[GenerationRequest], names: str) -> None:
+    """Red if a field that other servers know is ignored here because nobody thought of it."""
+    assert not {name for name in names.split() if name not in model.model_fields and name not in LIMITED and name not in HARMLESS}
+    assert not LIMITED.keys() & HARMLESS
+
+
+@pytest.mark.parametrize("name", sorted(LIMITED))
+def test_a_limited_field(name: str) -> None:
+    """Red if a value that would change the answer passes, if one that changes nothing is refused, or if the refusal does not say what may
+    be there."""
+    model, needed = (ChatRequest, {"messages": HELLO}) if name not in ChatRequest.model_fields else (CompletionRequest, {"prompt": "x"})
+    for value in (*LIMITED[name], None):
+        parse_body(json.dumps({**needed, name: value}).encode(), UnknownFields(), model)
+    for value in ("something", 17, ["x"], {"a": 1}):
+        with pytest.raises(RequestError) as caught:
+            parse_body(json.dumps({**needed, name: value}).encode(), UnknownFields(), model)
+        info = caught.value.info
+        assert (info.status, info.param) == (400, name)
+        assert all(json.dumps(one) in info.message for one in LIMITED[name]), info.message
+
+
+BAD_COMPLETIONS = [
+    ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": 5}, "prompt"),
+    ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [VOCAB_SIZE]}, "prompt"), ({"prompt": [[-1]]}, "prompt"),
+    ({"prompt": ["x"] * 129}, "prompt"), ({"prompt": "x", "suffix": "y"}, "suffix"), ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "logprobs": 0}, "logprobs"), ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "echo": 1}, "echo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "name"), BAD_COMPLETIONS, ids=range(len(BAD_COMPLETIONS)))
+def test_bad_completions(fields: dict[str, object], name: str) -> None:
+    """Red if a prompt of another form gets to the tokenizer, or if something of it is ignored."""
+    with pytest.raises(RequestError) as caught:
+        parse_body(json.dumps(fields).encode(), UnknownFields(), CompletionRequest)
+    assert (caught.value.info.status, caught.value.info.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"), [("x", ["x"]), (["x", "y"], ["x", "y"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
+)
+def test_prompts_of_every_form(prompt: object, prompts: list[object]) -> None:
+    """Red if one list of ids is taken for several prompts, or the other way round."""
+    assert parse_body(json.dumps({"prompt": prompt}).encode(), UnknownFields(), CompletionRequest).prompts == prompts

@@ -260,7 +260,7 @@ def test_a_request_that_the_engine_forgets_still_ends(stack: Stack) -> None:
 def test_other_routes(stack: Stack) -> None:
     """Red if a route that clients or monitors ask disappears, or an unknown one is not an OpenAI error."""
     models = stack.http.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models] == ["test-model"]
+    assert [model["id"] for model in models] == ["test-model", "other-name"]
     assert stack.http.get("/health").status_code == stack.http.get("/health/live").status_code == 200
     assert stack.http.get("/version").json().keys() == {"version"}
     for response in (stack.http.get("/nowhere"), stack.http.get("/v1/chat/completions")):
@@ -288,4 +288,5 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
 
 def _metrics(http: httpx.Client) -> dict[str, float]:
     lines = [line for line in http.get("/metrics").text.split("\n") if line and not line.startswith("#")]
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    values = (line.rsplit(" ", 1) for line in lines)
+    return {name.replace('model_name="test-model",', "").replace('{model_name="test-model"}', ""): float(value) for name, value in values}

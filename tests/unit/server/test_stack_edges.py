@@ -44,7 +44,8 @@ class RawClient:
         self.socket = socket.create_connection((host, int(port)))
 
     def send(self, body: bytes, length: int | None = None) -> None:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+        size = len(body) if length is None else length
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
         self.socket.sendall(head.encode() + body)
 
     def leave(self) -> None:
@@ -256,7 +257,7 @@ def test_everything_but_health_is_behind_the_key(model_folder: Path) -> None:
                 assert stack.http.get(path, headers=headers).status_code == 401, path
         assert stack.http.get("/health").status_code == stack.http.get("/health/live").status_code == 200
         assert stack.http.get("/v1/models", headers=right).status_code == 200
-        stack.http.headers["Authorization"] = right["Authorization"].decode()  # type: ignore[assignment]
+        stack.http.headers = httpx.Headers([(b"Authorization", right["Authorization"])])
         _check_queue_limit(stack, right)
     finally:
         stack.close()

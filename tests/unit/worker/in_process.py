@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.arena import Arena, create_memfd
-from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, TokenLogprobs
+from engine.messages import EngineRequest, ImageSource, ImageSpan, PromptLogprobs, Region, SamplingParams, Stages, TokenLogprobs
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -27,12 +27,12 @@ from models.backends.torch.attention import TorchAttention
 from models.backends.torch.backend import TorchBackend
 from models.backends.torch.jpeg import PillowDecoder
 from models.backends.torch.sampling import TorchSampling
+from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.batch import AttentionLayout
 from models.config import ModelConfig
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.step_sizes import StepSizes
-from models.tuned import CPU_STEP_SIZES
 from models.weights import load_weights
 from tests.unit.scheduler.simulation import Key, key_of
 
@@ -133,6 +133,7 @@ class Engine:
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def add(self, rid: int, parts: Sequence[list[int] | Picture], max_tokens: int = 8, n: int = 1, **params: object) -> None:
         """`parts`: token ids and pictures in the order of the prompt. Answers behind the first one are called (rid, index)."""
@@ -164,6 +165,8 @@ class Engine:
         for output in self.core.take_outputs(None, 0.0).outputs:
             self.tokens[key_of(output.rid, output.index)] += output.token_ids
             self.logprobs[key_of(output.rid, output.index)] += output.logprobs
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs[output.rid] = output.prompt_logprobs
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
         return True

@@ -13,11 +13,11 @@ from engine.messages import WorkerReady
 from engine.scheduler.main import make_limits
 from engine.worker.memory import plan_memory
 from models.attention.paged import AttentionBackend
+from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.batch import ForwardBatch
 from models.cache import CacheSpec, PagedKV, RowState
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
-from models.tuned import CPU_STEP_SIZES
 from tests.unit.worker.in_process import Engine, load_model
 from tests.unit.worker.test_graphs import SIZES
 
@@ -119,4 +119,4 @@ def test_blocks_hold_what_the_layers_say() -> None:
     spec = CacheSpec((PagedKV(2, 64, 2), RowState(1 << 20), PagedKV(4, 32, 1)))
     assert spec.bytes_per_token == 2 * (2 * 64 * 2 + 4 * 32) and spec.state_bytes == (1 << 20,)
     config = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=16)
-    assert plan_memory(config, spec, torch.device("cpu"), 0).num_blocks == (1 << 20) // (16 * spec.bytes_per_token)
+    assert plan_memory(config, spec, None).num_blocks == (1 << 20) // (16 * spec.bytes_per_token)

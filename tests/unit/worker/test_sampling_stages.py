@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.qwen3_vl import Qwen3VL
@@ -171,3 +172,43 @@ def test_logprobs_belong_to_their_rows(model: Qwen3VL) -> None:
         assert [len(item.top_ids) for item in engine.logprobs[rid]] == ([] if count is None else [count] * (6 + rid))
         for got, expected in zip(engine.logprobs[rid], alone[rid].logprobs[rid], strict=True):
             assert got.top_ids == expected.top_ids and got.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
+    """(N - 1, V): what the beginning before each token says of it, each computed by a request of its own."""
+    engine, vocab_size = Engine(model), model.config.text.vocab_size
+    for length in range(1, len(prompt)):
+        engine.add(length, [prompt[:length]], max_tokens=1, logprobs=vocab_size)
+    engine.run()
+    rows = torch.empty((len(prompt) - 1, vocab_size))
+    for length in range(1, len(prompt)):
+        (item,) = engine.logprobs[length]
+        rows[length - 1, item.top_ids] = torch.tensor(item.top_logprobs)
+    return rows
+
+
+@pytest.mark.parametrize(("chunk", "num_blocks"), [(8192, 256), (5, 256), (16, 12)])
+def test_prompt_logprobs(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk: int, num_blocks: int) -> None:
+    """Red if a chunk's edge, a cached prefix, a preemption or a neighbour shifts, drops or doubles what is said of a prompt's token."""
+    monkeypatch.setattr(prompt_scores, "SLICE", 7)
+    prompts = [[(7 * i * (rid + 3)) % 290 for i in range(37)] for rid in range(3)]
+    engine = Engine(model, num_blocks=num_blocks, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
+    plain = Engine(model)
+    for rid, prompt in enumerate([prompts[0], *prompts, [3]]):
+        wanted = None if rid == 0 else rid
+        engine.add(rid, [prompt], max_tokens=30, logprobs=1, prompt_logprobs=wanted)
+        plain.add(rid, [prompt], max_tokens=30)
+        if rid == 0:
+            engine.step()
+    assert engine.run() == plain.run()
+    assert (engine.core.state.counters.preemptions > 0) == (num_blocks == 12)
+    assert engine.prompt_logprobs.keys() == {1, 2, 3}
+    for rid, prompt in enumerate(prompts, 1):
+        expected, found = expected_prompt_logprobs(model, prompt), engine.prompt_logprobs[rid]
+        assert (found.start, found.end, found.num_top) == (1, len(prompt), rid)
+        top = expected.topk(rid)
+        top_ids = np.frombuffer(found.top_ids, dtype=np.int32).reshape(-1, rid)
+        assert top_ids.tolist() == top.indices.tolist()
+        np.testing.assert_allclose(np.frombuffer(found.top_logprobs, dtype=np.float32).reshape(-1, rid), top.values, atol=1e-4)
+        of_tokens = expected[range(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(np.frombuffer(found.logprobs, dtype=np.float32), of_tokens, atol=1e-4)

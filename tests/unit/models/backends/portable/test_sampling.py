@@ -83,14 +83,14 @@ def test_penalties_and_masks_are_those_of_torch() -> None:
     generator, vocab_size = torch.Generator().manual_seed(0), 5000
     logits = make_logits("random", 4, vocab_size, 0)
     logits[1, :7] = -torch.inf
-    counts = torch.randint(0, 4, (2, vocab_size), generator=generator, dtype=torch.int32)
+    counts = torch.randint(0, 4, (3, vocab_size), generator=generator, dtype=torch.int32)
     counts += IN_PROMPT * torch.randint(0, 2, counts.shape, generator=generator, dtype=torch.int32)
     penalties, index = torch.tensor([[1.3, 0.5, 0.25], [1.0, -1.0, 2.0]]), torch.tensor([1, 3])
     words = torch.randint(-(2**31), 2**31, (2, math.ceil(vocab_size / 32)), generator=generator).int()
     results = []
     for ops in (TritonSampling(4, vocab_size, CPU), TorchSampling()):
         changed = logits.clone()
-        ops.penalise_(changed, index, counts, penalties)
+        ops.penalise_(changed, index, counts, torch.tensor([2, 0]), penalties)
         ops.mask_(changed, index, words)
         results.append(changed)
     torch.testing.assert_close(*results)

@@ -114,6 +114,18 @@ def launch_float8() -> None:
             fp8.multiply_in_parts(x, weight)
 
 
+def launch_sampling() -> None:
+    from models.backends.portable.sampling import TritonSampling
+    from models.sampling import DrawParams
+
+    vocab_size, two = 151_936, torch.zeros(2)
+    logits, ints = torch.zeros((2, vocab_size)), torch.zeros(2, dtype=torch.int32)
+    index, sampling = torch.zeros(2, dtype=torch.int64), TritonSampling(2, vocab_size, torch.device("cpu"))
+    sampling.penalise_(logits, index, torch.zeros_like(logits, dtype=torch.int32), index, torch.zeros(2, 3))
+    sampling.mask_(logits, index, torch.zeros((2, vocab_size // 32), dtype=torch.int32))
+    sampling.draw(logits, DrawParams(two, two, two, ints, ints, wide=None, largest_top_k=20, is_greedy=False))
+
+
 def launch_attention(capability: int) -> None:
     from models.backends.portable.paged_attention import PagedAttention
     from models.backends.portable.tuned import attention_tiles
@@ -129,6 +141,7 @@ def launch_attention(capability: int) -> None:
 def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
     launch_text()
     launch_tower()
+    launch_sampling()
     launch_attention(capability)
     if capability >= FLOAT8_FROM:
         launch_float8()

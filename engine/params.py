@@ -1,0 +1,69 @@
+"""How a request wants its tokens drawn, and what is reported of them. Part of the messages."""
+
+import msgspec
+
+MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of one token and, with `min_tokens`, ends
+MAX_BAD_WORDS = 128  # of several tokens
+MAX_BAD_WORD_TOKENS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the context.
+
+    Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
+    Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
+    `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits;
+    `prompt_logprobs` for those of the prompt's tokens: such a request takes nothing from the prefix cache.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of N tokens of a prompt, from the one at `start` on (the first token has none), as arrays in row-major order."""
+
+    start: int
+    num_top: int
+    logprobs: bytes  # float32 (N,)
+    top_ids: bytes  # int32 (N, num_top), the most likely first
+    top_logprobs: bytes  # float32 (N, num_top)
+
+    @property
+    def end(self) -> int:
+        """Behind the last token that it is about."""
+        return self.start + len(self.logprobs) // 4
+
+    def extended(self, later: "PromptLogprobs") -> "PromptLogprobs":
+        """With what `later`, which begins at `end` or before, knows beyond it."""
+        skipped = 4 * (self.end - later.start)
+        return PromptLogprobs(
+            self.start,
+            self.num_top,
+            self.logprobs + later.logprobs[skipped:],
+            self.top_ids + later.top_ids[skipped * self.num_top :],
+            self.top_logprobs + later.top_logprobs[skipped * self.num_top :],
+        )
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at the place of one token: its own, and the most likely tokens with theirs, the most likely first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]

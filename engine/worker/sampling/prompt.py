@@ -1,0 +1,88 @@
+"""Log-probabilities of a prompt's own tokens. Used by the worker's rows and runner.
+
+Each token of a chunk predicts the next one of the prompt. The head is applied to a slice of them at a time: a whole prompt's logits would
+be gigabytes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import Chunk, PromptLogprobs
+from engine.worker.sampling.sampler import to_host
+from engine.worker.staging import Staging
+
+Int64s = npt.NDArray[np.int64]
+
+SLICE = 128  # tokens whose logits are held at once: 78 MB of a vocabulary of 150,000
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """Tokens of a step, which predict tokens of a prompt from `start` on."""
+
+    chunk: int  # index in the plan
+    start: int
+    num_top: int
+    tokens: Int64s  # (N,) indices in the step, ascending
+    targets: Int64s  # (N,) ids that follow them
+
+    @classmethod
+    def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: npt.NDArray[np.int32], num_top: int) -> "ScoredChunk | None":
+        """The part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if nothing does."""
+        targets = prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1].astype(np.int64)
+        return cls(index, chunk.start + 1, num_top, first + np.arange(len(targets)), targets) if len(targets) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The scored chunks of a step, on the device: which of its hidden states they are, and what follows."""
+
+    chunks: tuple[ScoredChunk, ...]
+    places_N: torch.Tensor  # int64
+    targets_N: torch.Tensor  # int64
+
+    @classmethod
+    def stage(cls, chunks: tuple[ScoredChunk, ...], wanted: Int64s, staging: Staging) -> "Scoring":
+        """`wanted` are the step's tokens whose hidden states there will be, ascending."""
+        tokens, targets = (np.concatenate(parts) for parts in zip(*((chunk.tokens, chunk.targets) for chunk in chunks), strict=True))
+        return cls(chunks, staging.put(np.searchsorted(wanted, tokens)), staging.put(targets))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What came out of it: (N,) log-probabilities, and (N, M) most likely tokens with theirs."""
+
+    chunks: Sequence[ScoredChunk]
+    logprobs_N: torch.Tensor
+    top_ids_NM: torch.Tensor
+    top_NM: torch.Tensor
+
+    def to_host(self) -> "PromptScores":
+        return PromptScores(self.chunks, *(to_host(values) for values in (self.logprobs_N, self.top_ids_NM, self.top_NM)))
+
+    def per_chunk(self) -> dict[int, PromptLogprobs]:
+        """By the index of the chunk in the plan. What was copied must be on the host by now."""
+        found, first = {}, 0
+        for chunk in self.chunks:
+            rows = slice(first, first + len(chunk.targets))
+            top_ids, top = (values[rows, : chunk.num_top].contiguous().numpy() for values in (self.top_ids_NM, self.top_NM))
+            logprobs = self.logprobs_N[rows].numpy().tobytes()
+            found[chunk.chunk] = PromptLogprobs(chunk.start, chunk.num_top, logprobs, top_ids.tobytes(), top.tobytes())
+            first = rows.stop
+        return found
+
+
+def score_prompts(hidden_SD: torch.Tensor, scoring: Scoring, head: Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
+    """`head` makes (n, V) float32 logits of hidden states."""
+    num_top = max(chunk.num_top for chunk in scoring.chunks)
+    parts = []
+    for places, targets in zip(scoring.places_N.split(SLICE), scoring.targets_N.split(SLICE), strict=True):
+        logits = head(hidden_SD[places])
+        norm = logits.logsumexp(dim=-1, keepdim=True)
+        top, top_ids = logits.topk(num_top, dim=-1)
+        parts.append((logits.gather(-1, targets[:, None])[:, 0] - norm[:, 0], top_ids.int(), top - norm))
+    return PromptScores(scoring.chunks, *(torch.cat(values) for values in zip(*parts, strict=True)))

@@ -1,0 +1,33 @@
+"""`POST /v1/completions`: text or token ids in, one or several at once, text out. Routed to by `server/http/app.py`."""
+
+from typing import Any
+
+from engine.messages import Submit, TextPrompt, TokenPrompt
+from server.api.generation import GenerationEndpoint, Job, output_options, sampling_params, stages_of
+from server.api.schema import CompletionRequest
+from server.http.body import Body
+from server.http.sse import CompletionFormat
+from server.http.validate import check
+
+
+class CompletionEndpoint(GenerationEndpoint):
+    """No chat template, no images; a choice a prompt."""
+
+    format = CompletionFormat
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = check(CompletionRequest, value)
+        rids = [body.rid, *(self.service.client.new_rid() for _ in request.prompts[1:])]
+        submits = [
+            Submit(
+                rid=rid,
+                prompt=TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt),
+                media=[],
+                params=sampling_params(request, self.service.checkpoint.sampling),
+                output=output_options(request, echo=bool(request.echo)),
+                stages=stages_of(body),
+                cache_salt=request.cache_salt or "",
+            )
+            for rid, prompt in zip(rids, request.prompts, strict=True)
+        ]
+        return Job(request, submits)

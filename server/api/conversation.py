@@ -1,0 +1,72 @@
+"""Messages of a request in the processor's terms, and the media that they name. Used by the other files of this folder."""
+
+import json
+from dataclasses import dataclass
+
+from engine.messages import API_ARENA, MediaRef, Region
+from server.api.schema import ImagePart, Message, RefusalPart, TextPart, ToolCall
+from server.errors import RequestError
+from server.http.scan import Scanner
+
+URL_SCHEMES = ("http://", "https://", "file://", "data:")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What the chat template renders, and the images in the order in which it shows them."""
+
+    messages: list[dict[str, object]]
+    media: list[MediaRef]
+    used_references: set[int]  # of the scanner's
+
+
+def read_conversation(messages: list[Message], scanner: Scanner, body_offset: int) -> Conversation:
+    """Replaces every image part by an index into the media. RequestError 400 for a URL that no loader knows."""
+    conversation = Conversation([], [], set())
+    for i, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        content: object = message.content or ""
+        if isinstance(message.content, list):
+            names = (f"messages.{i}.content.{j}" for j in range(len(message.content)))
+            parts = zip(message.content, names, strict=True)
+            content = [_read_part(part, name, scanner, body_offset, conversation) for part, name in parts]
+        entry: dict[str, object] = {"role": role, "content": content}
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning is not None:
+            entry["reasoning_content"] = reasoning
+        if message.tool_calls:
+            entry["tool_calls"] = [_read_call(call) for call in message.tool_calls]
+        conversation.messages.append(entry)
+    return conversation
+
+
+def _read_call(call: ToolCall) -> dict[str, object]:
+    """Templates take arguments apart where they are an object; what the model once got wrong stays text."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _read_part(
+    part: TextPart | RefusalPart | ImagePart, name: str, scanner: Scanner, body_offset: int, conversation: Conversation
+) -> dict[str, object]:
+    if not isinstance(part, ImagePart):
+        return {"type": "text", "text": part.text}
+    url = part.image_url.url
+    index = scanner.index_of(url)
+    if index is not None:
+        reference = scanner.references[index]
+        conversation.used_references.add(index)
+        payload = Region(API_ARENA, body_offset + reference.offset, reference.length)
+        conversation.media.append(MediaRef(payload))
+    elif url.lower().startswith(URL_SCHEMES):
+        conversation.media.append(MediaRef(url=url))
+    else:
+        param = f"{name}.image_url.url"
+        raise RequestError(400, f"{param}: expected a data:, http://, https:// or file:// URL.", param, "invalid_value")
+    return {"type": "image", "media": len(conversation.media) - 1}

@@ -1,0 +1,172 @@
+"""What endpoints with a body share: it is read, checked, submitted, and answered. Extended by the other files of this folder.
+
+    body ──▶ small JSON ──▶ schema ──▶ one Submit a choice ──▶ processor
+                                            events ──▶ Reply ──▶ client
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.arena import Arena
+from engine.config import EngineConfig
+from engine.messages import OutputOptions, SamplingParams, Stages, Submit
+from server.api.fields import UnknownFields
+from server.api.schema import GenerationRequest
+from server.checkpoint import Checkpoint, SamplingDefaults
+from server.errors import RequestError, overloaded
+from server.http.body import Body, check_text_bytes, read_body
+from server.http.client import Client, Stream
+from server.http.direct import direct_reader
+from server.http.metrics import Metrics
+from server.http.reply import Reply, ReplyOptions
+from server.http.sse import Format
+from server.http.validate import read_object
+
+LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the endpoints work with."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    model_names: tuple[str, ...]  # the first one stands in answers
+    max_model_len: int  # as asked for: the engine says what fits
+    arena: Arena
+    client: Client
+    metrics: Metrics
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request, and what the processor is to do for it: one Submit a choice. `used` are the scanner's references in it."""
+
+    request: GenerationRequest
+    submits: list[Submit]
+    used: set[int] = field(default_factory=set)
+
+
+class Endpoint(ABC):
+    """Turns requests into streams of the engine. Called by the ASGI server; the headers of an answer wait for the first event, so that a
+    late reject is still a clean status."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self._unknown = UnknownFields()
+
+    @abstractmethod
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        """Checks a request, in any thread. RequestError."""
+
+    @abstractmethod
+    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
+        """Answers, and gives the stream back however that ends."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = await self._accept(Request(scope, receive))
+        await reply(scope, receive, send)
+
+    async def _accept(self, request: Request) -> ASGIApp:
+        service = self.service
+        if not service.client.started:
+            raise overloaded("The engine is still starting.", retry_after=5)
+        header = request.headers.get("content-length")
+        length = int(header) if header else None
+        with service.client.reading():
+            try:
+                direct = direct_reader(request.scope)
+                body = await read_body(request.receive, length, direct, service.arena, service.config, service.client)
+                return await self._submit(body)
+            except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
+                service.client.check_open()
+                raise
+
+    async def _submit(self, body: Body) -> ASGIApp:
+        service = self.service
+        with contextlib.ExitStack() as undo:
+            undo.callback(body.give_up)
+            job = await self._parse(body)
+            if job.request.model not in (None, "", *service.model_names):
+                raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
+            job.submits[0].body = body.region.offset if job.used or body.num_announced else None
+            stream = service.client.submit(job.submits)
+            if job.submits[0].body is not None:
+                undo.pop_all()  # from now on it is the processor that releases the body
+        return self.reply(stream, job, body)
+
+    async def _parse(self, body: Body) -> Job:
+        """A reference that stands anywhere but in a URL field is turned back into its text first."""
+        scanner = body.scanner
+        job = await self._read(scanner.json(body.payloads), body)
+        if len(job.used) < len(scanner.references):
+            check_text_bytes(scanner.num_text_bytes + sum(ref.length for i, ref in enumerate(scanner.references) if i not in job.used))
+            job = await self._read(scanner.json(body.payloads, keep=job.used), body)
+        return job
+
+    async def _read(self, data: bytes, body: Body) -> Job:
+        def read() -> Job:
+            job = self.read(read_object(data), body)
+            self._unknown.check(job.request.model_extra or {})
+            job.request.check_together(self.service.checkpoint.vocab_size)
+            return job
+
+        return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
+
+
+class GenerationEndpoint(Endpoint):
+    """Answers with what the model generates."""
+
+    format: type[Format]
+
+    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
+        request, service = job.request, self.service
+        options = request.stream_options
+        reply_options = ReplyOptions(
+            model=request.model or service.model_names[0],
+            created=int(time.time()),
+            started=body.started,
+            received=body.received,
+            is_streamed=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            timings=bool(request.timings),
+            num_images=len(job.submits[0].media),
+        )
+        return Reply(stream, service.client, service.metrics, self.format, reply_options)
+
+
+def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """What the request says, else what the checkpoint recommends; a request without a seed gets a random one."""
+    top_k = request.top_k if request.top_k is not None else defaults.top_k
+    return SamplingParams(
+        max_tokens=request.token_limit,
+        temperature=request.temperature if request.temperature is not None else defaults.temperature,
+        top_p=request.top_p if request.top_p is not None else defaults.top_p,
+        top_k=max(0, top_k),
+        min_p=request.min_p or 0.0,
+        seed=request.seed if request.seed is not None else secrets.randbits(63),
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+    )
+
+
+def output_options(request: GenerationRequest, **others: Any) -> OutputOptions:
+    return OutputOptions(
+        stop=request.stop,
+        include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        **others,
+    )
+
+
+def stages_of(body: Body) -> Stages:
+    return Stages(received=body.received)

@@ -1,0 +1,85 @@
+"""A request's id, and the one line that the log has of it. The outermost ASGI middleware; `reply.py` fills in what an answer was."""
+
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.messages import ErrorInfo
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+HEADER = "x-request-id"
+KEY = "engine.record"
+QUIET = frozenset({"/health", "/health/live", "/ping", "/metrics"})  # asked every few seconds by machines: in the log only if they fail
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of a request at its end."""
+
+    request_id: str
+    status: int = 0
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_generated: int = 0
+    num_images: int = 0
+    first_token: float = 0.0  # clock reading
+    reason: str = ""  # of an error, in the words that the client got
+
+
+def record_of(scope: Scope) -> Record:
+    """The record of a request; one that nobody reads if there is no log around the application."""
+    record: Record = scope.setdefault(KEY, Record(""))
+    return record
+
+
+def note_error(scope: Scope, info: ErrorInfo) -> None:
+    record_of(scope).reason = info.message
+
+
+class RequestLog:
+    """Gives every request an id, the client's own if it has one, returns it in a header, and writes the line unless `is_silent`."""
+
+    def __init__(self, app: ASGIApp, is_silent: bool):
+        self._app = app
+        self._is_silent = is_silent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        record = scope[KEY] = Record(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16))
+        started = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if not self._is_silent and (scope["path"] not in QUIET or record.status >= 400):
+                self._write(scope, record, started)
+
+    @staticmethod
+    def _write(scope: Scope, record: Record, started: float) -> None:
+        client = scope.get("client") or ("-", 0)
+        words = [f"{record.request_id} {client[0]} {scope['method']} {scope['path'][:200]!r} {record.status or 'left'}"]
+        if record.num_prompt:
+            words.append(f"{record.num_prompt} prompt, {record.num_cached} cached, {record.num_generated} completion tokens")
+            words.append(f"{record.num_images} images")
+        if record.first_token:
+            words.append(f"first token after {1e3 * (record.first_token - started):.0f} ms")
+        words.append(f"{1e3 * (time.monotonic() - started):.0f} ms")
+        if record.reason:
+            words.append(repr(record.reason))
+        logger.info("%s", ", ".join(words))

@@ -1,0 +1,161 @@
+"""Fields that shape prompts and texts, through the real api and processor; text completions; what is no JSON."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text
+from tests.unit.server.test_stack import chunks_of, ids_of
+
+
+@pytest.fixture(autouse=True)
+def clean(stack: Stack) -> Iterator[None]:
+    stack.scheduler.script = answer_text
+    stack.scheduler.aborted.clear()
+    yield
+    stack.recover()
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+def prompt_text(stack: Stack, tokenizer: Tokenizer) -> str:
+    return str(tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False))
+
+
+def echo_number(scheduler: FakeScheduler, request: object) -> None:
+    """Answers a prompt of k tokens with its first token, k times."""
+    ids = scheduler.prompt(request)  # type: ignore[arg-type]
+    answer_ids([ids[0]] * len(ids), reason="length")(scheduler, request)  # type: ignore[arg-type]
+
+
+# ---- chat ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_message_goes_on(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a prefilled answer is closed, or followed by the beginning of another one."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is"}]
+    for content in ("The answer is", [{"type": "text", "text": "The answer is"}]):
+        messages[-1]["content"] = content  # type: ignore[assignment]
+        body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        assert stack.http.post("/v1/chat/completions", json=body).status_code == 200
+        assert prompt_text(stack, tokenizer).endswith("<|im_start|>assistant\nThe answer is")
+
+
+def test_no_generation_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
+    assert stack.chat("x", add_generation_prompt=False).status_code == 200
+    assert prompt_text(stack, tokenizer) == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_special_tokens_are_shown_on_demand(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if they are shown unasked, or if the one that ends the answer is."""
+    start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
+    stack.scheduler.script = answer_ids([start, *ids_of(tokenizer, "ü"), end])
+    assert stack.chat("x").json()["choices"][0]["message"]["content"] == "ü"
+    assert stack.chat("x", skip_special_tokens=False).json()["choices"][0]["message"]["content"] == "<|im_start|>ü"
+
+
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_string_may_be_shown(stack: Stack, tokenizer: Tokenizer, name: str) -> None:
+    """Red if it is cut off although it was asked for, if anything behind it is shown, or if the reason is not told."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "keep this END and never this"))
+    for included, text in ((False, "keep this "), (True, "keep this END")):
+        choice = stack.chat("x", stop=["never", "END"], **{name: included}).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", "END")
+
+
+def test_the_reason_of_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a stop token that the client named is not told from the model's own end."""
+    word, end = ids_of(tokenizer, "x")[0], tokenizer.token_to_id("<|im_end|>")
+    stack.scheduler.script = answer_ids([*ids_of(tokenizer, "so"), word])
+    choice = stack.chat("x", stop_token_ids=[word]).json()["choices"][0]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("so", word)
+    stack.scheduler.script = answer_ids([*ids_of(tokenizer, "so"), end])
+    assert stack.chat("x", stop_token_ids=[word]).json()["choices"][0]["stop_reason"] is None
+    assert chunks_of(stack.chat("x", stream=True).text)[-1]["choices"][0]["stop_reason"] is None  # type: ignore[index]
+
+
+def test_parts_by_their_other_names(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if parts of the responses API, or a refusal in a history, do not reach the model."""
+    content = [{"type": "input_text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
+    assert stack.chat(content).status_code == 200
+    assert prompt_text(stack, tokenizer).startswith("<|im_start|>user\nonetwo<|im_end|>")
+
+
+# ---- text completions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if a prompt gets a chat template, if special tokens in it are spelt out, or if the default length is not OpenAI's."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, " world"), reason="length")
+    answer = client.completions.create(model="test-model", prompt="<|im_start|>user\nhello")
+    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", " world", "length")
+    request = stack.scheduler.requests[-1]
+    assert stack.scheduler.prompt(request) == tokenizer.encode("<|im_start|>user\nhello", add_special_tokens=False).ids
+    assert request.params.max_tokens == 16
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(stack.scheduler.prompt(request))
+
+
+def test_a_batch_of_prompts(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if answers change places, if usage counts one prompt only, or if a stream's chunks do not say whose they are."""
+    stack.scheduler.script = echo_number
+    prompts = [[70, 70], [71], [72, 72, 72]]
+    expected = [tokenizer.decode([ids[0]] * len(ids)) for ids in prompts]
+    answer = client.completions.create(model="test-model", prompt=prompts)
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
+    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 6)
+    texts, reasons = ["", "", ""], {}
+    for chunk in client.completions.create(model="test-model", prompt=prompts, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                assert choice.index not in reasons
+                reasons[choice.index] = choice.finish_reason
+    assert (texts, reasons) == (expected, {0: "length", 1: "length", 2: "length"})
+    assert chunk.usage is not None and chunk.usage.completion_tokens == 6
+
+
+@pytest.mark.parametrize("prompt", ["Grüße, 世界", [70, 71, 72]])
+def test_an_echo(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer, prompt: str | list[int]) -> None:
+    """Red if the prompt is not in front of the answer, in a document or in a stream, or comes twice."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, " and more"))
+    expected = (prompt if isinstance(prompt, str) else tokenizer.decode(prompt)) + " and more"
+    assert client.completions.create(model="test-model", prompt=prompt, echo=True).choices[0].text == expected
+    stream = client.completions.create(model="test-model", prompt=prompt, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+def test_one_bad_prompt_of_a_batch(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the others go on for nobody, or if a placeholder of an image gets into a prompt that has none."""
+    for bad in ("<|image_pad|>", "word " * 5000):
+        response = stack.http.post("/v1/completions", json={"prompt": ["x", bad, "y"]})
+        assert response.status_code == 400, response.text
+    image_token = tokenizer.token_to_id("<|image_pad|>")
+    response = stack.http.post("/v1/completions", json={"prompt": [image_token]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+# ---- what is no JSON -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/metrics", "/nowhere"])
+@pytest.mark.parametrize(
+    ("headers", "is_fine"),
+    [
+        ({"Content-Type": "application/json"}, True), ({"Content-Type": "Application/JSON; charset=utf-8"}, True),
+        ({"Content-Type": "application/vnd.api+json"}, True), ({"Content-Type": ""}, False), ({"Content-Type": "text/plain"}, False),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, False), ({"Content-Type": "multipart/form-data; boundary=x"}, False),
+        ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, False),
+        ({"Content-Type": "application/json", "Content-Encoding": "identity"}, True),
+    ],
+)  # fmt: skip
+def test_only_json_is_read(stack: Stack, path: str, headers: dict[str, str], is_fine: bool) -> None:
+    """Red if a web page can make a browser send something here that needs no permission, or if compressed bytes are taken for JSON."""
+    response = stack.http.post(path, content=b'{"messages": [{"role": "user", "content": "x"}], "prompt": "x"}', headers=headers)
+    assert (response.status_code == 415) != is_fine
+    if not is_fine:
+        assert response.json()["error"]["code"] == "unsupported_media_type"

@@ -1,0 +1,172 @@
+"""What operators and their tools see: ids, log lines, metrics, small endpoints, pages of other origins."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
+
+from tests.unit.server.pictures import PLAIN
+from tests.unit.server.stack import Stack, answer_ids, answer_text
+from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
+
+
+@pytest.fixture(autouse=True)
+def clean(stack: Stack) -> Iterator[None]:
+    stack.scheduler.script = answer_text
+    yield
+    stack.recover()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/nowhere", "/v1/chat/completions"])
+def test_every_answer_has_an_id(stack: Stack, path: str) -> None:
+    """Red if a client's own id is not returned, if one that could forge a line of the log is taken, or if errors have none."""
+    ids = []
+    for given in ("abc-123", "", "x" * 200, "a b", None):
+        headers = {} if given is None else {"x-request-id": given}
+        returned = stack.http.get(path, headers=headers).headers["x-request-id"]
+        assert (returned == given) == (given == "abc-123")
+        ids.append(returned)
+    assert len(set(ids)) == 5
+
+
+def test_a_stream_has_an_id_too(stack: Stack) -> None:
+    answer = stack.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "stream": True})
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("access_log", [True, False])
+def test_one_line_a_request(model_folder: Path, capfd: pytest.CaptureFixture[str], access_log: bool) -> None:
+    """Red if a request is not in the log, is there twice, lacks its numbers or the reason of its refusal, or is there although nobody wants
+    it; or if the log is full of machines that ask for health."""
+    stack = Stack(model_folder, log_level="info", access_log=access_log)
+    try:
+        headers = {"x-request-id": "first"}
+        body = {"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"]))]}]}
+        assert stack.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+        assert stack.http.post("/v1/chat/completions", json={"messages": 5}, headers={"x-request-id": "second"}).status_code == 400
+        stack.http.get("/health")
+        stack.settle()
+    finally:
+        stack.close()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "127.0.0.1 POST" in line or "/health" in line]
+    if not access_log:
+        assert not lines
+        return
+    first, second = lines
+    assert re.search(r"first 127.0.0.1 POST '/v1/chat/completions' 200, \d+ prompt, 3 cached, 12 completion tokens, 1 images", first)
+    assert "first token after" in first
+    assert re.search(r" 400, \d+ ms, 'messages: must be a list'", second)
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET, HEAD")])
+def test_the_wrong_method(stack: Stack, method: str, path: str, allowed: str) -> None:
+    """Red if a 405 does not say which methods there are."""
+    response = stack.http.request(method, path)
+    assert response.status_code == 405
+    assert sorted(response.headers["allow"].split(", ")) == sorted(allowed.split(", "))
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/health/", "/v1/chat/completions/"])
+def test_no_redirects(stack: Stack, path: str) -> None:
+    """Red if a slash too many loses the body of a request on its way to somewhere else."""
+    assert stack.http.post(path, json={}).status_code in (404, 405)
+
+
+def test_pages_of_other_origins(model_folder: Path) -> None:
+    """Red if a page that is allowed cannot ask first because it has no key yet, or if one that is not allowed is answered."""
+    stack = Stack(model_folder, allowed_origins="https://a.example, https://b.example", api_key="key")
+    try:
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+        for origin in ("https://a.example", "https://b.example", "https://c.example"):
+            response = stack.http.options("/v1/chat/completions", headers={"Origin": origin, **asks})
+            assert (response.headers.get("access-control-allow-origin") == origin) == (origin != "https://c.example")
+        response = stack.http.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, "https://a.example")
+    finally:
+        stack.close()
+
+
+def test_no_origin_is_allowed_unasked(stack: Stack) -> None:
+    response = stack.http.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+# ---- small endpoints -----------------------------------------------------------------------------------------------------------------
+
+
+def test_models(stack: Stack) -> None:
+    """Red if a name that is listed cannot be asked for, or asked of, or if answers have another name than the request."""
+    client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+    names = [model.id for model in client.models.list()]
+    assert names == ["test-model", "other-name"]
+    for name in names:
+        card = client.models.retrieve(name)
+        assert (card.id, card.root, card.max_model_len) == (name, "demo", 4096)  # type: ignore[attr-defined]
+        assert client.chat.completions.create(model=name, messages=[{"role": "user", "content": "x"}]).model == name
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another/name")
+
+
+def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if what is counted is not what a request would be, or if counting leaves anything behind (fixture)."""
+    content = [image(uri(PLAIN["4:2:0"])), {"type": "text", "text": "Grüße"}]
+    assert stack.chat(content).status_code == 200
+    prompt = stack.scheduler.prompt(stack.scheduler.requests[-1])
+    num_requests = len(stack.scheduler.requests)
+    counted = stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": content}]}).json()
+    assert counted == {"count": len(prompt), "max_model_len": 4096, "tokens": prompt, "token_strs": None}
+    text = stack.http.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
+    assert text == tokenizer.decode(prompt, skip_special_tokens=False)
+    assert stack.http.post("/tokenize", json={"prompt": "Grüße"}).json()["tokens"] == ids_of(tokenizer, "Grüße")
+    assert stack.http.post("/tokenize", json={"prompt": "word " * 9000}).json()["count"] > 4096
+    assert len(stack.scheduler.requests) == num_requests
+    for body in ({"tokens": [1 << 20]}, {"tokens": []}, {"tokens": ["x"]}, {}):
+        assert stack.http.post("/detokenize", json=body).status_code == 400
+    for body in ({"prompt": ["a", "b"]}, {"prompt": 5}, {"messages": [{"role": "user", "content": [image(uri(b"bad"))]}]}):
+        assert stack.http.post("/tokenize", json=body).status_code in (400, 422)
+
+
+def test_what_the_server_says_of_itself(model_folder: Path) -> None:
+    """Red if a key is among the settings."""
+    stack = Stack(model_folder, api_key="very-secret")
+    try:
+        stack.http.headers["Authorization"] = "Bearer very-secret"
+        info = stack.http.get("/server_info")
+        assert info.json()["settings"]["block_size"] == 16 and "very-secret" not in info.text
+        assert stack.http.get("/load").json() == {"server_load": 0}
+        assert "chat_template" in stack.http.get("/tokenizer_info").json()
+        assert stack.http.post("/ping").status_code == stack.http.get("/ping", headers={"Authorization": ""}).status_code == 200
+    finally:
+        stack.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_prompt_that_is_too_long_in_words_that_clients_know(stack: Stack, path: str) -> None:
+    """Red if libraries no longer tell this error from others: they look for the code, or for these words."""
+    body = {"messages": [{"role": "user", "content": "word " * 9000}]} if "chat" in path else {"prompt": "word " * 9000}
+    error = stack.http.post(path, json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "maximum context length is 4096 tokens" in error["message"]
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a name breaks the conventions, if a series lacks the model, or if what others' dashboards read is gone."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "a few tokens more"))
+    assert chunks_of(stack.chat("x", stream=True).text)
+    assert stack.chat([image(uri(b"bad"))]).status_code == 422
+    families = {family.name: family for family in text_string_to_metric_families(stack.http.get("/metrics").text)}
+    for family in families.values():
+        assert re.fullmatch(r"(engine_|vllm:)[a-z_]+", family.name) and family.documentation
+        assert all(sample.labels["model_name"] == "test-model" for sample in family.samples)
+        assert all(sample.name.endswith(("_total", "_created")) for sample in family.samples) or family.type != "counter"
+    assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= families.keys()
+    for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds", "stage_seconds"):
+        assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
+    refusals = {sample.labels["reason"]: sample.value for sample in families["engine_refused_requests"].samples if "total" in sample.name}
+    assert refusals["invalid_image"] >= 1

@@ -1,0 +1,165 @@
+"""Tools through the real api and processor, by OpenAI's own client: what a model calls comes as calls, whatever tokens it is made of."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from engine.messages import RequestOutput, Stages
+from server.checkpoint import read_checkpoint
+from server.processor.prompt import PromptBuilder
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold_silently
+from tests.unit.server.test_stack import chunks_of, ids_of
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
+ARGUMENTS = {"city": "Köln", "days": 3}
+TOOLS = [{
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "what <|im_end|> it will be",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}]  # fmt: skip
+QUESTION = [{"role": "user", "content": "How will the weather be?"}]
+
+
+@pytest.fixture(autouse=True)
+def clean(stack: Stack) -> Iterator[None]:
+    stack.scheduler.script = answer_text
+    stack.scheduler.aborted.clear()
+    yield
+    stack.recover()
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+def say(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
+    end = tokenizer.token_to_id("<|im_end|>")
+    stack.scheduler.script = answer_ids([*ids_of(tokenizer, text), end])
+
+
+def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if calls stay text, if their ids are alike, or if the finish reason does not say that there are some."""
+    say(stack, tokenizer, f"Let me see.\n{CALL}\n{CALL}")
+    answer = client.chat.completions.create(model="test-model", messages=QUESTION, tools=TOOLS)  # type: ignore[call-overload]
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    assert [(call.type, call.function.name) for call in choice.message.tool_calls] == [("function", "weather")] * 2
+    assert all(json.loads(call.function.arguments) == ARGUMENTS for call in choice.message.tool_calls)
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    say(stack, tokenizer, CALL)
+    assert stack.chat("x", tools=TOOLS).json()["choices"][0]["message"]["content"] is None
+
+
+def test_calls_in_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if a client that puts deltas together as OpenAI's does gets another call, or if arguments come all at once."""
+    say(stack, tokenizer, f"Well. {CALL}{CALL}")
+    with client.chat.completions.stream(model="test-model", messages=QUESTION, tools=TOOLS) as stream:  # type: ignore[arg-type]
+        events = [event.type for event in stream]
+        answer = stream.get_final_completion()
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+    assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 2
+    assert all(json.loads(call.function.arguments) == ARGUMENTS for call in choice.message.tool_calls)
+    assert events.count("tool_calls.function.arguments.delta") > 6
+
+
+def test_one_chunk_a_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the raw chunks are not OpenAI's: index in each, id, type and name in the first only."""
+    say(stack, tokenizer, CALL)
+    chunks = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]  # type: ignore[index]
+    assert deltas[0].keys() == {"index", "id", "type", "function"} and deltas[0]["function"]["name"] == "weather"
+    assert all(delta.keys() == {"index", "function"} and delta["function"].keys() == {"arguments"} for delta in deltas[1:])
+    assert "tool_call" not in "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)  # type: ignore[index]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"  # type: ignore[index]
+
+
+def test_a_call_that_was_cut_off_is_a_length(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if half a call is announced as a whole one."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, CALL[:60]), reason="length")
+    choice = stack.chat("x", tools=TOOLS).json()["choices"][0]
+    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_calls_are_text(stack: Stack, tokenizer: Tokenizer, fields: dict[str, object]) -> None:
+    """Red if a request that wants no calls gets some, or if the model is shown tools that it must not use."""
+    stack.chat("x")
+    plain = stack.scheduler.requests[-1].prompt.length
+    say(stack, tokenizer, CALL)
+    message = stack.chat("x", **fields).json()["choices"][0]["message"]
+    assert message["content"] == CALL and "tool_calls" not in message
+    assert stack.scheduler.requests[-1].prompt.length == plain
+
+
+def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if `parallel_tool_calls: false` is ignored, or if the engine is left working on what nobody will see."""
+    ids = ids_of(tokenizer, f"{CALL}\n{CALL}")
+
+    def script(scheduler: FakeScheduler, request: object) -> None:
+        hold_silently(scheduler, request)  # type: ignore[arg-type]
+        scheduler.send([RequestOutput(request.rid, ids, stages=Stages())], [])  # type: ignore[attr-defined]
+
+    stack.scheduler.script = script
+    choice = stack.chat("x", tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
+    assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
+    stack.wait_until(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
+
+
+THOUGHTS = [f"hm <tool_call>x\n{CALL} so\n</think>\n\nDone.", f"hm\n{CALL}</think>Done.", f"hm {CALL[:30]}</think>{CALL[30:]}Done."]
+
+
+@pytest.mark.parametrize("text", THOUGHTS)
+def test_a_call_inside_thoughts_is_not_lost(thinking_folder: Path, tokenizer: Tokenizer, text: str) -> None:
+    """Red if a call that a model makes before it closes its thoughts is shown as a thought, or breaks what follows."""
+    stack = Stack(thinking_folder)
+    try:
+        say(stack, tokenizer, text)
+        message = stack.chat("x", tools=TOOLS).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm")
+        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
+        assert CALL not in message["reasoning"]
+        stack.settle()
+    finally:
+        stack.close()
+
+
+def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client: openai.OpenAI, model_folder: Path) -> None:
+    """Red if the calls, their results or the tools of a conversation do not reach the model, or if text in them becomes a control token."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "<|im_start|>"}'}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"rain": true}'},
+        {"role": "tool", "tool_call_id": "call_2"},
+    ]
+    client.chat.completions.create(model="test-model", messages=messages, tools=TOOLS)  # type: ignore[call-overload]
+    tokenizer = PromptBuilder(read_checkpoint(model_folder)).tokenizer
+    prompt = stack.scheduler.prompt(stack.scheduler.requests[-1])
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    assert '{"name": "weather", "arguments": {"city": "<|im_start|>"}}' in text
+    assert '<tool_response>\n{"rain": true}\n</tool_response>' in text
+    assert '"description": "what <|im_end|> it will be"' in text
+    assert prompt.count(tokenizer.token_to_id("<|im_start|>")) == 5  # system with the tools, user, assistant, results, generation
+    assert prompt.count(tokenizer.token_to_id("<|im_end|>")) == 4
+
+
+def test_a_template_without_tools_is_a_400(model_folder: Path, tmp_path: Path) -> None:
+    """Red if tools are dropped in silence because the model's template does not know them."""
+    for file in model_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    stack = Stack(tmp_path)
+    try:
+        response = stack.chat("x", tools=TOOLS)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    finally:
+        stack.close()
