@@ -58,9 +58,9 @@ def _tag(function: Json, is_xml: bool) -> Json:
 def _format_of(told: Grammar) -> Json:
     match told.kind:
         case "json_object":
-            return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 0}
+            return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": MAX_WHITESPACE}
         case "json_schema":
-            return {"type": "json_schema", "json_schema": json.loads(told.text), "max_whitespace_cnt": 0}
+            return {"type": "json_schema", "json_schema": json.loads(told.text), "max_whitespace_cnt": MAX_WHITESPACE}
         case "regex":
             return {"type": "regex", "pattern": told.text}
         case "ebnf":

@@ -74,9 +74,14 @@ def test_tools(client: openai.OpenAI) -> None:
         assert ask(client, messages=[*question(), *history], tools=TOOLS, tool_choice=choice).choices[0].finish_reason in ("stop", "length")
 
 
-CITY: dict[str, Any] = {"type": "object", "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}}, "required": ["days", "unit"]}
+DAYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+}
 FORECAST: list[Any] = [
-    {"type": "function", "function": {"name": "forecast", "parameters": {**CITY, "additionalProperties": False}, "strict": True}},
+    {"type": "function", "function": {"name": "forecast", "parameters": DAYS, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
 ]
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
@@ -117,7 +122,8 @@ def test_parse(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"guided_regex": "[a-c]{3}x"}, "[a-c]{3}x"), ({"regex": "(yes|no)!"}, "(yes|no)!"), ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"guided_regex": "[a-c]{3}x"}, "[a-c]{3}x"), ({"regex": "(yes|no)!"}, "(yes|no)!"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
         ({"ebnf": 'root ::= "a" | "bc"'}, "a|bc"), ({"structured_outputs": {"regex": "x{4}"}}, "x{4}"),
     ],
 )  # fmt: skip
@@ -136,15 +142,16 @@ def test_a_format_or_a_call(client: openai.OpenAI) -> None:
 
 
 def test_a_bad_grammar_names_its_field(client: openai.OpenAI) -> None:
-    for fields, name in (({"regex": "(("}, "regex"), ({"ebnf": "no grammar"}, "ebnf"), ({"guided_json": {"type": "nothing"}}, "guided_json")):
+    bad: dict[str, object] = {"regex": "((", "ebnf": "no grammar", "guided_json": {"type": "nothing"}}
+    for name, value in bad.items():
         with pytest.raises(openai.BadRequestError) as refused:
-            ask(client, extra_body=fields)
+            ask(client, extra_body={name: value})
         assert refused.value.param == name
 
 
 def test_several_answers(client: openai.OpenAI) -> None:
     """Red if answers share their draws, if a seed does not repeat them, or if the prompt is computed or counted for each."""
-    asked = {"n": 4, "temperature": 1.5, "seed": 5, "max_tokens": 12}
+    asked = {"n": 4, "temperature": 3, "top_p": 1, "seed": 5, "max_tokens": 12, "extra_body": {"top_k": 0}}
     first, again = (ask(client, **asked) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert len(set(texts)) > 1 and texts == [choice.message.content for choice in again.choices]
