@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"  # of the package, of `/version`: the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 MAY_BE_ZERO = frozenset({"port", "max_images_per_request", "image_host_cache_bytes"})  # any other number is at least 1
