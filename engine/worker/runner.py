@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, StepPlan, StepResult
+from engine.messages import Admit, Prefetch, StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
@@ -108,6 +108,11 @@ class Runner:
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, encoded, marks)
+
+    @torch.inference_mode()
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Enqueues the reading of an image that a plan may come to name."""
+        self._images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
