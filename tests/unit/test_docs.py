@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_missing_path_would_be_found() -> None:
 def test_generated_pages_are_what_the_code_says(name: str) -> None:
     """Red if a flag or a field changes and its page does not: run `python docs/generate.py`."""
     page = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
-    assert page == generator().PAGES[name]().splitlines()
+    assert page == generator().PAGES[name]().splitlines(), "run python docs/generate.py"
 
 
 def test_advice_is_for_flags_that_exist() -> None:
@@ -115,3 +116,12 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     """Red if a page is written that no reader of the site can find."""
     listed = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     assert listed == {page.name for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Red for a link or an anchor between pages that leads nowhere, or a file that a page includes and that is gone."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    run = subprocess.run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "one bad request fails alone" in (tmp_path / "site/security/index.html").read_text(encoding="utf-8")
+    assert not list((tmp_path / "site").rglob("generate*"))
