@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -123,6 +123,7 @@ class Submit(msgspec.Struct, tag=True):
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -130,6 +131,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
+    index: int | None = None  # of the answer that is meant; None: all
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -194,8 +196,19 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.length
 
 
+class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that rank 0 can read, in the processor arena. It holds behind the token `after`, if that is given (the end of thoughts)."""
+
+    region: Region
+    after: int | None = None
+
+
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
+
+    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
+    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
+    """
 
     rid: int
     prompt: Region
@@ -203,6 +216,10 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     stages: Stages
     cache_salt: str = ""
+    n: int = 1
+    priority: int = 0
+    deadline: float | None = None
+    grammar: CompiledGrammar | None = None
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -222,7 +239,7 @@ class Pixels(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
+    """New tokens of answer `index` of a request; with `finish_reason` or `error` it is this answer's last output."""
 
     rid: int
     token_ids: list[int]
@@ -232,6 +249,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
+    index: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -283,6 +301,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
     blocks: list[int]  # held from the prefix cache
     params: SamplingParams
+    grammar: CompiledGrammar | None = None
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):
