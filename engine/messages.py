@@ -108,7 +108,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False  # a stop string is the end of the text instead of behind it
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
-    echo: bool = False  # the text begins with the prompt's
+    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
+    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -122,6 +123,8 @@ class Submit(msgspec.Struct, tag=True):
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
+    n: int = 1  # answers, each with its own events
+    priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
 
@@ -142,8 +145,16 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str | None = None
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
+    """Something for the client of `rid`. Exactly one event of an answer has a `finish_reason`; it is its last. An `error` ends all."""
 
     rid: int
     text: str = ""
@@ -156,7 +167,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
+    index: int = 0  # of the answer
 
 
 class Events(msgspec.Struct, frozen=True):
