@@ -21,7 +21,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import VERSION, make_parser
+from engine.config import VERSION
+from engine.flags import make_parser
 from engine.messages import EngineStats, ErrorInfo
 from server.api.status import Status
 from server.http.client import Client
@@ -80,6 +81,7 @@ def test_manifests_fit_together() -> None:
     drain = int(re.findall(r"drain\.py (\d+)", container["lifecycle"]["preStop"]["exec"]["command"][-1])[0])
     assert deployment()["terminationGracePeriodSeconds"] > drain + 15
     assert container["image"].endswith(f":{VERSION}")
+    assert deployment()["enableServiceLinks"] is False  # ENGINE_PORT=tcp://... of a Service would be read as a flag
 
 
 def test_probes_ask_paths_that_need_no_key() -> None:
@@ -200,7 +202,7 @@ def serve() -> Iterator[Serve]:
 
 
 def run_script(name: str, port: int, *arguments: str) -> int:
-    return subprocess.run([sys.executable, DEPLOY / name, *arguments], env={"PORT": str(port)}, capture_output=True).returncode
+    return subprocess.run([sys.executable, DEPLOY / name, *arguments], env={"ENGINE_PORT": str(port)}, capture_output=True).returncode
 
 
 def test_the_drain_waits_for_the_last_stream(serve: Serve) -> None:
