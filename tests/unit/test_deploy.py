@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.config import VERSION
 from engine.flags import make_parser
 from engine.messages import EngineStats, ErrorInfo
+from models.scaffold import SHAPES
 from server.api.status import Status
 from server.http.client import Client
 from server.http.guards import OPEN_PATHS
@@ -68,6 +69,16 @@ def test_files_are_yaml(path: Path) -> None:
 def test_manifests_are_valid(path: Path) -> None:
     """Red if the cluster's schema would refuse a manifest, an unknown field included."""
     kubernetes_validate.validate(load(path), "1.34", strict=True)
+
+
+def test_kernels_are_compiled_for_where_they_are_looked_for() -> None:
+    """Red if the Hopper image would compile at its first start what its build should have compiled: other heads, or another folder."""
+    hopper, portable = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert "FLASHINFER_CUDA_ARCH_LIST=9.0a" in hopper and "load_kernels" in hopper
+    published = [shape for name, shape in SHAPES.items() if name != "tiny"]
+    needed = {(128, shape.vision_hidden // shape.vision_heads) for shape in published}
+    assert {(int(text), int(vision)) for text, vision in re.findall(r"k\((\d+), (\d+)\)", hopper)} == needed
+    assert "-runtime-" in portable.split("\n")[0] and "load_kernels" not in portable
 
 
 def test_manifests_fit_together() -> None:
