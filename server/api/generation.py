@@ -17,8 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
-from engine.messages import OutputOptions, Stages, Submit
+from engine.messages import (
+    OutputOptions,
+    Submit,
+)
 from engine.params import SamplingParams
+from engine.stats import Stages
 from server.api.fields import UnknownFields
 from server.api.schema import GenerationRequest
 from server.checkpoint import Checkpoint, SamplingDefaults

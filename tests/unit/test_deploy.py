@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import VERSION
 from engine.flags import make_parser
-from engine.messages import EngineStats, ErrorInfo
+from engine.messages import ErrorInfo
+from engine.stats import EngineStats
 from models.scaffold import SHAPES
 from server.api.status import Status
 from server.http.client import Client
