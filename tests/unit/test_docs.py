@@ -7,12 +7,19 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from engine.config import EngineConfig
 from engine.flags import make_parser
+from engine.params import MAX_TOP_LOGPROBS
+from server.api import schema
+from server.api.status import Status
+from server.http.app import ENDPOINTS
+from server.http.body import MAX_TEXT_BYTES
+from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]
@@ -126,3 +133,34 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "one bad request fails alone" in (tmp_path / "site/security/index.html").read_text(encoding="utf-8")
     assert not list((tmp_path / "site").rglob("generate*"))
+
+
+def limits() -> dict[str, str]:
+    """Of docs/api.md: the first cell of each row of its limits -> the second."""
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Limits")[2].partition("\n## ")[0]
+    return {cells[0]: cells[1] for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)}
+
+
+def test_limits_of_the_api_page_are_those_of_the_code() -> None:
+    """Red if a default or a fixed limit changes and a client's author reads the old one."""
+    config, page = EngineConfig(), limits()
+    assert page["body"] == f"{config.max_body_bytes >> 20} MiB"
+    assert page["of it, besides images"] == f"{MAX_TEXT_BYTES >> 20} MiB"
+    assert page["time of a body"].startswith(f"{config.body_timeout} s")
+    assert page["images of a request"] == f"{config.max_images_per_request}"
+    assert page["pixels of an image"] == f"{config.max_image_pixels // 10**6} million"
+    assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
+    assert page["a download"].startswith(f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects")
+    assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
+    assert page["answers to a request (`n`)"] == f"{schema.MAX_ANSWERS}"
+    assert page["most likely tokens reported beside each"] == f"{MAX_TOP_LOGPROBS}"
+    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_PROMPTS
+    assert page["messages; tools; stop strings; prompts of a text completion"] == "; ".join(f"{count:,}" for count in counts)
+
+
+def test_every_endpoint_is_on_the_api_page() -> None:
+    """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
+    told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
+    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/"}
+    assert told == {path.replace("{name:path}", "NAME") for path in routes}
