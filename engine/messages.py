@@ -93,6 +93,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False  # a stop string is the end of the text instead of behind it
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
+    must_call: bool = False  # nothing but calls
+    called: str | None = None  # of this function only
     echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
     bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
@@ -112,6 +114,7 @@ class Submit(msgspec.Struct, tag=True):
     priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
+    grammar_field: str = ""  # of the client's request, for errors
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -10,7 +10,6 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from engine.params import MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
-from server.errors import RequestError
 from server.http.validate import Strict, bad_value
 
 MAX_MESSAGES = 10_000
@@ -154,6 +153,15 @@ class GenerationRequest(Strict):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -234,6 +242,11 @@ class ChatRequest(GenerationRequest):
         return top_level | (self.chat_template_kwargs or {})
 
     @property
+    def called(self) -> str | None:
+        """The function that must be called, if one is named."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+
+    @property
     def uses_tools(self) -> bool:
         """Whether the model sees the tools, and its calls are taken out of the text."""
         return bool(self.tools) and self.tool_choice != "none"
@@ -255,9 +268,8 @@ class ChatRequest(GenerationRequest):
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
-        for i, tool in enumerate(self.tools or ()):
-            if tool.function.strict:
-                check_limited("strict", True, (False,), f"tools.{i}.function.strict")
+        if len(set(names)) < len(names):
+            raise bad_value("tools", "must have names of their own")
         check_tool_choice(self.tool_choice, names)
 
 
@@ -310,7 +322,7 @@ class DetokenizeRequest(GenerationRequest):
 
 
 def check_tool_choice(choice: object, names: list[str]) -> None:
-    """RequestError 400 unless it is a choice that OpenAI has, fits the tools, and can be kept."""
+    """RequestError 400 unless it is a choice that OpenAI has and that fits the tools."""
     if choice is None or choice in ("none", "auto"):
         return
     named = choice.get("function", {}).get("name") if isinstance(choice, dict) and isinstance(choice.get("function"), dict) else None
@@ -320,7 +332,6 @@ def check_tool_choice(choice: object, names: list[str]) -> None:
         raise bad_value("tool_choice", "needs tools")
     if named is not None and named not in names:
         raise bad_value("tool_choice", "names a function that is not among the tools")
-    raise RequestError(400, "tool_choice: this server keeps 'none' and 'auto' only.", "tool_choice", "unsupported_value")
 
 
 def _check_image(part: ImagePart, path: str) -> None:
