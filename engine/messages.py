@@ -7,7 +7,7 @@
 | processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
-| worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
+| worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
@@ -368,6 +368,17 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
 
 
+Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A worker lives; what its main thread does, and since when. Comes every second, whatever that is, unless the worker is stopped."""
+
+    rank: int
+    activity: Activity
+    since: float
+
+
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
 
 
@@ -380,4 +391,4 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult
+ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat
