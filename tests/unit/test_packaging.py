@@ -129,7 +129,7 @@ def test_the_command_hands_its_flags_on(command: list[str]) -> None:
     run = subprocess.run([sys.executable, "-m", "engine.cli", *command, "--no-such-flag"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert "error: " in run.stderr and "--no-such-flag" in run.stderr
-    assert {"serve": "--max-model-len", "load": "--concurrency", "accuracy": "--questions"}[command[-1]] in run.stderr
+    assert {"serve": "engine.serve: ", "load": "--concurrency", "accuracy": "--questions"}[command[-1]] in run.stderr
 
 
 def test_the_command_tells_its_version() -> None:
