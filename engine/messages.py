@@ -53,10 +53,14 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch."""
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch.
+
+    Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
 
     payload: Region | None = None
     url: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):

@@ -21,7 +21,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(ChatRequest, value)
-        conversation = read_conversation(request.messages, body.scanner, body.region.offset)
+        conversation = read_conversation(request.messages, body.scanner, body.region.offset, request.mm_processor_kwargs)
         limit = self.service.config.max_images_per_request
         if len(conversation.media) > limit:
             raise RequestError(400, f"The request holds {len(conversation.media)} images, the limit is {limit}.", "messages")

@@ -40,7 +40,6 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "truncation_side": ("left", "right"),  # of a truncation that is not asked for
     "chat_template": (),
     "documents": ([],),
-    "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
@@ -91,9 +90,6 @@ HARMLESS = frozenset({
 
 # Of an image part, beside its URL.
 LIMITED_IN_IMAGES: dict[str, tuple[object, ...]] = {
-    "detail": ("auto", "low", "high"),
-    "min_pixels": (),
-    "max_pixels": (),
     "resized_height": (),
     "resized_width": (),
     "max_dynamic_patch": (),

@@ -12,6 +12,7 @@ from engine.params import MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.validate import Strict, bad_value
 
+LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 4
 MAX_TOOLS = 1024
@@ -25,12 +26,28 @@ TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class ImageUrl(Strict):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES."""
+class PixelLimits(Strict):
+    """The area of an image after resizing; None is the checkpoint's own limit."""
+
+    min_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class ProcessorKwargs(PixelLimits):
+    """For all images of a request. What else there may be for other models is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ImageUrl(PixelLimits):
+    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
+
+    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
     model_config = ConfigDict(extra="allow")
 
     url: str
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class TextPart(Strict):
@@ -45,7 +62,7 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
-class ImagePart(Strict):
+class ImagePart(PixelLimits):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["image_url", "input_image"]
@@ -55,6 +72,13 @@ class ImagePart(Strict):
     @classmethod
     def _from_bare_string(cls, value: object) -> object:
         return {"url": value} if isinstance(value, str) else value
+
+    def limits(self, others: PixelLimits) -> tuple[int | None, int | None]:
+        """What stands nearest to the image counts, `others` last."""
+        low = PixelLimits(max_pixels=LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None)
+        told = (self.image_url, self, low, others)
+        least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
+        return least, next((one.max_pixels for one in told if one.max_pixels is not None), None)
 
 
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image_url", "input_image")
@@ -217,6 +241,7 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

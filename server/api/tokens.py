@@ -49,7 +49,7 @@ class TokenizeEndpoint(Endpoint):
                 raise bad_value("prompt", "must be one text")
             return Job(request, [counted(body, TextPrompt(request.prompts[0]))])
         chat = self.check(ChatRequest, value)
-        conversation = read_conversation(chat.messages, body.scanner, body.region.offset)
+        conversation = read_conversation(chat.messages, body.scanner, body.region.offset, chat.mm_processor_kwargs)
         submit = counted(body, chat_prompt(chat, conversation.messages))
         submit.media = conversation.media
         return Job(chat, [submit], conversation.used_references)

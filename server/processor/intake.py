@@ -134,8 +134,8 @@ class Intake:
         submit, images = request.submit, request.images
         try:
             async with asyncio.TaskGroup() as group:
-                for i, image in enumerate(images):
-                    group.create_task(image.load(i))
+                for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
+                    group.create_task(image.load(i, ref))
                 encode = group.create_task(self._encode(submit))
                 compiled = group.create_task(self._compile(submit))
         except BaseExceptionGroup as failures:

@@ -92,8 +92,10 @@ BAD = [
     ({"enable_thinking": "no"}, "enable_thinking"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"messages": image({"url": "https://x.org/a", "max_pixels": 5})}, "messages.0.content.0.image_url.max_pixels"),
-    ({"messages": image({"url": "https://x.org/a"}, min_pixels=5)}, "messages.0.content.0.min_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "max_pixels": 0})}, "messages.0.content.0.image_url.max_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "resized_height": 64})}, "messages.0.content.0.image_url.resized_height"),
+    ({"messages": image({"url": "https://x.org/a"}, min_pixels="5")}, "messages.0.content.0.min_pixels"),
+    ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps"),
     ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages.0.content.0.image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -235,7 +237,7 @@ def test_images_in_any_message_become_indices() -> None:
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE:///b", "detail": "low"}}]},
     ]
     conversation = read_conversation(parse(messages=messages).messages, Scanner("nonce", 4), 0)
-    assert conversation.media == [MediaRef(url="https://x.org/a"), MediaRef(url="FILE:///b")]
+    assert conversation.media == [MediaRef(url="https://x.org/a"), MediaRef(url="FILE:///b", max_pixels=512 * 512)]
     assert conversation.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
         {"role": "user", "content": [{"type": "image", "media": 0}, {"type": "text", "text": "?"}]},
@@ -385,3 +387,18 @@ def test_bad_grammars(fields: dict[str, object], name: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_grammar(parse(**fields))
     assert (caught.value.info.status, caught.value.info.param) == (400, name)
+
+
+def test_limits_on_pixels() -> None:
+    """Red if the limit that stands nearest to an image loses, or if `detail: low` does not make it small."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": "https://a", "max_pixels": 100}, "max_pixels": 200, "min_pixels": 50},
+        {"type": "image_url", "image_url": {"url": "https://a", "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": "https://a", "detail": "low", "max_pixels": 9}},
+        {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
+    ]
+    request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
+    media = read_conversation(request.messages, Scanner("nonce", 4), 0, request.mm_processor_kwargs).media
+    assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 512 * 512), (7, 9), (7, 8)]
+    media = read_conversation(request.messages, Scanner("nonce", 4), 0).media
+    assert (media[3].min_pixels, media[3].max_pixels) == (None, None)
