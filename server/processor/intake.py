@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from engine.config import EngineConfig
+from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.ipc import Outbox
 from engine.messages import (
     PROCESSOR_ARENA,
     Abort,
     ChatPrompt,
+    CompiledGrammar,
     EngineRequest,
     ErrorInfo,
     Event,
@@ -28,6 +30,7 @@ from engine.messages import (
     TokenPrompt,
     ToScheduler,
 )
+from engine.params import Grammar
 from server.errors import RequestError, error_of, overloaded
 from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
@@ -51,6 +54,7 @@ class Intake:
         requests: dict[int, Request],
         tools: ImageTools,
         prompts: PromptBuilder,
+        grammars: GrammarCompiler,
         api: Outbox[Events],
         scheduler: Outbox[ToScheduler],
         tasks: asyncio.TaskGroup,
@@ -60,6 +64,7 @@ class Intake:
         self._requests = requests
         self._tools = tools
         self._prompts = prompts
+        self._grammars = grammars
         self._tokens = TokenTable(prompts.tokenizer)
         self._think = ThinkTokens.of(prompts.tokenizer)
         self._api = api
@@ -128,6 +133,7 @@ class Intake:
                 for i, image in enumerate(images):
                     group.create_task(image.load(i))
                 encode = group.create_task(self._encode(submit))
+                compiled = group.create_task(self._compile(submit.grammar))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         if submit.output.echo:
@@ -147,8 +153,23 @@ class Intake:
         limit = submit.params.max_tokens
         params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room))
         submit.stages.submitted = time.monotonic()
-        wire = Region(PROCESSOR_ARENA, region.offset, region.used)
-        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)
+        wire, grammar = Region(PROCESSOR_ARENA, region.offset, region.used), self._place_grammar(request, compiled.result())
+        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt, grammar)
+
+    async def _compile(self, grammar: Grammar | None) -> bytes | None:
+        try:
+            return None if grammar is None else await self._grammars.compile(grammar)
+        except GrammarError as reason:
+            raise RequestError(400, f"The grammar of the answer cannot be used: {reason}", code="invalid_grammar") from None
+
+    def _place_grammar(self, request: Request, data: bytes | None) -> CompiledGrammar | None:
+        """Where rank 0 finds it. An answer that begins with thoughts follows it behind them."""
+        if data is None:
+            return None
+        region = request.grammar = self._tools.room.take(len(data))
+        region.append(data)
+        after = self._think.end if request.text.is_thinking else None
+        return CompiledGrammar(Region(PROCESSOR_ARENA, region.offset, region.used), after)
 
     async def _encode(self, submit: Submit) -> list[int]:
         def job() -> list[int]:

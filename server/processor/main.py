@@ -14,6 +14,7 @@ from pathlib import Path
 import uvloop
 
 from engine.arena import Arena
+from engine.grammar.client import GrammarCompiler
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, PROCESSOR_ARENA, Abort, EngineOutputs, Events, Payload, Submit, ToProcessor, ToScheduler
 from server.checkpoint import read_checkpoint
@@ -43,7 +44,9 @@ class Processor:
         self._tools = ImageTools(child.config, checkpoint, bodies, Room(self._arena, lambda: self._num_holders > 1))
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
-        self._intake = Intake(child.config, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)
+        self._grammars = GrammarCompiler(checkpoint.folder)
+        shared = self._requests, self._tools
+        self._intake = Intake(child.config, max_model_len, *shared, prompts, self._grammars, api, scheduler, tasks)
         self._output = Output(self._requests, self._tools, api, scheduler, tasks)
 
     async def run(self) -> None:
@@ -65,6 +68,7 @@ class Processor:
                             self._check()
         finally:
             self._intake.close()
+            await self._grammars.close()
             await self._tools.close()
 
     @property

@@ -19,6 +19,7 @@ class Request:
     text: OutputText
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
+    grammar: Region | None = None  # compiled
     echo: str = ""  # what the text begins with
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
@@ -38,5 +39,6 @@ class Request:
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
         await release_all(self.images)
-        if self.prompt is not None:
-            room.give_back(self.prompt)
+        for region in (self.prompt, self.grammar):
+            if region is not None:
+                room.give_back(region)
