@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import ChatPrompt, Grammar, OutputOptions, PromptLogprobs, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -80,37 +80,6 @@ class Payload(msgspec.Struct, tag=True, frozen=True):
     payload: Region
 
 
-class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
-    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
-
-    messages: bytes
-    tools: bytes | None = None
-    template_kwargs: dict[str, bool] = {}
-    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
-
-
-class TextPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
-
-    text: str
-
-
-class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Token ids, within the vocabulary."""
-
-    ids: list[int]
-
-
-class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
-
-    stop: list[str] = []
-    include_stop: bool = False  # a stop string is the end of the text instead of behind it
-    skip_special_tokens: bool = True
-    calls: Literal["none", "one", "all"] = "none"
-    echo: bool = False  # the text begins with the prompt's
-
-
 class Submit(msgspec.Struct, tag=True):
     """A validated request."""
 
@@ -122,6 +91,8 @@ class Submit(msgspec.Struct, tag=True):
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
+    n: int = 1  # answers, each with its own events
+    priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
 
@@ -131,6 +102,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
+    index: int | None = None  # of the answer that is meant; None: all
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -141,8 +113,16 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str | None = None
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
+    """Something for the client of `rid`. Exactly one event of an answer has a `finish_reason`; it is its last. An `error` ends all."""
 
     rid: int
     text: str = ""
@@ -155,7 +135,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
+    index: int = 0  # of the answer
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -203,7 +185,11 @@ class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
+
+    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
+    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
+    """
 
     rid: int
     prompt: Region
@@ -211,6 +197,9 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     stages: Stages
     cache_salt: str = ""
+    n: int = 1
+    priority: int = 0
+    deadline: float | None = None
     grammar: CompiledGrammar | None = None
 
 
@@ -231,7 +220,7 @@ class Pixels(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
+    """New tokens of answer `index` of a request; with `finish_reason` or `error` it is this answer's last output."""
 
     rid: int
     token_ids: list[int]
@@ -241,6 +230,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
+    index: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):

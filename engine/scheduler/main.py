@@ -62,6 +62,7 @@ class Scheduler:
         while not self.stopping.is_set():
             while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
                 self._send(step)
+            core.expire(time.monotonic())
             self._flush(core)
             self._receive(core)
 
@@ -81,7 +82,7 @@ class Scheduler:
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
-        return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids)
+        return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids, config.max_queue_seconds)
 
     def _receive(self, core: SchedulerCore) -> None:
         """Waits for a message and takes all that have come. After a quiet second with nothing to do, the state checks itself once."""
@@ -97,7 +98,7 @@ class Scheduler:
                 case Pixels():
                     core.take_pixels(message)
                 case Abort():
-                    core.abort(message.rid)
+                    core.abort(message.rid, message.index)
                 case StepResult():
                     core.collect(message)
                 case WorkerReady():
@@ -138,6 +139,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         bytes_per_image_token=worker.bytes_per_image_token,
         step_sizes=sizes,
         prefix_cache=config.prefix_cache and not worker.has_state,
+        has_state=worker.has_state,
     )
 
 

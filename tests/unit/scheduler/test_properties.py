@@ -54,11 +54,13 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
         salt = rng.choice(["", "", "tenant"])
         files = {i for i in range(len(images)) if rng.random() < file_rate}
         wire = make_request(rid, prompt, images, rng.randint(1, 12), files, ignore_eos=rng.random() < 0.5)
-        sim.add(msgspec.structs.replace(wire, cache_salt=salt), prompt)
+        wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]), priority=rng.choice([0, 0, 1, -1]))
+        sim.add(wire, prompt)
         for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
             sim.step()
         if rng.random() < 0.15:
-            sim.abort(rng.choice(list(sim.sequences)))
+            victim = sim.sequences[rng.choice(list(sim.sequences))]
+            sim.abort(victim.wire.rid, rng.choice([None, victim.index]))
     sim.run()
 
 

@@ -45,6 +45,7 @@ from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.step_sizes import StepSizes
 from models.weights import load_weights
+from tests.unit.scheduler.simulation import Key, key_of
 
 ARENA_BYTES = 1 << 24
 MAX_PAGES = 1024  # of a step through a graph
@@ -140,21 +141,22 @@ class Engine:
         sampler = Sampler(TorchSampling(), merged.max_num_seqs, config, CHECKPOINT, CPU)
         self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
-        self.tokens: dict[int, list[int]] = {}
+        self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
-        self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.logprobs: dict[Key, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[Key, PromptLogprobs] = {}
 
     def add(
         self,
         rid: int,
         parts: Sequence[list[int] | Picture],
         max_tokens: int = 8,
+        n: int = 1,
         grammar: bytes | None = None,
         after: int | None = None,
         **params: object,
     ) -> None:
-        """`parts`: token ids and pictures in the order of the prompt."""
+        """`parts`: token ids and pictures in the order of the prompt. Answers behind the first one are called (rid, index)."""
         ids: list[int] = []
         spans: list[ImageSpan] = []
         geometry = self._config.geometry
@@ -171,8 +173,9 @@ class Engine:
         prompt = np.asarray(ids, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
         rules = None if grammar is None else CompiledGrammar(self._store(grammar), after)
-        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), grammar=rules), prompt)
-        self.tokens[rid], self.logprobs[rid] = [], []
+        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), n=n, grammar=rules), prompt)
+        for index in range(n):
+            self.tokens[key_of(rid, index)], self.logprobs[key_of(rid, index)] = [], []
 
     def step(self) -> bool:
         step = self.core.next_step()
@@ -181,15 +184,16 @@ class Engine:
         self.core.collect(self._runner.launch(step.plan).result())
         self.core.state.check()
         for output in self.core.take_outputs(None, 0.0).outputs:
-            self.tokens[output.rid] += output.token_ids
-            self.logprobs[output.rid] += output.logprobs
+            key = key_of(output.rid, output.index)
+            self.tokens[key] += output.token_ids
+            self.logprobs[key] += output.logprobs
             if output.prompt_logprobs is not None:
-                self.prompt_logprobs[output.rid] = output.prompt_logprobs
+                self.prompt_logprobs[key] = output.prompt_logprobs
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
         return True
 
-    def run(self) -> dict[int, list[int]]:
+    def run(self) -> dict[Key, list[int]]:
         while self.step():
             pass
         self.core.check()

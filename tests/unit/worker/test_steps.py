@@ -86,6 +86,18 @@ def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int)
     assert engine.core.state.counters.images_encoded == 5
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("chunk", [16, 8192])
+def test_answers_that_fork_equal_one_alone(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
+    """Red if an answer that goes on behind another one's blocks reads what is not there yet, or writes where others read."""
+    engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=max(1, chunk // 2), prefix_cache=prefix_cache)
+    for rid, prompt in enumerate(prompts()):
+        engine.add(rid, prompt, n=3)
+        engine.step()
+    assert list(engine.run().values()) == [tokens for tokens in alone for _ in range(3)]
+    assert engine.core.state.counters.images_encoded == 5
+
+
 @pytest.mark.parametrize("host_tokens", [0, 70, 130, 1000])
 def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list[int]], host_tokens: int) -> None:
     """Red if recomputation after a preemption, or encoding again or restoring after an eviction, gives other tokens."""
