@@ -7,7 +7,7 @@
 | processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
-| worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
+| worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
@@ -17,7 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import ChatPrompt, Grammar, OutputOptions, PromptLogprobs, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
+from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -47,30 +48,18 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     retry_after: int | None = None
 
 
-class Stages(msgspec.Struct):
-    """When a request passed each boundary of its critical path; 0.0 until it has."""
-
-    received: float = 0.0  # last byte of the body
-    submitted: float = 0.0  # handed to the scheduler by the processor: media hashed, prompt built
-    admitted: float = 0.0  # first named in a plan
-    launched: float = 0.0  # first chunk launched by the worker
-    prefilled: float = 0.0  # last chunk done on the device
-    first_token: float = 0.0  # first token received by the scheduler
-    sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
-    encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
-    forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
-    images_encoded: int = 0  # for this request; its other images came from a cache
-
-
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch."""
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch.
+
+    Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
 
     payload: Region | None = None
     url: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -78,6 +67,40 @@ class Payload(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     payload: Region
+
+
+class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
+    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
+
+    messages: bytes
+    tools: bytes | None = None
+    template_kwargs: dict[str, bool] = {}
+    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
+
+
+class TextPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
+
+    text: str
+
+
+class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Token ids, within the vocabulary."""
+
+    ids: list[int]
+
+
+class OutputOptions(msgspec.Struct, frozen=True):
+    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+
+    stop: list[str] = []
+    include_stop: bool = False  # a stop string is the end of the text instead of behind it
+    skip_special_tokens: bool = True
+    calls: Literal["none", "one", "all"] = "none"
+    must_call: bool = False  # nothing but calls
+    called: str | None = None  # of this function only
+    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
+    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -95,6 +118,7 @@ class Submit(msgspec.Struct, tag=True):
     priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
+    grammar_field: str = ""  # of the client's request, for errors
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -143,7 +167,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 class Events(msgspec.Struct, frozen=True):
     events: list[Event]
     released_bodies: list[int] = []
-    stats: "EngineStats | None" = None
+    stats: EngineStats | None = None
     heartbeat: float = 0.0  # when the engine last made progress, or was idle; /health compares it with now
 
 
@@ -231,33 +255,6 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
     index: int = 0
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and running totals of the engine, for `/metrics` and `/health`. The scheduler's, but for what says otherwise."""
-
-    max_model_len: int = 0  # tokens of a request, answer included: what was asked for, cut to the KV pool
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0  # free or only cached
-    num_pinned_images: int = 0
-    image_cache_bytes: int = 0
-    image_cache_budget: int = 0
-    image_host_cache_bytes: int = 0  # of each worker
-    image_host_cache_budget: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    images_encoded: int = 0
-    images_hit: int = 0
-    images_skipped: int = 0  # every token came from the prefix cache
-    images_evicted: int = 0
-    images_restored: int = 0  # from host memory; not hits
-    images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
-    preemptions: int = 0
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -371,6 +368,17 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
 
 
+Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A worker lives; what its main thread does, and since when. Comes every second, whatever that is, unless the worker is stopped."""
+
+    rank: int
+    activity: Activity
+    since: float
+
+
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
 
 
@@ -383,4 +391,4 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult
+ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat

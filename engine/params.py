@@ -1,4 +1,4 @@
-"""What a request asks for: its prompt, how its tokens are drawn, what is reported and becomes of them. Part of the messages."""
+"""How a request wants its tokens drawn, and what is reported of them. Part of the messages."""
 
 from typing import Literal
 
@@ -8,38 +8,6 @@ MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of on
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
-
-
-class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
-    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
-
-    messages: bytes
-    tools: bytes | None = None
-    template_kwargs: dict[str, bool] = {}
-    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
-
-
-class TextPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
-
-    text: str
-
-
-class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Token ids, within the vocabulary."""
-
-    ids: list[int]
-
-
-class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
-
-    stop: list[str] = []
-    include_stop: bool = False  # a stop string is the end of the text instead of behind it
-    skip_special_tokens: bool = True
-    calls: Literal["none", "one", "all"] = "none"
-    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
-    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
 
 class Grammar(msgspec.Struct, frozen=True):

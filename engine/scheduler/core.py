@@ -19,7 +19,6 @@ import numpy.typing as npt
 from engine.messages import (
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     ErrorInfo,
     FinishReason,
     Pixels,
@@ -32,6 +31,7 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
+from engine.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
@@ -209,7 +209,7 @@ class SchedulerCore:
         order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
         if index:
-            params = msgspec.structs.replace(params, seed=params.seed + index)
+            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)  # the first one has those
             sources, awaited = siblings[0].sources, siblings[0].awaited
         else:
             sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
@@ -268,12 +268,13 @@ class SchedulerCore:
     def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
-        stages, prompt_logprobs, num_cached = None, None, max(0, request.num_cached)
+        stages, num_cached = None, max(0, request.num_cached)
+        prompt_logprobs = request.prompt_logprobs if request.num_known == request.num_prompt + len(token_ids) else None
         if not request.wire.stages.first_token:
-            stages, prompt_logprobs = request.wire.stages, request.prompt_logprobs
+            stages = request.wire.stages
             stages.first_token = time.monotonic()
-        known = stages, logprobs, prompt_logprobs, request.index
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, *known))
+        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs, request.index)
+        self._outputs.append(output)
         if reason is not None:
             self._end(request)
 

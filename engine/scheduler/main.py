@@ -17,6 +17,7 @@ from engine.messages import (
     DEPTH,
     PROCESSOR_ARENA,
     Abort,
+    Beat,
     EngineOutputs,
     EngineRequest,
     Pixels,
@@ -28,6 +29,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
+from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
 from models.config import ModelConfig
@@ -49,7 +51,9 @@ class Scheduler:
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
+        self._beating = Workers()
         self._last_heartbeat = 0.0
+        self._quiet_since = 0.0  # when something other than a beat last came
         self._checked = False
 
     def run(self) -> None:
@@ -87,10 +91,12 @@ class Scheduler:
     def _receive(self, core: SchedulerCore) -> None:
         """Waits for a message and takes all that have come. After a quiet second with nothing to do, the state checks itself once."""
         message = self._inbox.recv(timeout=HEARTBEAT_S)
-        if message is None and not core.num_requests and not self._checked:
-            core.check()
-        self._checked = message is None
+        now = time.monotonic()
         while message is not None:
+            if isinstance(message, Beat):
+                self._beating.note(message, now)
+            else:
+                self._quiet_since, self._checked = now, False
             match message:
                 case EngineRequest():
                     region = message.prompt
@@ -104,6 +110,9 @@ class Scheduler:
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
             message = self._inbox.recv_ready()
+        if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and not self._checked:
+            core.check()
+            self._checked = True
 
     def _send(self, step: PlannedStep) -> None:
         """The same bytes to every rank."""
@@ -124,7 +133,8 @@ class Scheduler:
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            self._processor.send(core.take_outputs(core.stats() if beat else None, core.alive_at(now)))
+            alive = self._beating.alive_at(now, core.alive_at(now))
+            self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:

@@ -14,7 +14,6 @@ from pathlib import Path
 import uvloop
 
 from engine.arena import Arena
-from engine.grammar.client import GrammarCompiler
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, PROCESSOR_ARENA, Abort, EngineOutputs, Events, Payload, Submit, ToProcessor, ToScheduler
 from server.checkpoint import read_checkpoint
@@ -36,7 +35,8 @@ class Processor:
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
         api: Outbox[Events] = Outbox(child.run_dir, "api")
         scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
-        checkpoint = read_checkpoint(Path(child.runtime.model_folder), child.config.chat_template)
+        folder = Path(child.runtime.model_folder)
+        checkpoint = read_checkpoint(folder, child.config.chat_template)
         bodies = child.arena_view(API_ARENA)
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         warm_up(self._arena, bodies)
@@ -44,9 +44,7 @@ class Processor:
         self._tools = ImageTools(child.config, checkpoint, bodies, Room(self._arena, lambda: self._num_holders > 1))
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
-        self._grammars = GrammarCompiler(checkpoint.folder)
-        shared = self._requests, self._tools
-        self._intake = Intake(child.config, max_model_len, *shared, prompts, self._grammars, api, scheduler, tasks)
+        self._intake = Intake(child.config, folder, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)
         self._output = Output(self._requests, self._tools, api, scheduler, tasks)
 
     async def run(self) -> None:
@@ -67,8 +65,7 @@ class Processor:
                             self._intake.max_model_len = message.stats.max_model_len
                             self._check()
         finally:
-            self._intake.close()
-            await self._grammars.close()
+            await self._intake.close()
             await self._tools.close()
 
     @property

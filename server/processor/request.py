@@ -37,7 +37,7 @@ class Request:
     answers: list[Answer]
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
-    grammar: Region | None = None  # compiled
+    grammar: Region | None = None
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # the last events of all its answers are out, or nobody wants them

@@ -21,8 +21,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import VERSION, make_parser
-from engine.messages import EngineStats, ErrorInfo
+from engine.config import VERSION
+from engine.flags import make_parser
+from engine.messages import (
+    ErrorInfo,
+)
+from engine.stats import EngineStats
 from server.api.status import Status
 from server.http.client import Client
 from server.http.guards import OPEN_PATHS

@@ -10,7 +10,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from engine.config import EngineConfig, make_parser
+from engine.config import EngineConfig
+from engine.flags import make_parser
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]

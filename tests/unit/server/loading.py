@@ -50,7 +50,7 @@ class Loading:
         self._images.append(image)
         if ref.payload is not None:
             image.start()
-        await image.load(0)
+        await image.load(0, ref)
         return image
 
     async def load_bytes(self, data: bytes) -> Image:
