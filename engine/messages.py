@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
 from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
@@ -93,7 +93,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False  # a stop string is the end of the text instead of behind it
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
-    echo: bool = False  # the text begins with the prompt's
+    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
+    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -107,7 +108,10 @@ class Submit(msgspec.Struct, tag=True):
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
+    n: int = 1  # answers, each with its own events
+    priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -126,8 +130,16 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str | None = None
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
+    """Something for the client of `rid`. Exactly one event of an answer has a `finish_reason`; it is its last. An `error` ends all."""
 
     rid: int
     text: str = ""
@@ -140,7 +152,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
+    index: int = 0  # of the answer
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -180,6 +194,13 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.length
 
 
+class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that rank 0 can read, in the processor arena. It holds behind the token `after`, if that is given (the end of thoughts)."""
+
+    region: Region
+    after: int | None = None
+
+
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
 
@@ -196,6 +217,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     n: int = 1
     priority: int = 0
     deadline: float | None = None
+    grammar: CompiledGrammar | None = None
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -250,6 +272,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
     blocks: list[int]  # held from the prefix cache
     params: SamplingParams
+    grammar: CompiledGrammar | None = None
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):

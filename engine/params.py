@@ -1,11 +1,21 @@
 """How a request wants its tokens drawn, and what is reported of them. Part of the messages."""
 
+from typing import Literal
+
 import msgspec
 
 MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of one token and, with `min_tokens`, ends
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must follow. `text` is a JSON schema, a regular expression, EBNF or a structural tag of xgrammar, or a JSON list of
+    the strings to choose from; nothing for any JSON object."""
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):

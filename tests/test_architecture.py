@@ -27,6 +27,7 @@ SERVER_MAY_IMPORT = {
     "engine.config",
     "engine.messages",
     "engine.params",
+    "engine.grammar.client",
     "engine.ipc",
     "engine.arena",
     "engine.plain_jpeg",

@@ -170,7 +170,8 @@ class _StepBuilder:
         self.state.start(request, hits)
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]
-        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params))
+        grammar = request.wire.grammar
+        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar))
         self.budget -= self._schedule(request, length)
         return True
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import StepPlan, StepResult
+from engine.messages import Admit, StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
@@ -92,6 +92,7 @@ class Runner:
             region = admit.prompt
             ids = self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
             self._sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
+            self._admit_grammar(admit)
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
         self._images.restore(plan.restores)
@@ -103,6 +104,7 @@ class Runner:
         sampled, scores = sampled.to_host(), scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
+        self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, encoded, marks)
@@ -112,12 +114,23 @@ class Runner:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
         return self._images.prepare(is_busy)
 
+    def _admit_grammar(self, admit: Admit) -> None:
+        """Rank 0 alone draws, so it alone needs the grammar."""
+        data, after = None, None
+        if admit.grammar is not None and self._tp.rank == 0:
+            region, after = admit.grammar.region, admit.grammar.after
+            data = bytes(self._prompts.view(region.offset, region.length))
+        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids)
+
     def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None]:
         """Forward and sample; the tokens also go to the rows, for the next step."""
         logits_SV, draws, scores = self._forward(step)
         if not draws.num_rows:
             return Sampled(draws.rows_S, None), scores
-        sampled = self._sampler.sample(logits_SV, draws) if self._tp.rank == 0 else Sampled(torch.empty_like(draws.rows_S), None)
+        if self._tp.rank == 0:
+            sampled = self._sampler.sample(logits_SV, draws, self._sampler.grammars.masks(step.draws.rows))
+        else:
+            sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
         self._rows.last_token_R[draws.rows_S] = sampled.tokens_S
         return sampled, scores

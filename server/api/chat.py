@@ -34,6 +34,8 @@ class ChatEndpoint(GenerationEndpoint):
             output=output_options(request, calls=calls),
             stages=stages_of(body),
             cache_salt=request.cache_salt or "",
+            n=request.n or 1,
+            priority=request.priority or 0,
         )
         return Job(request, [submit], conversation.used_references)
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from engine.messages import Submit, TextPrompt, TokenPrompt
 from server.api.generation import GenerationEndpoint, Job, output_options, sampling_params, stages_of
 from server.api.schema import CompletionRequest
@@ -17,16 +19,21 @@ class CompletionEndpoint(GenerationEndpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(CompletionRequest, value)
+        params = sampling_params(request, self.service.checkpoint.sampling)
+        if request.echo:
+            params = msgspec.structs.replace(params, prompt_logprobs=request.logprobs)
         rids = [body.rid, *(self.service.client.new_rid() for _ in request.prompts[1:])]
         submits = [
             Submit(
                 rid=rid,
                 prompt=TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt),
                 media=[],
-                params=sampling_params(request, self.service.checkpoint.sampling),
+                params=params,
                 output=output_options(request, echo=bool(request.echo)),
                 stages=stages_of(body),
                 cache_salt=request.cache_salt or "",
+                n=request.n or 1,
+                priority=request.priority or 0,
             )
             for rid, prompt in zip(rids, request.prompts, strict=True)
         ]

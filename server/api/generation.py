@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
-from engine.messages import OutputOptions, SamplingParams, Stages, Submit
+from engine.messages import OutputOptions, Stages, Submit
+from engine.params import SamplingParams
 from server.api.fields import UnknownFields
 from server.api.schema import GenerationRequest
 from server.checkpoint import Checkpoint, SamplingDefaults
@@ -156,6 +157,12 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
+        min_tokens=request.min_tokens or 0,
+        logprobs=request.num_logprobs,
     )
 
 
@@ -164,6 +171,7 @@ def output_options(request: GenerationRequest, **others: Any) -> OutputOptions:
         stop=request.stop,
         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         skip_special_tokens=request.skip_special_tokens is not False,
+        bad_words=request.bad_words or [],
         **others,
     )
 

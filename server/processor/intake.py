@@ -34,7 +34,7 @@ from server.processor.detokenize import TokenTable
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.prompt import PromptBuilder
 from server.processor.reasoning import OutputText, ThinkTokens
-from server.processor.request import Request
+from server.processor.request import Answer, Request
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
@@ -88,8 +88,9 @@ class Intake:
             return
         early = self._early.pop(submit.rid, {})
         images = [self._image(ref, early) for ref in submit.media]
-        text = OutputText(self._tokens, self._think, submit.output, self._schemas(submit))
-        request = Request(submit, images, text)
+        schemas = self._schemas(submit)
+        answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
+        request = Request(submit, images, answers)
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
         self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
@@ -131,7 +132,8 @@ class Intake:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         if submit.output.echo:
-            request.echo = self._prompts.text_of(submit.prompt)
+            for answer in request.answers:
+                answer.echo = self._prompts.text_of(submit.prompt)
         prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
         if not submit.is_counted_only:
@@ -141,14 +143,16 @@ class Intake:
         region = request.prompt = self._tools.room.take(4 * num_prompt)
         region.append(prompt.ids.tobytes())
         request.num_prompt_tokens = num_prompt
-        request.text.read_prompt(prompt.ids)
+        for answer in request.answers:
+            answer.text.read_prompt(prompt.ids)
         spans = [image.span(start) for image, start in zip(images, prompt.starts, strict=True)]
         room = self.max_model_len - num_prompt
         limit = submit.params.max_tokens
-        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room))
+        bad_words = self._prompts.bad_words(submit.output.bad_words)
+        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room), bad_words=bad_words)
         submit.stages.submitted = time.monotonic()
         wire = Region(PROCESSOR_ARENA, region.offset, region.used)
-        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)
+        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt, submit.n, submit.priority)
 
     async def _encode(self, submit: Submit) -> list[int]:
         def job() -> list[int]:
@@ -189,7 +193,7 @@ class Intake:
             self._scheduler.send(task.result())
         event = None if failure is None else Event(rid, error=error_of(failure))
         if event is None and request.counted:
-            event = Event(rid, request.echo, finish_reason="stop", prompt_ids=request.counted)
+            event = Event(rid, request.answers[0].echo, finish_reason="stop", prompt_ids=request.counted)
         self._tell_api(event, request.submit.body)
 
     def _tell_api(self, event: Event | None, body: int | None) -> None:

@@ -35,7 +35,7 @@ class Processor:
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
         api: Outbox[Events] = Outbox(child.run_dir, "api")
         scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
-        checkpoint = read_checkpoint(Path(child.runtime.model_folder))
+        checkpoint = read_checkpoint(Path(child.runtime.model_folder), child.config.chat_template)
         bodies = child.arena_view(API_ARENA)
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         warm_up(self._arena, bodies)

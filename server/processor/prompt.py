@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
+from engine.params import MAX_BAD_WORD_TOKENS
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 
@@ -81,6 +82,18 @@ class PromptBuilder:
         if num_shown != num_images:
             raise RequestError(400, "The chat template of this model does not show every image of these messages.", name)
         return ids
+
+    def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
+        found: dict[tuple[int, ...], None] = {}
+        for bad in texts:
+            for text in (bad, " " + bad.lstrip()):
+                ids = tuple(self._literal.encode(text, add_special_tokens=False).ids)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    words = f"bad_words: a word may have {MAX_BAD_WORD_TOKENS} tokens at most."
+                    raise RequestError(400, words, "bad_words", "invalid_value")
+                found[ids] = None
+        return tuple(found)
 
     def text_of(self, prompt: Prompt) -> str:
         """A completion's prompt as the client would read it."""

@@ -39,8 +39,7 @@ class OutputText:
     def __init__(self, table: TokenTable, think: ThinkTokens, options: OutputOptions, schemas: Schemas | None = None):
         self.is_reasoning = False  # the last token was part of the thoughts, or one of their markers
         self.calls: list[CallDelta] = []  # pieces of tool calls that the last token, or the end, brought
-        self.specials = table.specials
-        self._table = table
+        self.table = table
         self._think = think
         self._detokenizer = Detokenizer(table, options.skip_special_tokens)
         self._stops = StopMatcher(options.stop, options.include_stop)
@@ -59,7 +58,7 @@ class OutputText:
 
         One that a client typed has at least the end of its message behind it.
         """
-        texts = self._table.texts
+        texts = self.table.texts
         last = next((token_id for token_id in reversed(ids) if not (texts[token_id] or "").isspace()), -1)
         self._is_open = last == self._think.start
 

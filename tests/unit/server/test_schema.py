@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
+from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS
 from server.api.conversation import read_conversation
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.generation import sampling_params
@@ -62,8 +63,11 @@ BAD = [
     ({"stream_options": {"include_usage": 7}}, "stream_options.include_usage"),
     ({"chat_template_kwargs": {"tools": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"enable_thinking": "{{ x }}"}}, "chat_template_kwargs.enable_thinking"),
-    ({"n": 2}, "n"),
-    ({"logprobs": True}, "logprobs"),
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"priority": "high"}, "priority"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
@@ -93,10 +97,18 @@ BAD = [
     ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages.0.content.0.image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": float("nan")}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"x": 5}}, "logit_bias"),
+    ({"logit_bias": {str(VOCAB_SIZE): 5}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": ["x"] * 65}, "bad_words"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": HELLO * 10_001}, "messages"),
@@ -191,6 +203,21 @@ def test_defaults_come_from_the_checkpoint() -> None:
     params = sampling_params(parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed, params.max_tokens) == (0, 0.5, 0, 0.1, 7, 6)
     assert sampling_params(parse(), DEFAULTS).seed != sampling_params(parse(), DEFAULTS).seed
+
+
+def test_what_changes_logits_reaches_the_sampler() -> None:
+    """Red if a field is read and then dropped."""
+    fields: dict[str, Any] = {
+        "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"7": -100, "8": 0.5}, "min_tokens": 3,
+        "logprobs": True,
+    }  # fmt: skip
+    params = sampling_params(parse(**fields), DEFAULTS)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 0.5, 1.1)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == (((7, -100), (8, 0.5)), 3, 0)
+    assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS).logprobs == 20
+    assert sampling_params(parse(logprobs=False), DEFAULTS).logprobs is None
+    most = sampling_params(parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS)
+    assert len(most.logit_bias) + len(most.stop_token_ids) + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, []), ("x", ["x"]), (["x", "y"], ["x", "y"]), ([], [])])
@@ -292,7 +319,8 @@ BAD_COMPLETIONS = [
     ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": 5}, "prompt"),
     ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [VOCAB_SIZE]}, "prompt"), ({"prompt": [[-1]]}, "prompt"),
     ({"prompt": ["x"] * 129}, "prompt"), ({"prompt": "x", "suffix": "y"}, "suffix"), ({"prompt": "x", "best_of": 2}, "best_of"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs"), ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "echo": 1}, "echo"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"), ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "echo": 1}, "echo"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,117 @@
+"""The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
+
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig, make_parser
+
+ROOT = Path(__file__).parents[2]
+OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OTHER_PAGES])
+TOP = ("engine", "server", "models", "tests", "bench", "docs", "deploy", ".github", ".ci")
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python -m ((?:engine|server|models|bench|tests)[\w.]*)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+ELLIPSIS = "…"
+
+
+@cache
+def generator() -> ModuleType:
+    """docs/generate.py, which is a script of no package."""
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def named_paths(text: str) -> set[str]:
+    """Whatever stands in code as a path of this project. `NAME` is for the reader to fill in; `path.py:word` points into a file."""
+    spans = {span.split(":")[0] for span in CODE.findall(FENCE.sub("", text))}
+    found = {span for span in spans if span.split("/")[0] in TOP and re.fullmatch(r"[\w./-]+/[\w./-]*", span)}
+    return {span for span in found if "NAME" not in span}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_and_links_of_a_page_exist(page: Path) -> None:
+    """Red if a file moves and a page does not follow."""
+    text = page.read_text(encoding="utf-8")
+    assert not [path for path in sorted(named_paths(text)) if not (ROOT / path).exists()]
+    links = [link.split("#")[0] for link in LINK.findall(FENCE.sub("", text)) if "://" not in link and not link.startswith("#")]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_modules_of_a_page_exist(page: Path) -> None:
+    """Red if a command of a page would not start."""
+    modules = {name.rstrip(".") for name in MODULE.findall(page.read_text(encoding="utf-8"))}
+    assert not [name for name in modules if "NAME" not in name and importlib.util.find_spec(name) is None]
+
+
+def test_a_missing_path_would_be_found() -> None:
+    """Red if the search above stops finding anything: a check of nothing is always green."""
+    assert named_paths("`engine/nowhere.py` and `server/NAME.py`, `--flag`, `a/b`") == {"engine/nowhere.py"}
+    assert len(named_paths((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))) > 50
+
+
+@pytest.mark.parametrize("name", ("flags.md", "fields.md"))
+def test_generated_pages_are_what_the_code_says(name: str) -> None:
+    """Red if a flag or a field changes and its page does not: run `python docs/generate.py`."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    assert page == generator().PAGES[name]().splitlines()
+
+
+def test_advice_is_for_flags_that_exist() -> None:
+    """Red if a flag goes and the advice on it stays."""
+    assert generator().WHEN.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
+    assert generator().OF_THE_MACHINE.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
+
+
+OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
+OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_flags_of_a_page_exist(page: Path) -> None:
+    """Red if a page advises a flag that the engine refuses. Those of containers, benchmarks and training are listed above."""
+    text = page.read_text(encoding="utf-8")
+    spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans))
+    assert not named - set(make_parser()._option_string_actions) - OF_OTHERS
+
+
+@cache
+def source_text() -> str:
+    """What engine, server and models say, strings that are put together from several included."""
+    text = "".join(path.read_text(encoding="utf-8") for folder in ("engine", "server", "models") for path in (ROOT / folder).rglob("*.py"))
+    return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
+
+
+def test_messages_of_troubleshooting_are_the_programs_own() -> None:
+    """Red if a message is reworded: nobody would find it by searching for what the screen shows."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 30
+    fragments = {part.strip(" .") for row in rows for part in row.split(ELLIPSIS)}
+    assert not [part for part in sorted(fragments) if len(part) > 1 and part not in source_text()]
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """Red if a page is written that no reader of the site can find."""
+    listed = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in (ROOT / "docs").rglob("*.md")}
