@@ -375,6 +375,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
+    out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
 
 
 Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some

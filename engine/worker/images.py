@@ -37,6 +37,9 @@ class Encoded:
     marks: Marks
 
 
+NOTHING_ENCODED = Encoded([], [], 0.0, Marks((), ()))
+
+
 class ImageCache:
     """Embeddings (1 + L, N, D) by image id, on the device.
 
@@ -114,6 +117,13 @@ class ImageCache:
             self._gather(encodes, own)
         return encoded
 
+    def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
+        """What a step that was given up should have added are zeros, which take next to no memory, until a plan evicts them."""
+        zero = self._zeros(1)
+        counts = [(encode.image_id, self._num_tokens(encode)) for encode in encodes]
+        for image_id, num_tokens in [*counts, *((restore.image_id, restore.num_tokens) for restore in restores)]:
+            self.tensors[image_id] = zero.expand(-1, num_tokens, -1)
+
     def prepare(self, is_busy: bool) -> bool:
         """As `VisionLanguageModel.prepare`."""
         with torch.cuda.stream(self._stream):
@@ -122,7 +132,7 @@ class ImageCache:
     def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
         """The embeddings of these images in their order."""
         if not share:
-            return [], Encoded([], [], 0.0, Marks((), ()))
+            return [], NOTHING_ENCODED
         failed: list[int] = []
         kept: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
