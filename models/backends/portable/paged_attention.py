@@ -284,5 +284,3 @@ def _padded(units: Int32s, size: int | None) -> Int32s:
     padded = np.zeros((size, UNIT_FIELDS), dtype=np.int32)
     padded[: len(units)] = units
     return padded
-
-
