@@ -19,12 +19,22 @@ from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
-from engine.messages import DEPTH, PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, WorkerReady
+from engine.messages import (
+    DEPTH,
+    PROCESSOR_ARENA,
+    EngineRequest,
+    ImageSource,
+    ImageSpan,
+    Region,
+    SamplingParams,
+    WorkerReady,
+)
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.main import make_limits
 from engine.scheduler.state import State
+from engine.stats import Stages
 from engine.worker.build import make_graphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader

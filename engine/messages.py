@@ -6,6 +6,7 @@
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
 | processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
+| processor -> rank 0   | Prefetch                      | a plain JPEG as a region: a hint                                           |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
 | worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
@@ -52,10 +53,14 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch."""
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch.
+
+    Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
 
     payload: Region | None = None
     url: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -93,6 +98,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False  # a stop string is the end of the text instead of behind it
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
+    must_call: bool = False  # nothing but calls
+    called: str | None = None  # of this function only
     echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
     bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
@@ -112,6 +119,7 @@ class Submit(msgspec.Struct, tag=True):
     priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
+    grammar_field: str = ""  # of the client's request, for errors
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -160,7 +168,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 class Events(msgspec.Struct, frozen=True):
     events: list[Event]
     released_bodies: list[int] = []
-    stats: "EngineStats | None" = None
+    stats: EngineStats | None = None
     heartbeat: float = 0.0  # when the engine last made progress, or was idle; /health compares it with now
 
 
@@ -178,6 +186,7 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     height: int
     width: int
     orientation: int = 1
+    ticket: int = 0  # of the Prefetch that announced it to rank 0, if there was one
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +267,13 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats | None = None
     heartbeat: float = 0.0
     wanted: list[WantedPixels] = []
+
+
+class Prefetch(msgspec.Struct, tag=True, frozen=True):
+    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten."""
+
+    source: ImageSource
+    ticket: int
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
@@ -386,3 +402,4 @@ class Status(msgspec.Struct, frozen=True):
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
 ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat
+ToWorker = StepPlan | Prefetch

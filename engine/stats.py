@@ -1,4 +1,4 @@
-"""What is measured of requests and of the engine. Part of the messages."""
+"""What the engine measures of itself: a request's way in times, and gauges and totals. Part of the messages; for metrics and benchmarks."""
 
 import msgspec
 

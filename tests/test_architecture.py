@@ -26,6 +26,7 @@ MAX_PUBLIC_METHODS = 15
 SERVER_MAY_IMPORT = {
     "engine.config",
     "engine.messages",
+    "engine.stats",
     "engine.params",
     "engine.grammar.client",
     "engine.ipc",

@@ -70,7 +70,7 @@ class GrammarCompiler:
 
     async def _start(self) -> Process:
         command = sys.executable, "-m", "engine.grammar.compile", str(self._folder)
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=child_environment(), process_group=0)
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True)
         try:
             async with asyncio.timeout(START_S):
                 await _receive(process)

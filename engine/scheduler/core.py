@@ -19,7 +19,6 @@ import numpy.typing as npt
 from engine.messages import (
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     ErrorInfo,
     FinishReason,
     Pixels,
@@ -32,6 +31,7 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
+from engine.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)

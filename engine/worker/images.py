@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.messages import Encode, Restore, Save
+from engine.messages import Encode, Prefetch, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.contract import VisionLanguageModel
@@ -94,6 +94,11 @@ class ImageCache:
                 self.tensors[restore.image_id] = tensor.copy_(self._region(restore.host_offset, restore.num_tokens), non_blocking=True)
         if restores:
             self._let_current_stream_wait()
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """As `ImageReader.prefetch`, for the tower's stream."""
+        with torch.cuda.stream(self._stream):
+            self._reader.prefetch(prefetch)
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, StepPlan, StepResult
+from engine.messages import Admit, Prefetch, StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
@@ -136,6 +136,11 @@ class Runner:
         watch.mark()
         nothing = Sampled(torch.empty(0, dtype=torch.int64), None)
         return LaunchedStep(plan.step, self._tp.rank, launched, nothing, None, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
+
+    @torch.inference_mode()
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Enqueues the reading of an image that a plan may come to name."""
+        self._images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:

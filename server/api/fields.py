@@ -22,7 +22,6 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "suffix": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -41,14 +40,7 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "truncation_side": ("left", "right"),  # of a truncation that is not asked for
     "chat_template": (),
     "documents": ([],),
-    "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
-    "structured_outputs": (),
-    "structural_tag": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "thinking_token_budget": (-1,),
@@ -63,9 +55,6 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
     # SGLang
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "stop_regex": ([],),
     "lora_path": (),
     "session_params": ({},),
@@ -101,9 +90,6 @@ HARMLESS = frozenset({
 
 # Of an image part, beside its URL.
 LIMITED_IN_IMAGES: dict[str, tuple[object, ...]] = {
-    "detail": ("auto", "low", "high"),
-    "min_pixels": (),
-    "max_pixels": (),
     "resized_height": (),
     "resized_width": (),
     "max_dynamic_patch": (),

@@ -10,9 +10,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from engine.params import MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
-from server.errors import RequestError
 from server.http.validate import Strict, bad_value
 
+LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 4
 MAX_TOOLS = 1024
@@ -26,12 +26,28 @@ TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class ImageUrl(Strict):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES."""
+class PixelLimits(Strict):
+    """The area of an image after resizing; None is the checkpoint's own limit."""
+
+    min_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class ProcessorKwargs(PixelLimits):
+    """For all images of a request. What else there may be for other models is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ImageUrl(PixelLimits):
+    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
+
+    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
     model_config = ConfigDict(extra="allow")
 
     url: str
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class TextPart(Strict):
@@ -46,7 +62,7 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
-class ImagePart(Strict):
+class ImagePart(PixelLimits):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["image_url", "input_image"]
@@ -56,6 +72,13 @@ class ImagePart(Strict):
     @classmethod
     def _from_bare_string(cls, value: object) -> object:
         return {"url": value} if isinstance(value, str) else value
+
+    def limits(self, others: PixelLimits) -> tuple[int | None, int | None]:
+        """What stands nearest to the image counts, `others` last."""
+        low = PixelLimits(max_pixels=LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None)
+        told = (self.image_url, self, low, others)
+        least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
+        return least, next((one.max_pixels for one in told if one.max_pixels is not None), None)
 
 
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image_url", "input_image")
@@ -154,6 +177,15 @@ class GenerationRequest(Strict):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -209,6 +241,7 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -234,6 +267,11 @@ class ChatRequest(GenerationRequest):
         return top_level | (self.chat_template_kwargs or {})
 
     @property
+    def called(self) -> str | None:
+        """The function that must be called, if one is named."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+
+    @property
     def uses_tools(self) -> bool:
         """Whether the model sees the tools, and its calls are taken out of the text."""
         return bool(self.tools) and self.tool_choice != "none"
@@ -255,9 +293,8 @@ class ChatRequest(GenerationRequest):
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
-        for i, tool in enumerate(self.tools or ()):
-            if tool.function.strict:
-                check_limited("strict", True, (False,), f"tools.{i}.function.strict")
+        if len(set(names)) < len(names):
+            raise bad_value("tools", "must have names of their own")
         check_tool_choice(self.tool_choice, names)
 
 
@@ -310,7 +347,7 @@ class DetokenizeRequest(GenerationRequest):
 
 
 def check_tool_choice(choice: object, names: list[str]) -> None:
-    """RequestError 400 unless it is a choice that OpenAI has, fits the tools, and can be kept."""
+    """RequestError 400 unless it is a choice that OpenAI has and that fits the tools."""
     if choice is None or choice in ("none", "auto"):
         return
     named = choice.get("function", {}).get("name") if isinstance(choice, dict) and isinstance(choice.get("function"), dict) else None
@@ -320,7 +357,6 @@ def check_tool_choice(choice: object, names: list[str]) -> None:
         raise bad_value("tool_choice", "needs tools")
     if named is not None and named not in names:
         raise bad_value("tool_choice", "names a function that is not among the tools")
-    raise RequestError(400, "tool_choice: this server keeps 'none' and 'auto' only.", "tool_choice", "unsupported_value")
 
 
 def _check_image(part: ImagePart, path: str) -> None:

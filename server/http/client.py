@@ -10,7 +10,17 @@ from starlette.requests import ClientDisconnect
 
 from engine.arena import Arena
 from engine.ipc import Outbox
-from engine.messages import Abort, EngineStats, ErrorInfo, Event, Events, Payload, Region, Submit, ToProcessor
+from engine.messages import (
+    Abort,
+    ErrorInfo,
+    Event,
+    Events,
+    Payload,
+    Region,
+    Submit,
+    ToProcessor,
+)
+from engine.stats import EngineStats
 from server.errors import RequestError
 
 HEARTBEAT_STALE_S = 15.0

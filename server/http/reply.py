@@ -14,7 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.messages import ErrorInfo, Event, Stages
+from engine.messages import (
+    ErrorInfo,
+    Event,
+)
+from engine.stats import Stages
 from server.errors import error_body
 from server.http.client import Client, Stream
 from server.http.log import Record, record_of

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import CallDelta, ErrorInfo, Event, Logprob, Stages
+from engine.messages import (
+    CallDelta,
+    ErrorInfo,
+    Event,
+    Logprob,
+)
+from engine.stats import Stages
 from server.errors import error_body
 
 DONE = b"data: [DONE]\n\n"

@@ -56,7 +56,7 @@ class PromptBuilder:
         self._literal.encode_special_tokens = True  # special tokens in its input are text
         self._image_token_id = checkpoint.image_token_id
         self._special_variables = checkpoint.special_tokens
-        self._shows_tools = "tools" in checkpoint.chat_template
+        self.template = checkpoint.chat_template
         self._template = _environment().from_string(checkpoint.chat_template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -105,7 +105,7 @@ class PromptBuilder:
         shield = _Shield()
         messages = [self._protect(message, shield) for message in msgspec.json.decode(prompt.messages)]
         tools = None if prompt.tools is None else self._protect_value(msgspec.json.decode(prompt.tools), shield)
-        if tools is not None and not self._shows_tools:
+        if tools is not None and "tools" not in self.template:
             raise RequestError(400, "tools: the chat template of this model does not show tools.", "tools", "unsupported_value")
         if prompt.ending == "continue":
             _append_text(messages[-1], shield.end)

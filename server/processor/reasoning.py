@@ -53,6 +53,11 @@ class OutputText:
         """The one that was found."""
         return self._stops.found
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the next token is part of the thoughts."""
+        return self._is_open
+
     def read_prompt(self, ids: Sequence[int]) -> None:
         """The output begins with thoughts if only white space follows the prompt's last `<think>`: then it is the template's own.
 

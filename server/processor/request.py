@@ -37,6 +37,7 @@ class Request:
     answers: list[Answer]
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
+    grammar: Region | None = None
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
@@ -67,5 +68,6 @@ class Request:
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
         await release_all(self.images)
-        if self.prompt is not None:
-            room.give_back(self.prompt)
+        for region in (self.prompt, self.grammar):
+            if region is not None:
+                room.give_back(region)

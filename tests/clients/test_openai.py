@@ -3,10 +3,12 @@
 import base64
 import json
 import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from models.demo import CHECKPOINT
@@ -70,9 +72,95 @@ def test_tools(client: openai.OpenAI) -> None:
     history = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
     for choice in ("auto", "none"):
         assert ask(client, messages=[*question(), *history], tools=TOOLS, tool_choice=choice).choices[0].finish_reason in ("stop", "length")
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, tools=TOOLS, tool_choice="required")
-    assert refused.value.param == "tool_choice"
+
+
+DAYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+}
+FORECAST: list[Any] = [
+    {"type": "function", "function": {"name": "forecast", "parameters": DAYS, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "parallel"), [("required", False), (NAMED, True), (NAMED, False)])
+def test_calls_that_must_come(client: openai.OpenAI, choice: Any, parallel: bool, stream: bool) -> None:
+    """Any model calls what it must under a grammar. Red if it does not, if the arguments break their schema, or if a stream differs."""
+    asked = {"tools": FORECAST, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 120, "seed": 1}
+    if stream:
+        with client.chat.completions.stream(model="demo", messages=question(), temperature=0, **asked) as events:  # type: ignore[arg-type]
+            message, reason = (end := events.get_final_completion().choices[0]).message, end.finish_reason
+    else:
+        message, reason = (end := ask(client, **asked).choices[0]).message, end.finish_reason
+    assert message.tool_calls and len(message.tool_calls) == 1 and not message.content
+    call = message.tool_calls[0]
+    assert call.function.name in ("forecast", "now") if choice == "required" else call.function.name == "forecast"
+    if reason == "tool_calls" and call.function.name == "forecast":
+        arguments = json.loads(call.function.arguments)
+        assert type(arguments["days"]) is int and arguments["unit"] in ("C", "F")
+    assert reason in ("tool_calls", "length")
+
+
+class Reading(pydantic.BaseModel):
+    number: int
+    colour: Literal["red", "blue"]
+
+
+def test_parse(client: openai.OpenAI) -> None:
+    """Red if the client's own way from a class to a schema and back does not end in an object."""
+    answer = client.chat.completions.parse(model="demo", messages=question(), temperature=0, max_tokens=60, response_format=Reading)
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Reading) and answer.choices[0].finish_reason == "stop"
+    assert "\n" not in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[a-c]{3}x"}, "[a-c]{3}x"), ({"regex": "(yes|no)!"}, "(yes|no)!"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"ebnf": 'root ::= "a" | "bc"'}, "a|bc"), ({"structured_outputs": {"regex": "x{4}"}}, "x{4}"),
+    ],
+)  # fmt: skip
+def test_grammars(client: openai.OpenAI, fields: dict[str, object], pattern: str) -> None:
+    """Red if an answer leaves its grammar, in a chat or in a text completion, or goes on behind its end."""
+    answer = ask(client, max_tokens=30, extra_body=fields).choices[0]
+    assert re.fullmatch(pattern, answer.message.content) and answer.finish_reason == "stop"
+    text = client.completions.create(model="demo", prompt="x", max_tokens=30, temperature=0, extra_body=fields).choices[0].text
+    assert re.fullmatch(pattern, text)
+
+
+def test_a_format_or_a_call(client: openai.OpenAI) -> None:
+    """Red if tools beside a format are a contradiction: the answer is the one or the other."""
+    answer = ask(client, tools=FORECAST, max_tokens=100, response_format={"type": "json_object"}).choices[0]
+    assert answer.message.tool_calls or answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
+
+
+def test_a_bad_grammar_names_its_field(client: openai.OpenAI) -> None:
+    bad: dict[str, object] = {"regex": "((", "ebnf": "no grammar", "guided_json": {"type": "nothing"}}
+    for name, value in bad.items():
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, extra_body={name: value})
+        assert refused.value.param == name
+
+
+def test_several_answers(client: openai.OpenAI) -> None:
+    """Red if answers share their draws, if a seed does not repeat them, or if the prompt is computed or counted for each."""
+    asked = {"n": 4, "temperature": 3, "top_p": 1, "seed": 5, "max_tokens": 12, "extra_body": {"top_k": 0}}
+    first, again = (ask(client, **asked) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert len(set(texts)) > 1 and texts == [choice.message.content for choice in again.choices]
+    assert first.usage.prompt_tokens == ask(client).usage.prompt_tokens
+    streamed = [""] * 4
+    for chunk in ask(client, **asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
 
 
 def test_completions_as_evaluations_ask_for_them(client: openai.OpenAI, engine: Engine) -> None:
@@ -110,5 +198,5 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         ask(client, model="another")
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, n=2)
-    assert caught.value.param == "n" and "1" in json.dumps(caught.value.body)
+        ask(client, n=17)
+    assert caught.value.param == "n" and "16" in json.dumps(caught.value.body)

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import Engine, is_alive, role_of
+from tests.e2e.serving import SMALL, Engine, is_alive, role_of
 
 DEADLINE_S = 15
 NOTICED_S = 25
@@ -34,7 +34,7 @@ def ask_for_long(engine: Engine, outcome: list[str]) -> None:
 def test_sigkill(tiny: Path, victim: str) -> None:
     """Red if a death leaves a client waiting, a process, shared memory or a run directory behind, or exits with 0."""
     before = shared_memory()
-    engine = Engine(tiny, ["--max-model-len", "8192"])
+    engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
     try:
         outcome: list[str] = []
         client = threading.Thread(target=ask_for_long, args=(engine, outcome))
@@ -61,7 +61,7 @@ def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
     """Red if a stop on purpose exits non-zero or leaves anything, also when the signal comes several times."""
     for sig in (signal.SIGINT, signal.SIGTERM):
         before = shared_memory()
-        engine = Engine(tiny, [])
+        engine = Engine(tiny, [], SMALL)
         for _ in range(3):
             engine.process.send_signal(sig)
             time.sleep(0.01)

@@ -17,7 +17,6 @@ from engine.messages import (
     Pixels,
     Region,
     SamplingParams,
-    Stages,
     StepPlan,
     StepResult,
     WantedPixels,
@@ -28,6 +27,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
 from engine.scheduler.state import Limits, State
+from engine.stats import Stages
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 
 EOS = 7

@@ -6,7 +6,12 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, ErrorInfo, RequestOutput, Stages
+from engine.messages import (
+    EngineRequest,
+    ErrorInfo,
+    RequestOutput,
+)
+from engine.stats import Stages
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import FakeScheduler, Stack, answer_text
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri

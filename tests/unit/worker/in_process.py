@@ -17,13 +17,13 @@ from engine.messages import (
     PromptLogprobs,
     Region,
     SamplingParams,
-    Stages,
     TokenLogprobs,
 )
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.state import Limits, State
+from engine.stats import Stages
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
