@@ -77,3 +77,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
