@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import Grammar, OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, Logprob, OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
 from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
@@ -123,14 +123,6 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     index: int
     arguments: str
     name: str | None = None
-
-
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
-
-    token: bytes
-    logprob: float | None
-    top: list[tuple[bytes, float]]
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

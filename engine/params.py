@@ -92,14 +92,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
-class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
 
-    stop: list[str] = []
-    include_stop: bool = False  # a stop string is the end of the text instead of behind it
-    skip_special_tokens: bool = True
-    calls: Literal["none", "one", "all"] = "none"
-    must_call: bool = False  # nothing but calls
-    called: str | None = None  # of this function only
-    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
-    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]

@@ -7,7 +7,7 @@ READING_S = 60.0  # so long may a worker read the images of one step
 
 
 class Workers:
-    """The last beat of each."""
+    """The last beat of each; that it is ready counts as the first."""
 
     def __init__(self) -> None:
         self._beats: dict[int, tuple[float, Beat]] = {}

@@ -76,8 +76,12 @@ class Scheduler:
             if self.stopping.is_set():
                 return None
             message = self._inbox.recv(timeout=HEARTBEAT_S)
+            now = time.monotonic()
             if isinstance(message, WorkerReady):
                 ready.append(message)
+                self._beating.note(Beat(message.rank, "idle", now), now)
+            elif isinstance(message, Beat):  # of one that is ready before others
+                self._beating.note(message, now)
         return ready
 
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
