@@ -148,6 +148,8 @@ def _as_ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
 
 def _reject_unsupported(config: Mapping[str, Any]) -> None:
     text, vision = config["text_config"], config["vision_config"]
+    if (config["model_type"] == "qwen3_vl_moe") != bool(_num_experts(text)):
+        raise ValueError(f"text_config.num_experts does not go with model_type {config['model_type']!r}")
     for found, supported, name in (
         (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),
         (vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh", "vision_config.hidden_act"),
@@ -204,11 +206,14 @@ def _text(config: Mapping[str, Any], is_fp8: bool) -> TextConfig:
     )
 
 
+def _num_experts(config: Mapping[str, Any]) -> int:
+    return int(_first((config,), ("num_experts", "num_local_experts"), 0))  # transformers 5 writes the latter
+
+
 def _moe(config: Mapping[str, Any]) -> MoeConfig | None:
-    num_experts = _first((config,), ("num_experts", "num_local_experts"), 0)  # transformers 5 writes the latter
-    if not num_experts:
+    if not _num_experts(config):
         return None
-    moe = MoeConfig(num_experts, config["num_experts_per_tok"], config["moe_intermediate_size"])
+    moe = MoeConfig(_num_experts(config), config["num_experts_per_tok"], config["moe_intermediate_size"])
     if not 0 < moe.num_experts_per_tok <= moe.num_experts:
         raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({moe.num_experts}), got {moe.num_experts_per_tok}")
     return moe

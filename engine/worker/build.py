@@ -118,12 +118,13 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: 
     dist.init_process_group(backend, init_method=f"file://{child.run_dir}/ranks", rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
+    tp = TensorParallel(rank, size, group, whole_experts=child.config.ep)
     if device.type != "cuda" or not child.config.symmetric_memory:
-        return TensorParallel(rank, size, group)
+        return tp
     if not peers_are_mapped(size):
         child.progress("GPUs do not share memory as NVLink would let them: NCCL sums also few tokens")
-        return TensorParallel(rank, size, group)
-    return TensorParallel(rank, size, group, SymmetricSums(group, width, dtype, device))
+        return tp
+    return replace(tp, small_sums=SymmetricSums(group, width, dtype, device))
 
 
 def load_model(
