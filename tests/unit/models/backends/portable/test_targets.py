@@ -116,7 +116,7 @@ def launch_float8() -> None:
 
 
 def launch_experts(capability: int, is_float8: bool) -> None:
-    """Each kind of step that has tiles of its own, of experts as those of 30B-A3B and as half of them."""
+    """Each kind of step that has tiles of its own."""
     from models.backends.ops import Experts
     from models.backends.portable import moe
     from models.backends.portable.tuned import EXPERT_TILES
@@ -126,11 +126,11 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
-        for inner in (768, 384):
-            experts = Experts(bf16(128, 512), matrix(128 * 2 * inner, 512), matrix(128 * 512, inner), 0, 128, 8)
-            for num_tokens in {min(tiles.num_tokens, 1000) for of in EXPERT_TILES.values() for tiles in of}:
-                real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1 else None
-                moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
+        experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 8)
+        for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
+            num_tokens = min(tiles.num_tokens, 1000)
+            real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
+            moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
 
 
 def launch_sampling() -> None:
