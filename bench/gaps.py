@@ -19,12 +19,22 @@ from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
-from engine.messages import DEPTH, PROCESSOR_ARENA, EngineRequest, ImageSource, ImageSpan, Region, SamplingParams, Stages, WorkerReady
+from engine.messages import (
+    DEPTH,
+    PROCESSOR_ARENA,
+    EngineRequest,
+    ImageSource,
+    ImageSpan,
+    Region,
+    SamplingParams,
+    WorkerReady,
+)
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.main import make_limits
 from engine.scheduler.state import State
+from engine.stats import Stages
 from engine.worker.build import make_graphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -67,7 +77,7 @@ class Bench:
         pools = allocate_pools(model.cache_spec, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         num_seqs, vocab_size = self._config.max_num_seqs, model_config.text.vocab_size
         sampling = backend.sampling(num_seqs, vocab_size)
-        sampler = Sampler(sampling, num_seqs, vocab_size, (), device)
+        sampler = Sampler(sampling, num_seqs, model_config, Path(), device)
         rows = Rows(num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)

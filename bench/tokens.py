@@ -11,7 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from engine.messages import EngineRequest, RequestOutput, Stages
+from engine.messages import (
+    EngineRequest,
+    RequestOutput,
+)
+from engine.stats import Stages
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.server.stack import MIB, FakeScheduler, Stack
 

@@ -1,15 +1,13 @@
-"""All settings of the engine: one typed class, from which the command line and its help are generated. Read by every process."""
+"""All settings of the engine: one typed class, from which `flags.py` makes the command line. Read by every process."""
 
-import argparse
 import os
-import types
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 
+VERSION = "0.2.0"  # of the package, of `/version`: the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
-SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
 MAY_BE_ZERO = frozenset({"port", "max_images_per_request", "image_host_cache_bytes"})  # any other number is at least 1
 
 CHILD_DEFAULTS = {
@@ -25,7 +23,7 @@ def num_cpus() -> int:
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every field is a flag: `max_model_len` is `--max-model-len`. The text is its help. Byte sizes take K, M and G suffixes."""
+    """Every field is a flag: `max_model_len` is `--max-model-len`. The text is its help; fields of bytes take K, M and G suffixes."""
 
     model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
         "demo"
@@ -33,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str | None, "name that the API shows and accepts, or several with commas between; default: the model as given"
     ] = None
+    chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     load_format: Annotated[
         Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"
     ] = "auto"
@@ -51,8 +50,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
-    api_key: Annotated[str | None, "demand this bearer token; default: the environment's ENGINE_API_KEY, else none"] = None
+    api_key: Annotated[
+        str | None, "demand this bearer token; better told as ENGINE_API_KEY, which no list of processes shows; default: none"
+    ] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
+    ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
+    ssl_keyfile: Annotated[str | None, "its private key, if the certificate's file does not hold it"] = None
+    root_path: Annotated[str, "path that a proxy in front takes away, as /llm"] = ""
     access_log: Annotated[bool, "one line of the log for every request"] = True
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
 
@@ -69,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
+    max_queue_seconds: Annotated[int | None, "a request that waits longer for its first step is 503; default: it waits"] = None
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[
@@ -106,60 +111,15 @@ def child_environment() -> dict[str, str]:
     return CHILD_DEFAULTS | dict(os.environ)
 
 
-def parse_bytes(text: str) -> int:
-    """'512M' -> 536870912. Raises ValueError."""
-    factor = SUFFIXES.get(text[-1:].upper())
-    return int(float(text[:-1]) * factor) if factor else int(text)
-
-
-def _add_flag(parser: argparse.ArgumentParser, name: str, annotated: Any, default: Any) -> None:
-    kind, text = get_args(annotated)[:2]
-    choices = None
-    if get_origin(kind) is types.UnionType:
-        kind = next(arg for arg in get_args(kind) if arg is not type(None))
-    if get_origin(kind) is Literal:
-        choices, kind = get_args(kind), str
-    if kind is int:
-        kind = parse_bytes
-    flag = "--" + name.replace("_", "-")
-    shown = f"{text} (default: %(default)s)" if default is not None else text
-    if kind is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=shown)
-    else:
-        metavar = None if choices else name.split("_")[-1].upper()
-        parser.add_argument(flag, type=kind, choices=choices, default=default, help=shown, metavar=metavar)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line of `python -m engine.serve`."""
-    parser = argparse.ArgumentParser("engine.serve", description="Serve a Qwen3-VL model behind an OpenAI-compatible API.")
-    for name, annotated in get_type_hints(EngineConfig, include_extras=True).items():
-        _add_flag(parser, name, annotated, msgspec.structs.fields(EngineConfig)[_index(name)].default)
-    return parser
-
-
-def _index(name: str) -> int:
-    return EngineConfig.__struct_fields__.index(name)
-
-
-def parse_args(argv: list[str] | None = None) -> EngineConfig:
-    """The configuration of a command line. Exits with a message that names the flag if a value is bad."""
-    parser = make_parser()
-    config = EngineConfig(**vars(parser.parse_args(argv)))
-    if config.api_key is None and os.environ.get("ENGINE_API_KEY"):
-        config = msgspec.structs.replace(config, api_key=os.environ["ENGINE_API_KEY"])
-    problem = find_problem(config)
-    if problem:
-        parser.error(problem)
-    return config
-
-
 def find_problem(config: EngineConfig) -> str | None:
     """Why this configuration cannot work, or None."""
     for name, value in msgspec.structs.asdict(config).items():
         least = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans
             return f"--{name.replace('_', '-')} must be at least {least}"
+    for flag, path in (("chat-template", config.chat_template), ("ssl-certfile", config.ssl_certfile), ("ssl-keyfile", config.ssl_keyfile)):
+        if path is not None and not os.path.isfile(path):
+            return f"--{flag}: there is no file {path}"
     if config.port > MAX_PORT:
         return f"--port must be at most {MAX_PORT}"
     if not 0 < config.gpu_memory_utilization <= 1:

@@ -6,8 +6,9 @@
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
 | processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
+| processor -> rank 0   | Prefetch                      | a plain JPEG as a region: a hint                                           |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
-| worker -> scheduler   | WorkerReady, StepResult       | sizes at start; sampled ids and failed images of a step                    |
+| worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
@@ -17,7 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -47,30 +49,18 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     retry_after: int | None = None
 
 
-class Stages(msgspec.Struct):
-    """When a request passed each boundary of its critical path; 0.0 until it has."""
-
-    received: float = 0.0  # last byte of the body
-    submitted: float = 0.0  # handed to the scheduler by the processor: media hashed, prompt built
-    admitted: float = 0.0  # first named in a plan
-    launched: float = 0.0  # first chunk launched by the worker
-    prefilled: float = 0.0  # last chunk done on the device
-    first_token: float = 0.0  # first token received by the scheduler
-    sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
-    encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
-    forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
-    images_encoded: int = 0  # for this request; its other images came from a cache
-
-
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch."""
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch.
+
+    Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
 
     payload: Region | None = None
     url: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -101,16 +91,6 @@ class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
     ids: list[int]
 
 
-class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
-
-    stop: list[str] = []
-    include_stop: bool = False  # a stop string is the end of the text instead of behind it
-    skip_special_tokens: bool = True
-    calls: Literal["none", "one", "all"] = "none"
-    echo: bool = False  # the text begins with the prompt's
-
-
 class Submit(msgspec.Struct, tag=True):
     """A validated request."""
 
@@ -122,7 +102,11 @@ class Submit(msgspec.Struct, tag=True):
     stages: Stages
     body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
     cache_salt: str = ""
+    n: int = 1  # answers, each with its own events
+    priority: int = 0
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
+    grammar: Grammar | None = None
+    grammar_field: str = ""  # of the client's request, for errors
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -130,6 +114,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
+    index: int | None = None  # of the answer that is meant; None: all
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -140,8 +125,16 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str | None = None
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something for the client of `rid`. Exactly one event of a request has a `finish_reason` or an `error`; it is the last."""
+    """Something for the client of `rid`. Exactly one event of an answer has a `finish_reason`; it is its last. An `error` ends all."""
 
     rid: int
     text: str = ""
@@ -154,13 +147,15 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
+    logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
+    index: int = 0  # of the answer
 
 
 class Events(msgspec.Struct, frozen=True):
     events: list[Event]
     released_bodies: list[int] = []
-    stats: "EngineStats | None" = None
+    stats: EngineStats | None = None
     heartbeat: float = 0.0  # when the engine last made progress, or was idle; /health compares it with now
 
 
@@ -178,6 +173,7 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     height: int
     width: int
     orientation: int = 1
+    ticket: int = 0  # of the Prefetch that announced it to rank 0, if there was one
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -194,8 +190,19 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.length
 
 
+class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that rank 0 can read, in the processor arena. It holds behind the token `after`, if that is given (the end of thoughts)."""
+
+    region: Region
+    after: int | None = None
+
+
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena."""
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
+
+    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
+    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
+    """
 
     rid: int
     prompt: Region
@@ -203,6 +210,10 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     stages: Stages
     cache_salt: str = ""
+    n: int = 1
+    priority: int = 0
+    deadline: float | None = None
+    grammar: CompiledGrammar | None = None
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -222,7 +233,7 @@ class Pixels(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a request; with `finish_reason` or `error` it is the request's last output."""
+    """New tokens of answer `index` of a request; with `finish_reason` or `error` it is this answer's last output."""
 
     rid: int
     token_ids: list[int]
@@ -232,33 +243,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and running totals of the engine, for `/metrics` and `/health`. The scheduler's, but for what says otherwise."""
-
-    max_model_len: int = 0  # tokens of a request, answer included: what was asked for, cut to the KV pool
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0  # free or only cached
-    num_pinned_images: int = 0
-    image_cache_bytes: int = 0
-    image_cache_budget: int = 0
-    image_host_cache_bytes: int = 0  # of each worker
-    image_host_cache_budget: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    images_encoded: int = 0
-    images_hit: int = 0
-    images_skipped: int = 0  # every token came from the prefix cache
-    images_evicted: int = 0
-    images_restored: int = 0  # from host memory; not hits
-    images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
-    preemptions: int = 0
+    index: int = 0
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -269,6 +254,13 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats | None = None
     heartbeat: float = 0.0
     wanted: list[WantedPixels] = []
+
+
+class Prefetch(msgspec.Struct, tag=True, frozen=True):
+    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten."""
+
+    source: ImageSource
+    ticket: int
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
@@ -283,6 +275,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
     blocks: list[int]  # held from the prefix cache
     params: SamplingParams
+    grammar: CompiledGrammar | None = None
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):
@@ -369,6 +362,18 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
+    out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
+
+
+Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A worker lives; what its main thread does, and since when. Comes every second, whatever that is, unless the worker is stopped."""
+
+    rank: int
+    activity: Activity
+    since: float
 
 
 # ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
@@ -383,4 +388,5 @@ class Status(msgspec.Struct, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult
+ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat
+ToWorker = StepPlan | Prefetch

@@ -1,11 +1,21 @@
 """How a request wants its tokens drawn, and what is reported of them. Part of the messages."""
 
+from typing import Literal
+
 import msgspec
 
 MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of one token and, with `min_tokens`, ends
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must follow. `text` is a JSON schema, a regular expression, EBNF or a structural tag of xgrammar, or a JSON list of
+    the strings to choose from; nothing for any JSON object."""
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -67,3 +77,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+class OutputOptions(msgspec.Struct, frozen=True):
+    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+
+    stop: list[str] = []
+    include_stop: bool = False  # a stop string is the end of the text instead of behind it
+    skip_special_tokens: bool = True
+    calls: Literal["none", "one", "all"] = "none"
+    must_call: bool = False  # nothing but calls
+    called: str | None = None  # of this function only
+    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
+    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space

@@ -16,7 +16,8 @@ from types import FrameType
 import msgspec
 
 from engine.arena import create_memfd, memory_limit
-from engine.config import GIB, EngineConfig, parse_args
+from engine.config import GIB, EngineConfig
+from engine.flags import parse_args
 from engine.ipc import Runtime, setup_logging
 from engine.supervise import ChildDied, Family
 from models.backends.choose import choose, list_gpus

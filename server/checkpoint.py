@@ -29,8 +29,8 @@ class Checkpoint:
         return self.folder / "tokenizer.json"
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the folder. ValueError or OSError says which file is missing or wrong."""
+def read_checkpoint(folder: Path, template_file: str | None = None) -> Checkpoint:
+    """Reads the folder, and the chat template from another file if there is one. ValueError or OSError says which is missing or wrong."""
     model = ModelConfig.from_folder(folder)
     return Checkpoint(
         folder=folder,
@@ -39,7 +39,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         image_token_id=model.image_token_id,
         vocab_size=model.text.vocab_size,
         num_values_per_image_token=model.num_visual_levels * model.vision.out_hidden_size,
-        chat_template=_chat_template(folder),
+        chat_template=_chat_template(folder) if template_file is None else Path(template_file).read_text(encoding="utf-8"),
         special_tokens=_special_tokens(folder),
     )
 

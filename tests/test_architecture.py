@@ -26,7 +26,9 @@ MAX_PUBLIC_METHODS = 15
 SERVER_MAY_IMPORT = {
     "engine.config",
     "engine.messages",
+    "engine.stats",
     "engine.params",
+    "engine.grammar.client",
     "engine.ipc",
     "engine.arena",
     "engine.plain_jpeg",
@@ -183,3 +185,29 @@ def test_nothing_imports_torchvision_or_flashinfer_at_the_top_of_a_shared_module
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if {name.split(".")[0] for name in names} & {"torchvision", "flashinfer", "triton", "nvidia"}:
                 assert cuda_only.search(relative(path)), relative(path)
+
+
+def module_of(path: Path) -> str:
+    return relative(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def test_no_import_circles() -> None:
+    """Red if two files need each other, also if one imports the other inside a function."""
+    edges = {module_of(path): {name for name in imports(path)} for path in SOURCES}
+    graph = {module: {name for name in names if name in edges and name != module} for module, names in edges.items()}
+    while leaves := {module for module, names in graph.items() if not names}:
+        graph = {module: names - leaves for module, names in graph.items() if module not in leaves}
+    assert not graph, f"in or above a circle: {sorted(graph)}"
+
+
+def test_the_engine_names_no_architecture() -> None:
+    """Red if a file of the engine must be changed for a new model."""
+    for path in (ROOT / "engine").rglob("*.py"):
+        assert not re.search(r"Qwen3VL\b|qwen3_vl\b|Cosmos", path.read_text()), relative(path)
+
+
+def test_the_scheduler_has_no_number_of_a_gpu() -> None:
+    """Red if what was measured on one device decides for all: workers report their numbers."""
+    for path in (ROOT / "engine" / "scheduler").rglob("*.py"):
+        assert not re.search(r"\bH[12]00\b|[Hh]opper", path.read_text()), relative(path)
+        assert not [name for name in imports(path) if name.startswith("models.backends")], relative(path)

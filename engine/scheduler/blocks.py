@@ -122,7 +122,7 @@ class BlockHasher:
     """
 
     def __init__(self, block_size: int, images: Sequence[ImageSpan], salt: str):
-        self._block_size = block_size
+        self.block_size = block_size
         self._images = images
         self.links: list[bytes] = []
         self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
@@ -132,7 +132,7 @@ class BlockHasher:
         hashed while the device computes it."""
         for i in range(num_links):
             if i == len(self.links):
-                self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self._block_size])
+                self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self.block_size])
             yield self.links[i]
 
     def adopt(self, other: "BlockHasher", num_links: int) -> None:
@@ -143,7 +143,7 @@ class BlockHasher:
 
     def extend(self, token_ids: np.ndarray) -> None:
         """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""
-        first, size = len(self.links), self._block_size
+        first, size = len(self.links), self.block_size
         end = len(token_ids) // size
         num_bytes = size * token_ids.itemsize
         parts = self._image_parts(first * size, end * size)
@@ -162,6 +162,6 @@ class BlockHasher:
         low = bisect.bisect_left(self._images, start, key=lambda image: image.start)
         high = bisect.bisect_left(self._images, end, key=lambda image: image.start)
         for image in self._images[low:high]:
-            block, offset = divmod(image.start, self._block_size)
+            block, offset = divmod(image.start, self.block_size)
             parts[block] = parts.get(block, b"") + image.hash + offset.to_bytes(8, "little")
         return parts

@@ -5,19 +5,20 @@ add ──▶ waiting ──▶ running ──▶ stopping ──▶ released   
            └────────────┘
 """
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.messages import (
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     ErrorInfo,
     FinishReason,
     Pixels,
@@ -30,7 +31,10 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
+from engine.stats import EngineStats
 
+QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
+OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
 
@@ -46,12 +50,16 @@ class InFlight:
 class SchedulerCore:
     """All requests of the engine. Single-threaded."""
 
-    def __init__(self, state: State, num_ranks: int, max_model_len: int, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, state: State, num_ranks: int, max_model_len: int, eos_token_ids: frozenset[int], max_queue_seconds: float | None = None
+    ):
         self.state = state
         self._num_ranks = num_ranks
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
-        self._requests: dict[int, Request] = {}
+        self._max_queue_seconds = max_queue_seconds
+        self._limits: list[tuple[float, int, bool]] = []  # a heap: when, of which request, whether it only counts until the first step
+        self._requests: dict[int, list[Request]] = {}  # those answers that are not released
         self._in_flight: deque[InFlight] = deque()
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
         self._outputs: list[RequestOutput] = []
@@ -72,40 +80,52 @@ class SchedulerCore:
         """A new request; one that could never run is answered with an error at once. `prompt_ids` are copied."""
         problem = self._find_problem(wire, len(prompt_ids))
         if problem is not None:
-            self._outputs.append(RequestOutput(wire.rid, [], error=ErrorInfo(400, problem, code="context_length_exceeded")))
+            error = ErrorInfo(400, problem, code="context_length_exceeded")
+            self._outputs += [RequestOutput(wire.rid, [], error=error, index=index) for index in range(wire.n)]
             self._released.append(wire.rid)
             return
-        room = self._capacity - len(prompt_ids)
-        max_tokens = room if wire.params.max_tokens is None else min(room, wire.params.max_tokens)
-        token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
-        token_ids[: len(prompt_ids)] = prompt_ids
-        hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.cache_salt)
-        request = Request(wire, token_ids, len(prompt_ids), max_tokens, self._eos_token_ids, hasher, self._num_arrived)
-        self._recall_links(request)
-        self._num_arrived += 1
         if not self._requests:
             self._last_progress = time.monotonic()
         self._num_prompt_tokens += len(prompt_ids)
-        self._requests[wire.rid] = request
-        self.state.add(request)
+        siblings: list[Request] = []
+        for index in range(wire.n):
+            siblings.append(self._make_request(wire, prompt_ids, siblings, index))
+        self._recall_links(siblings[0])
+        self._requests[wire.rid] = list(siblings)
+        for request in siblings:
+            self.state.add(request)
+        if wire.deadline is not None:
+            heapq.heappush(self._limits, (wire.deadline, wire.rid, False))
+        if self._max_queue_seconds is not None:
+            heapq.heappush(self._limits, (time.monotonic() + self._max_queue_seconds, wire.rid, True))
 
-    def abort(self, rid: int) -> None:
-        """The client wants no more: no output, only the release. Unknown or ended requests are ignored."""
-        request = self._requests.get(rid)
-        if request is not None and request.status is not Status.STOPPING:
-            self._end(request)
+    def expire(self, now: float) -> None:
+        """Ends what nobody waits for any more, also what runs: requests behind their deadline, and those that waited for too long."""
+        while self._limits and self._limits[0][0] <= now:
+            _, rid, is_queue_limit = heapq.heappop(self._limits)
+            for request in self._live(rid):
+                if not is_queue_limit:
+                    self._fail(request, ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout"))
+                elif not request.wire.stages.admitted:
+                    self._fail(request, QUEUED_TOO_LONG)
+
+    def abort(self, rid: int, index: int | None = None) -> None:
+        """The client wants no more, or no more of one answer: no output, only the release. Unknown or ended requests are ignored."""
+        for request in self._live(rid):
+            if index is None or request.index == index:
+                self._end(request)
 
     def take_pixels(self, pixels: Pixels) -> None:
         """The answer to what the policy wanted: the request may go on, or ends with the error. Ignored if it has ended meanwhile."""
-        request = self._requests.get(pixels.rid)
-        if request is None or request.status is Status.STOPPING:
+        requests = self._live(pixels.rid)
+        if not requests:
             return
-        digest = request.images[pixels.index].hash
         self._last_progress = time.monotonic()
         if pixels.source is not None:
-            self.state.take_pixels(request, digest, pixels.source)
-        else:
-            assert pixels.error is not None
+            self.state.take_pixels(requests[0], requests[0].images[pixels.index].hash, pixels.source)
+            return
+        assert pixels.error is not None
+        for request in requests:
             self._fail(request, pixels.error)
 
     def next_step(self) -> PlannedStep | None:
@@ -138,7 +158,7 @@ class SchedulerCore:
 
     def alive_at(self, now: float) -> float:
         """When the engine last made progress; `now` while it has nothing to do, or can do nothing before the processor has answered."""
-        awaits_pixels = not self._in_flight and any(request.awaited for request in self._requests.values())
+        awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
         return self._last_progress if self._requests and not awaits_pixels else now
 
     def check(self) -> None:
@@ -180,6 +200,39 @@ class SchedulerCore:
                 return f"An image takes {span.length} tokens; the largest that can be encoded takes {largest}."
         return None
 
+    def _make_request(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], siblings: list[Request], index: int) -> Request:
+        room = self._capacity - len(prompt_ids)
+        params = wire.params
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
+        token_ids[: len(prompt_ids)] = prompt_ids
+        hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.cache_salt)
+        order = (wire.priority, self._num_arrived)
+        self._num_arrived += 1
+        if index:
+            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)  # the first one has those
+            sources, awaited = siblings[0].sources, siblings[0].awaited
+        else:
+            sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
+        return Request(
+            wire=wire,
+            token_ids=token_ids,
+            num_known=len(prompt_ids),
+            max_tokens=max_tokens,
+            eos_ids=self._eos_token_ids,
+            hasher=hasher,
+            params=params,
+            order=order,
+            siblings=siblings,
+            index=index,
+            sources=sources,
+            awaited=awaited,
+        )
+
+    def _live(self, rid: int) -> list[Request]:
+        """The answers to a request that have not ended."""
+        return [request for request in self._requests.get(rid, []) if request.status is not Status.STOPPING]
+
     def _recall_links(self, request: Request) -> None:
         """Takes the hash chain over from an ended request with the same beginning: a conversation is compared, not hashed again."""
         size = self.state.blocks.block_size
@@ -192,7 +245,9 @@ class SchedulerCore:
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
-            self._fail_image(step.encoded[image_id])
+            self._fail_image(step.made[image_id])
+        if any(result.out_of_memory for result in results):
+            self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
@@ -216,25 +271,41 @@ class SchedulerCore:
     def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
-        stages, prompt_logprobs, num_cached = None, None, max(0, request.num_cached)
+        stages, num_cached = None, max(0, request.num_cached)
+        prompt_logprobs = request.prompt_logprobs if request.num_known == request.num_prompt + len(token_ids) else None
         if not request.wire.stages.first_token:
-            stages, prompt_logprobs = request.wire.stages, request.prompt_logprobs
+            stages = request.wire.stages
             stages.first_token = time.monotonic()
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs))
+        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs, request.index)
+        self._outputs.append(output)
         if reason is not None:
             self._end(request)
+
+    def _give_up(self, step: PlannedStep) -> None:
+        """A step was not computed: its requests get an error, and those that go on from what it should have made, siblings' blocks or
+        images, in plans on their way. Its caches forget all of it."""
+        rids = {request.rid for request in step.requests}
+        for later in self._in_flight:
+            pairs = zip(later.step.requests, later.step.plan.chunks, strict=True)
+            rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
+        for digest in step.made.values():
+            self.state.forget_image(digest)
+        for rid in rids:
+            for request in self._live(rid):
+                self._fail(request, OUT_OF_MEMORY)
 
     def _fail_image(self, digest: bytes) -> None:
         """Every request that shares the image gets the client's error; its hash is forgotten."""
         self.state.forget_image(digest)
         error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
-        for request in list(self._requests.values()):
-            if request.status is not Status.STOPPING and any(span.hash == digest for span in request.images):
-                self._fail(request, error)
+        for rid in list(self._requests):
+            for request in self._live(rid):
+                if any(span.hash == digest for span in request.images):
+                    self._fail(request, error)
 
     def _fail(self, request: Request, error: ErrorInfo) -> None:
         """Ends a request with the client's error."""
-        self._outputs.append(RequestOutput(request.rid, [], error=error))
+        self._outputs.append(RequestOutput(request.rid, [], error=error, index=request.index))
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -245,10 +316,13 @@ class SchedulerCore:
     def _release_if_landed(self, request: Request) -> None:
         if request.num_in_flight == 0:
             self.state.release(request)
-            del self._requests[request.rid]
+            siblings = self._requests[request.rid]
+            siblings.remove(request)
             if len(request.hasher.links) >= MIN_REMEMBERED_LINKS:
                 self._ended.append(request)
-            self._released.append(request.rid)
+            if not siblings:
+                del self._requests[request.rid]
+                self._released.append(request.rid)
 
 
 def _note_stages(request: Request, sampled: bool, results: Sequence[StepResult]) -> None:

@@ -17,6 +17,7 @@ from engine.messages import (
     DEPTH,
     PROCESSOR_ARENA,
     Abort,
+    Beat,
     EngineOutputs,
     EngineRequest,
     Pixels,
@@ -28,6 +29,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
+from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
 from models.config import ModelConfig
@@ -49,7 +51,9 @@ class Scheduler:
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
+        self._beating = Workers()
         self._last_heartbeat = 0.0
+        self._quiet_since = 0.0  # when something other than a beat last came
         self._checked = False
 
     def run(self) -> None:
@@ -62,6 +66,7 @@ class Scheduler:
         while not self.stopping.is_set():
             while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
                 self._send(step)
+            core.expire(time.monotonic())
             self._flush(core)
             self._receive(core)
 
@@ -81,15 +86,17 @@ class Scheduler:
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
-        return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids)
+        return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids, config.max_queue_seconds)
 
     def _receive(self, core: SchedulerCore) -> None:
         """Waits for a message and takes all that have come. After a quiet second with nothing to do, the state checks itself once."""
         message = self._inbox.recv(timeout=HEARTBEAT_S)
-        if message is None and not core.num_requests and not self._checked:
-            core.check()
-        self._checked = message is None
+        now = time.monotonic()
         while message is not None:
+            if isinstance(message, Beat):
+                self._beating.note(message, now)
+            else:
+                self._quiet_since, self._checked = now, False
             match message:
                 case EngineRequest():
                     region = message.prompt
@@ -97,12 +104,15 @@ class Scheduler:
                 case Pixels():
                     core.take_pixels(message)
                 case Abort():
-                    core.abort(message.rid)
+                    core.abort(message.rid, message.index)
                 case StepResult():
                     core.collect(message)
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
             message = self._inbox.recv_ready()
+        if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and not self._checked:
+            core.check()
+            self._checked = True
 
     def _send(self, step: PlannedStep) -> None:
         """The same bytes to every rank."""
@@ -123,7 +133,8 @@ class Scheduler:
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            self._processor.send(core.take_outputs(core.stats() if beat else None, core.alive_at(now)))
+            alive = self._beating.alive_at(now, core.alive_at(now))
+            self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
@@ -138,6 +149,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         bytes_per_image_token=worker.bytes_per_image_token,
         step_sizes=sizes,
         prefix_cache=config.prefix_cache and not worker.has_state,
+        has_state=worker.has_state,
     )
 
 

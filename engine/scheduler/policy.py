@@ -6,6 +6,8 @@ first. What a chunk lacks (a KV block, room for an embedding) is taken from the 
 A prefix is computed once, also when requests that share it come together: one whose beginning an older one is computing waits until that
 is in the cache. Younger ones may pass it meanwhile; it keeps its place in the order, a row and its blocks.
 
+Answers to one request fork: the first one computes the prompt, the others share its full blocks and compute what is behind them.
+
 An image that came as a file has no pixels until the policy wants them, which it does when the image has to be encoded. A waiting request
 waits for them as for a prefix; a running one (its image was evicted behind its back) computes what lies before the image, and then stalls.
 Either ends, whoever else waits for what: the processor always answers, and waits for room only for so long.
@@ -14,6 +16,7 @@ An image whose embedding has left the device for the host is restored: it takes 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef
@@ -24,6 +27,7 @@ from engine.scheduler.state import State
 
 # Least part of a step's tokens that is worth waiting for: the wait may cost a step that does little, and that takes about as long.
 STEP_PART_WORTH_WAITING = 1 / 16
+BEHIND_ALL = (math.inf, 0)  # in the order of requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class PlannedStep:
 
     plan: StepPlan
     requests: list[Request]  # of plan.chunks, in their order
-    encoded: dict[int, bytes]  # image id -> hash
+    made: dict[int, bytes]  # image id -> hash, of what the step encodes or restores
 
 
 def plan(state: State) -> PlannedStep | None:
@@ -51,7 +55,7 @@ class _StepBuilder:
         self.admits: list[Admit] = []
         self.restores: list[Restore] = []
         self.encodes: list[Encode] = []
-        self.encoded: dict[int, bytes] = {}
+        self.made: dict[int, bytes] = {}
         self.prefills: list[tuple[Request, Chunk]] = []
         self.decodes: list[tuple[Request, Chunk]] = []
         self.unpins: list[tuple[Request, int]] = []
@@ -69,18 +73,18 @@ class _StepBuilder:
         self.budget = prefill_budget(state, len(self.due), num_lacking)
 
     def fill(self) -> None:
-        """Chunks that fit the budget, by arrival: running requests go on, waiting ones start if nobody must be preempted for it."""
+        """Chunks that fit the budget, in order: running requests go on, waiting ones start if nobody must be preempted for it."""
         i = 0
         while i < len(self.state.running):
             request = self.state.running[i]
             if self.state.waiting:
-                i += self._admit_waiting(request.arrival)
+                i += self._admit_waiting(request.order)
             if request in self.due:
                 self._decode(request)
             elif not request.is_decoding:
                 self.budget -= self._schedule(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # not: it has preempted itself
-        self._admit_waiting(math.inf)
+        self._admit_waiting(BEHIND_ALL)
 
     def finish(self) -> PlannedStep | None:
         """The plan, prefill chunks first; images whose last token is computed lose their pin now, not earlier."""
@@ -100,10 +104,10 @@ class _StepBuilder:
             chunks=[chunk for _, chunk in members],
         )
         self.state.note_plan(step)
-        return PlannedStep(step, [request for request, _ in members], self.encoded)
+        return PlannedStep(step, [request for request, _ in members], self.made)
 
-    def _admit_waiting(self, before: float) -> int:
-        """First chunks of waiting requests that arrived before `before`, and their number. One that cannot start holds up all behind it."""
+    def _admit_waiting(self, before: tuple[float, int]) -> int:
+        """First chunks of waiting requests before `before` in the order, and their number. One that cannot start holds up all behind it."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
             if request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
@@ -113,18 +117,23 @@ class _StepBuilder:
                 self.is_open = request.num_in_flight == 0 and self._admit(request)
         return len(self.state.running) - num_running
 
-    def _next_waiting(self, before: float) -> Request | None:
+    def _next_waiting(self, before: tuple[float, int]) -> Request | None:
         waiting, i = self.state.waiting, self.num_passed
         if not self.is_open or self.budget <= 0 or i == len(waiting) or len(self.state.free_rows) <= i:
             return None
-        return waiting[i] if waiting[i].arrival < before else None
+        return waiting[i] if waiting[i].order < before else None
 
     def _find_leader(self, request: Request) -> bool:
-        """Looks for an older request that is computing so much of this one's beginning that waiting for it is better."""
+        """Looks for an older request that is computing so much of this one's beginning that waiting for it is better. Of a sibling that is
+        any block."""
+        older = (other for other in self._running_siblings(request) if other.order < request.order)
+        if (sibling := next(older, None)) is not None:
+            self.state.follow(request, sibling, self._num_forkable(request))
+            return request.awaits_prefix
         size = self.state.blocks.block_size
         worth = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
         for other in self.state.running if self.limits.prefix_cache and request.uses_prefixes else []:
-            if other.arrival > request.arrival:
+            if other.order > request.order:
                 break  # the oldest never waits, so every wait ends
             if other.num_known - other.num_committed * size < worth:
                 continue  # it decodes: told without a comparison
@@ -138,7 +147,7 @@ class _StepBuilder:
         """Whether a request that could start has to encode a file behind what is cached of its beginning. It is asked for then."""
         if all(span.hash in request.sources for span in request.images):
             return False
-        self._want_pixels(request, len(self._prefix_hits(request)) * self.state.blocks.block_size)
+        self._want_pixels(request, len(self._beginning(request)) * self.state.blocks.block_size)
         return bool(request.awaited)
 
     def _want_pixels(self, request: Request, num_computed: int) -> None:
@@ -150,7 +159,7 @@ class _StepBuilder:
 
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
-        hits = self._prefix_hits(request)
+        hits = self._beginning(request)
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
@@ -161,9 +170,28 @@ class _StepBuilder:
         self.state.start(request, hits)
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]
-        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params))
+        grammar = request.wire.grammar
+        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar))
         self.budget -= self._schedule(request, length)
         return True
+
+    def _beginning(self, request: Request) -> list[int]:
+        """Blocks that have the beginning of a waiting request: from the prefix cache, or from a sibling, who need not have it cached."""
+        hits = self._prefix_hits(request)
+        for sibling in self._running_siblings(request):
+            num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
+            if num_blocks > len(hits):
+                hits = sibling.blocks[:num_blocks]
+                request.hasher.adopt(sibling.hasher, num_blocks)
+        return hits
+
+    def _running_siblings(self, request: Request) -> Iterator[Request]:
+        if len(request.siblings) > 1 and not self.limits.has_state:
+            yield from (other for other in request.siblings if other.status is Status.RUNNING and other is not request)
+
+    def _num_forkable(self, request: Request) -> int:
+        """Full blocks of the prompt, without its last token, whose logits every answer needs."""
+        return (request.num_prompt - 1) // self.state.blocks.block_size
 
     def _prefix_hits(self, request: Request) -> list[int]:
         """Cached blocks of the beginning; at least one token is always left to compute, for its logits."""
@@ -268,10 +296,10 @@ class _StepBuilder:
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
         """An embedding that the device lacks comes from the host's copy or from the tower."""
+        self.made[entry.image_id] = span.hash
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
             return
         self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
-        self.encoded[entry.image_id] = span.hash
         self.num_encoder_tokens += span.length
         request.wire.stages.images_encoded += 1

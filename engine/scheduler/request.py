@@ -20,7 +20,7 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The state of one request.
+    """The state of one request, or of one of its answers if it wants several: siblings, which share what is known of their images.
 
         0 ............ num_prompt ........ len(token_ids) ... num_tokens
         |-- prompt ids --|-- output ids, known --|-- drawn on the device, in flight --|
@@ -36,7 +36,10 @@ class Request:
     max_tokens: int
     eos_ids: frozenset[int]
     hasher: BlockHasher
-    arrival: int = 0
+    params: SamplingParams
+    order: tuple[int, int]  # priority and arrival: whose is lower comes first
+    siblings: "list[Request]"  # all answers to the request, by index, with this one
+    index: int = 0
     status: Status = Status.WAITING
     row: int = -1
     num_computed: int = 0
@@ -50,20 +53,13 @@ class Request:
     first_needed: int = 0  # images before this index are computed or came from the prefix cache
     leader: "Request | None" = None  # while waiting: an older request that was found to compute this one's beginning
     num_shared_blocks: int = 0  # how many blocks that beginning has
-    sources: dict[bytes, ImageSource] = field(init=False)  # what workers can encode, by hash; an image that is a file is not among them
+    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # what workers can encode, by hash: no files
     prompt_logprobs: PromptLogprobs | None = None  # of the prompt's beginning, if they are wanted
     awaited: set[bytes] = field(default_factory=set)  # hashes of files whose pixels the processor was asked for
-
-    def __post_init__(self) -> None:
-        self.sources = {span.hash: span.source for span in self.images if span.source.encoding != "file"}
 
     @property
     def rid(self) -> int:
         return self.wire.rid
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.wire.params
 
     @property
     def images(self) -> list[ImageSpan]:
@@ -99,9 +95,14 @@ class Request:
 
     @property
     def awaits_prefix(self) -> bool:
-        """True until the leader has committed the whole shared beginning, or does not run any more."""
+        """True until the leader has committed the whole shared beginning, or does not run any more. A sibling's need only be planned: what
+        may turn out wrong in it, an image, fails all of them."""
         leader = self.leader
-        return leader is not None and leader.status is Status.RUNNING and leader.num_committed < self.num_shared_blocks
+        if leader is None or leader.status is not Status.RUNNING:
+            return False
+        if leader.wire is self.wire:
+            return leader.num_computed < self.num_shared_blocks * self.hasher.block_size
+        return leader.num_committed < self.num_shared_blocks
 
     def note_prompt_logprobs(self, part: PromptLogprobs) -> None:
         """Those of a chunk have come. After a preemption chunks come again, and may be cut otherwise."""

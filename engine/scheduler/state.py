@@ -32,6 +32,7 @@ class Limits:
     bytes_per_image_token: int
     step_sizes: StepSizes
     prefix_cache: bool = True
+    has_state: bool = False  # some layer caches a state of the row, which no other row can go on from
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Counters:
 
 @dataclass(slots=True)
 class State:
-    """All requests and what they share. `running` and `waiting` are in order of arrival."""
+    """All requests and what they share. `running` and `waiting` are in the order of `Request.order`."""
 
     limits: Limits
     blocks: BlockPool
@@ -65,19 +66,22 @@ class State:
     def add(self, request: Request) -> None:
         """To its place in the queue."""
         request.status = Status.WAITING
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request, key=_order)
 
     def start(self, request: Request, hits: Sequence[int]) -> None:
         """A waiting request gets a row, and its beginning from the blocks that have it."""
         self.waiting.remove(request)
-        insort(self.running, request, key=_arrival)
+        insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
         request.status, request.row, request.blocks = Status.RUNNING, self.free_rows.pop(), list(hits)
         request.leader, request.num_shared_blocks = None, 0
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
         while request.first_needed < len(request.images) and request.images[request.first_needed].end <= request.num_computed:
             request.first_needed += 1
-        if request.num_cached < 0:
+        first = request.siblings[0]
+        if request.num_cached < 0 and first.num_cached >= 0:
+            request.num_cached = first.num_cached  # the beginning was computed for this very request
+        elif request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
             self.counters.cached_prompt_tokens += request.num_cached
             self.counters.images_skipped += request.first_needed
@@ -195,10 +199,10 @@ class State:
         holders = [*self.running, *self.stopping]
         self.blocks.check_refs(request.blocks for request in holders)
         for queue in (self.waiting, self.running):
-            assert all(older.arrival < younger.arrival for older, younger in pairwise(queue)), "out of order"
+            assert all(older.order < younger.order for older, younger in pairwise(queue)), "out of order"
         for request in self.waiting:
             assert not request.blocks and not request.pins and request.row < 0
-            assert request.leader is None or request.leader.arrival < request.arrival, "waits for a younger one"
+            assert request.leader is None or request.leader.order < request.order, "waits for a younger one"
         for request in [*self.waiting, *holders]:
             assert not request.awaited & request.sources.keys() and request.awaited <= {span.hash for span in request.images}
         for request in self.running:
@@ -242,5 +246,5 @@ class State:
             request.row = -1
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

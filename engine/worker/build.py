@@ -55,8 +55,10 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
-    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config.text.vocab_size, model_config.eos_token_ids, device)
+    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
     sampler.warm_up()
+    if device.type == "cuda" and rank == 0:
+        sampler.grammars.load()  # seconds, for which streams would have to wait
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, tower_stream, free)

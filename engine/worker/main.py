@@ -15,9 +15,10 @@ import torch
 
 from engine.config import num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag
-from engine.messages import DEPTH, StepPlan, StepResult, WorkerReady
+from engine.messages import DEPTH, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
+from engine.worker.pulse import Heart
 from engine.worker.runner import LaunchedStep, Runner
 from models.config import ModelConfig
 
@@ -27,13 +28,19 @@ IDLE_POLL_S = 1.0
 SPIN_S = 20e-6
 
 
-def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | StepResult], stopping: StopFlag) -> None:
+def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | StepResult], stopping: StopFlag, heart: Heart) -> None:
     """The loop: a step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     while not stopping.is_set():
+        if not pending:
+            heart.note("idle")
         plan = plans.recv_ready() if pending else plans.recv(timeout=IDLE_POLL_S)
-        if plan is not None:
+        if isinstance(plan, Prefetch):
+            runner.prefetch(plan)
+        elif plan is not None:
+            heart.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
+            heart.note("step")
         if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)) and pending:
@@ -58,7 +65,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stopping.set)
-    plans: Inbox[StepPlan] = Inbox(child.run_dir, child.role, StepPlan)
+    plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
         model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))
@@ -70,7 +77,9 @@ def main() -> None:
         child.close()
         sys.exit(1)
     results.send(ready)
-    run(runner, plans, results, stopping)
+    heart = Heart(child.run_dir, rank)
+    run(runner, plans, results, stopping, heart)
+    heart.stop()
     child.close()
     os._exit(0)  # at once: tearing down collectives may wait for ranks that are gone
 

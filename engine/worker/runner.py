@@ -3,6 +3,7 @@
 Nothing here waits for the device: a launched step is a handle that is asked later whether it is done.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -10,9 +11,9 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import StepPlan, StepResult
+from engine.messages import Admit, Prefetch, StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
-from engine.worker.images import Encoded, ImageCache
+from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.prompt import PromptScores, score_prompts
@@ -22,6 +23,8 @@ from engine.worker.stopwatch import Marks, Stopwatch
 from models.attention.paged import AttentionBackend
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class LaunchedStep:
     scores: PromptScores | None
     encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
+    out_of_memory: bool = False
 
     def result(self) -> StepResult:
         """Waits for the device, then says what came out."""
@@ -53,6 +57,7 @@ class LaunchedStep:
             forward_ms=forward_ms,
             logprobs=self.sampled.logprobs_per_draw(),
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
+            out_of_memory=self.out_of_memory,
         )
 
 
@@ -84,14 +89,26 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueues a whole step and returns at once (on a GPU)."""
+        """Enqueues a whole step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine; but not beside
+        other ranks, which may wait in a collective."""
         launched = time.monotonic()
+        try:
+            return self._launch(plan, launched)
+        except (torch.OutOfMemoryError, MemoryError):
+            if self._tp.size > 1:
+                raise
+            if self._on_gpu:
+                torch.cuda.synchronize()  # what the step has allocated so far may still be worked on
+        return self._give_up(plan, launched)
+
+    def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         self._images.save(plan.saves)
         self._images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
             ids = self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
             self._sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
+            self._admit_grammar(admit)
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
         self._images.restore(plan.restores)
@@ -103,21 +120,50 @@ class Runner:
         sampled, scores = sampled.to_host(), scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
+        self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, encoded, marks)
+
+    def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
+        """A step that computes nothing. Plans on their way may name its images."""
+        logger.error("step %d ran out of memory and is given up", plan.step)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+        self._images.leave_out(plan.encodes, plan.restores)
+        watch = Stopwatch(self._on_gpu)
+        watch.mark()
+        watch.mark()
+        nothing = Sampled(torch.empty(0, dtype=torch.int64), None)
+        return LaunchedStep(plan.step, self._tp.rank, launched, nothing, None, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
+
+    @torch.inference_mode()
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Enqueues the reading of an image that a plan may come to name."""
+        self._images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
         return self._images.prepare(is_busy)
 
+    def _admit_grammar(self, admit: Admit) -> None:
+        """Rank 0 alone draws, so it alone needs the grammar."""
+        data, after = None, None
+        if admit.grammar is not None and self._tp.rank == 0:
+            region, after = admit.grammar.region, admit.grammar.after
+            data = bytes(self._prompts.view(region.offset, region.length))
+        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids)
+
     def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None]:
         """Forward and sample; the tokens also go to the rows, for the next step."""
         logits_SV, draws, scores = self._forward(step)
         if not draws.num_rows:
             return Sampled(draws.rows_S, None), scores
-        sampled = self._sampler.sample(logits_SV, draws) if self._tp.rank == 0 else Sampled(torch.empty_like(draws.rows_S), None)
+        if self._tp.rank == 0:
+            sampled = self._sampler.sample(logits_SV, draws, self._sampler.grammars.masks(step.draws.rows))
+        else:
+            sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
         self._rows.last_token_R[draws.rows_S] = sampled.tokens_S
         return sampled, scores

@@ -1,6 +1,7 @@
-"""A small Qwen3-VL that reads pictures, with all it was made from: the pictures, the questions, the training and the checkpoint.
+"""A small Qwen3-VL that reads pictures: the checkpoint, the pictures and questions it is asked, and an evaluation.
 
-Clients and tests import the questions from here; nothing on that path imports torch.
+Clients and tests import the questions from here; nothing on that path imports torch. What it was trained with is in `training/`, which no
+wheel carries.
 """
 
 from pathlib import Path

@@ -20,7 +20,6 @@ from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from models.demo import CHECKPOINT
-from models.demo.export import load_tokenizer
 from models.demo.questions import TASKS, Question, question
 from models.demo.score import score, table
 
@@ -48,7 +47,7 @@ class Reference:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.device = device
-        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.template = Template(json.loads((folder / "tokenizer_config.json").read_text())["chat_template"])
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()

@@ -7,11 +7,11 @@ import msgspec
 from engine.messages import ChatPrompt, Submit
 from server.api.conversation import read_conversation
 from server.api.generation import GenerationEndpoint, Job, output_options, sampling_params, stages_of
+from server.api.grammar import read_grammar
 from server.api.schema import ChatRequest, json_of
 from server.errors import RequestError
 from server.http.body import Body
 from server.http.sse import ChatFormat
-from server.http.validate import check
 
 
 class ChatEndpoint(GenerationEndpoint):
@@ -20,20 +20,26 @@ class ChatEndpoint(GenerationEndpoint):
     format = ChatFormat
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        request = check(ChatRequest, value)
-        conversation = read_conversation(request.messages, body.scanner, body.region.offset)
+        request = self.check(ChatRequest, value)
+        conversation = read_conversation(request.messages, body.scanner, body.region.offset, request.mm_processor_kwargs)
         limit = self.service.config.max_images_per_request
         if len(conversation.media) > limit:
             raise RequestError(400, f"The request holds {len(conversation.media)} images, the limit is {limit}.", "messages")
         calls = "none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all"
+        must_call = request.uses_tools and request.tool_choice not in (None, "auto")
+        grammar, grammar_field = read_grammar(request)
         submit = Submit(
             rid=body.rid,
             prompt=chat_prompt(request, conversation.messages),
             media=conversation.media,
             params=sampling_params(request, self.service.checkpoint.sampling),
-            output=output_options(request, calls=calls),
+            output=output_options(request, calls=calls, must_call=must_call, called=request.called),
             stages=stages_of(body),
             cache_salt=request.cache_salt or "",
+            n=request.n or 1,
+            priority=request.priority or 0,
+            grammar=grammar,
+            grammar_field=grammar_field or "tools",
         )
         return Job(request, [submit], conversation.used_references)
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from engine.messages import API_ARENA, MediaRef, Region
-from server.api.schema import ImagePart, Message, RefusalPart, TextPart, ToolCall
+from server.api.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
 from server.errors import RequestError
 from server.http.scan import Scanner
 
@@ -20,8 +20,10 @@ class Conversation:
     used_references: set[int]  # of the scanner's
 
 
-def read_conversation(messages: list[Message], scanner: Scanner, body_offset: int) -> Conversation:
-    """Replaces every image part by an index into the media. RequestError 400 for a URL that no loader knows."""
+def read_conversation(messages: list[Message], scanner: Scanner, body_offset: int, limits: PixelLimits | None = None) -> Conversation:
+    """Replaces every image part by an index into the media; `limits` are of the whole request. RequestError 400 for a URL that no loader
+    knows."""
+    limits = limits or PixelLimits()
     conversation = Conversation([], [], set())
     for i, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
@@ -29,7 +31,7 @@ def read_conversation(messages: list[Message], scanner: Scanner, body_offset: in
         if isinstance(message.content, list):
             names = (f"messages.{i}.content.{j}" for j in range(len(message.content)))
             parts = zip(message.content, names, strict=True)
-            content = [_read_part(part, name, scanner, body_offset, conversation) for part, name in parts]
+            content = [_read_part(part, name, scanner, body_offset, conversation, limits) for part, name in parts]
         entry: dict[str, object] = {"role": role, "content": content}
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
@@ -53,19 +55,25 @@ def _read_call(call: ToolCall) -> dict[str, object]:
 
 
 def _read_part(
-    part: TextPart | RefusalPart | ImagePart, name: str, scanner: Scanner, body_offset: int, conversation: Conversation
+    part: TextPart | RefusalPart | ImagePart,
+    name: str,
+    scanner: Scanner,
+    body_offset: int,
+    conversation: Conversation,
+    limits: PixelLimits,
 ) -> dict[str, object]:
     if not isinstance(part, ImagePart):
         return {"type": "text", "text": part.text}
     url = part.image_url.url
     index = scanner.index_of(url)
+    least, most = part.limits(limits)
     if index is not None:
         reference = scanner.references[index]
         conversation.used_references.add(index)
         payload = Region(API_ARENA, body_offset + reference.offset, reference.length)
-        conversation.media.append(MediaRef(payload))
+        conversation.media.append(MediaRef(payload, min_pixels=least, max_pixels=most))
     elif url.lower().startswith(URL_SCHEMES):
-        conversation.media.append(MediaRef(url=url))
+        conversation.media.append(MediaRef(url=url, min_pixels=least, max_pixels=most))
     else:
         param = f"{name}.image_url.url"
         raise RequestError(400, f"{param}: expected a data:, http://, https:// or file:// URL.", param, "invalid_value")

@@ -18,17 +18,10 @@ MAX_LOGGED_FIELDS = 100
 # The values that mean "off", or what this server does anyway.
 LIMITED: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "n": (1,),
     "best_of": (1,),
     "suffix": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -39,25 +32,15 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (0,),
     "logprob_token_ids": (),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
     "allowed_token_ids": (),
     "echo": (False,),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),  # of a truncation that is not asked for
     "chat_template": (),
     "documents": ([],),
-    "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
-    "structured_outputs": (),
-    "structural_tag": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "thinking_token_budget": (-1,),
@@ -72,9 +55,6 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
     # SGLang
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "stop_regex": ([],),
     "lora_path": (),
     "session_params": ({},),
@@ -102,7 +82,7 @@ LIMITED: dict[str, tuple[object, ...]] = {
 
 HARMLESS = frozenset({
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "prediction", "request_id", "rid", "session_id", "priority", "add_special_tokens", "spaces_between_special_tokens", "stream_interval",
+    "prediction", "request_id", "rid", "session_id", "add_special_tokens", "spaces_between_special_tokens", "stream_interval",
     "extra_key", "custom_labels", "guided_decoding_backend", "routed_experts_start_len", "routed_experts_prompt_start",
     "return_mm_kwargs", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank",
     "data_parallel_rank",
@@ -110,9 +90,6 @@ HARMLESS = frozenset({
 
 # Of an image part, beside its URL.
 LIMITED_IN_IMAGES: dict[str, tuple[object, ...]] = {
-    "detail": ("auto", "low", "high"),
-    "min_pixels": (),
-    "max_pixels": (),
     "resized_height": (),
     "resized_width": (),
     "max_dynamic_patch": (),

@@ -10,14 +10,18 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
-from engine.messages import OutputOptions, SamplingParams, Stages, Submit
+from engine.messages import (
+    Submit,
+)
+from engine.params import OutputOptions, SamplingParams
+from engine.stats import Stages
 from server.api.fields import UnknownFields
 from server.api.schema import GenerationRequest
 from server.checkpoint import Checkpoint, SamplingDefaults
@@ -28,7 +32,9 @@ from server.http.direct import direct_reader
 from server.http.metrics import Metrics
 from server.http.reply import Reply, ReplyOptions
 from server.http.sse import Format
-from server.http.validate import read_object
+from server.http.validate import check, read_object
+
+Checked = TypeVar("Checked", bound=GenerationRequest)
 
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
@@ -70,6 +76,13 @@ class Endpoint(ABC):
     @abstractmethod
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
         """Answers, and gives the stream back however that ends."""
+
+    def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
+        """Everything that can be told of a request by itself. RequestError 400."""
+        request = check(model, value)
+        self._unknown.check(request.model_extra or {})
+        request.check_together(self.service.checkpoint.vocab_size)
+        return request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._accept(Request(scope, receive))
@@ -114,10 +127,7 @@ class Endpoint(ABC):
 
     async def _read(self, data: bytes, body: Body) -> Job:
         def read() -> Job:
-            job = self.read(read_object(data), body)
-            self._unknown.check(job.request.model_extra or {})
-            job.request.check_together(self.service.checkpoint.vocab_size)
-            return job
+            return self.read(read_object(data), body)
 
         return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
 
@@ -156,6 +166,12 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
+        min_tokens=request.min_tokens or 0,
+        logprobs=request.num_logprobs,
     )
 
 
@@ -164,6 +180,7 @@ def output_options(request: GenerationRequest, **others: Any) -> OutputOptions:
         stop=request.stop,
         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         skip_special_tokens=request.skip_special_tokens is not False,
+        bad_words=request.bad_words or [],
         **others,
     )
 

@@ -8,14 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from engine.params import MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
-from server.errors import RequestError
 from server.http.validate import Strict, bad_value
 
+LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 4
 MAX_TOOLS = 1024
 MAX_PROMPTS = 128
+MAX_ANSWERS = 16
+MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
 
@@ -23,12 +26,28 @@ TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class ImageUrl(Strict):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES."""
+class PixelLimits(Strict):
+    """The area of an image after resizing; None is the checkpoint's own limit."""
+
+    min_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class ProcessorKwargs(PixelLimits):
+    """For all images of a request. What else there may be for other models is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ImageUrl(PixelLimits):
+    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
+
+    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
     model_config = ConfigDict(extra="allow")
 
     url: str
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class TextPart(Strict):
@@ -43,7 +62,7 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
-class ImagePart(Strict):
+class ImagePart(PixelLimits):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["image_url", "input_image"]
@@ -53,6 +72,13 @@ class ImagePart(Strict):
     @classmethod
     def _from_bare_string(cls, value: object) -> object:
         return {"url": value} if isinstance(value, str) else value
+
+    def limits(self, others: PixelLimits) -> tuple[int | None, int | None]:
+        """What stands nearest to the image counts, `others` last."""
+        low = PixelLimits(max_pixels=LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None)
+        told = (self.image_url, self, low, others)
+        least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
+        return least, next((one.max_pixels for one in told if one.max_pixels is not None), None)
 
 
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image_url", "input_image")
@@ -145,11 +171,28 @@ class GenerationRequest(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=MAX_STOPS)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for it
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -159,6 +202,11 @@ class GenerationRequest(Strict):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens are told beside each token; None: not even its own log-probability."""
+        return None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -172,6 +220,11 @@ class GenerationRequest(Strict):
         for i, token_id in enumerate(self.stop_token_ids or ()):
             if token_id >= vocab_size:
                 raise bad_value(f"stop_token_ids.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
+        for name in self.logit_bias or ():
+            if not (name.isascii() and name.isdigit() and int(name) < vocab_size):
+                raise bad_value("logit_bias", f"'{name[:64]}' is no token id less than {vocab_size}")
+        if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
+            raise bad_value("min_tokens", "must not be greater than the most tokens that are asked for")
         if self.stream_options is not None and not self.stream:
             raise bad_value("stream_options", "is for requests with `stream: true` only")
 
@@ -188,6 +241,9 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @field_validator("chat_template_kwargs", mode="before")  # the first bad name is enough: there may be very many
     @classmethod
@@ -202,9 +258,18 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
     def template_kwargs(self) -> dict[str, bool]:
         top_level = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return top_level | (self.chat_template_kwargs or {})
+
+    @property
+    def called(self) -> str | None:
+        """The function that must be called, if one is named."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
     @property
     def uses_tools(self) -> bool:
@@ -222,13 +287,14 @@ class ChatRequest(GenerationRequest):
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
             if self.messages[-1].role != "assistant" or not self.messages[-1].content:
                 raise bad_value("continue_final_message", "needs a last message of the assistant with content")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
         self._check_tools()
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
-        for i, tool in enumerate(self.tools or ()):
-            if tool.function.strict:
-                check_limited("strict", True, (False,), f"tools.{i}.function.strict")
+        if len(set(names)) < len(names):
+            raise bad_value("tools", "must have names of their own")
         check_tool_choice(self.tool_choice, names)
 
 
@@ -237,6 +303,11 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any
     echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def token_limit(self) -> int:
@@ -276,7 +347,7 @@ class DetokenizeRequest(GenerationRequest):
 
 
 def check_tool_choice(choice: object, names: list[str]) -> None:
-    """RequestError 400 unless it is a choice that OpenAI has, fits the tools, and can be kept."""
+    """RequestError 400 unless it is a choice that OpenAI has and that fits the tools."""
     if choice is None or choice in ("none", "auto"):
         return
     named = choice.get("function", {}).get("name") if isinstance(choice, dict) and isinstance(choice.get("function"), dict) else None
@@ -286,7 +357,6 @@ def check_tool_choice(choice: object, names: list[str]) -> None:
         raise bad_value("tool_choice", "needs tools")
     if named is not None and named not in names:
         raise bad_value("tool_choice", "names a function that is not among the tools")
-    raise RequestError(400, "tool_choice: this server keeps 'none' and 'auto' only.", "tool_choice", "unsupported_value")
 
 
 def _check_image(part: ImagePart, path: str) -> None:

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from engine.config import VERSION
 from server.api.generation import Service
 from server.errors import RequestError
 
-VERSION = "0.1.0"
 SECRETS = frozenset({"api_key"})
 
 

@@ -5,7 +5,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.messages import OutputOptions, SamplingParams, Submit, TextPrompt, TokenPrompt
+from engine.messages import (
+    Submit,
+    TextPrompt,
+    TokenPrompt,
+)
+from engine.params import OutputOptions, SamplingParams
 from server.api.chat import chat_prompt
 from server.api.conversation import read_conversation
 from server.api.generation import Endpoint, Job, Service, stages_of
@@ -13,7 +18,7 @@ from server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from server.http.body import Body
 from server.http.client import Stream
 from server.http.reply import error_response
-from server.http.validate import bad_value, check
+from server.http.validate import bad_value
 
 
 class CountReply:
@@ -43,12 +48,12 @@ class TokenizeEndpoint(Endpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         if "messages" not in value:
-            request = check(CompletionRequest, value)
+            request = self.check(CompletionRequest, value)
             if len(request.prompts) > 1 or not isinstance(request.prompts[0], str):
                 raise bad_value("prompt", "must be one text")
             return Job(request, [counted(body, TextPrompt(request.prompts[0]))])
-        chat = check(ChatRequest, value)
-        conversation = read_conversation(chat.messages, body.scanner, body.region.offset)
+        chat = self.check(ChatRequest, value)
+        conversation = read_conversation(chat.messages, body.scanner, body.region.offset, chat.mm_processor_kwargs)
         submit = counted(body, chat_prompt(chat, conversation.messages))
         submit.media = conversation.media
         return Job(chat, [submit], conversation.used_references)
@@ -61,7 +66,7 @@ class DetokenizeEndpoint(Endpoint):
     """The text of token ids, special ones included."""
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        request = check(DetokenizeRequest, value)
+        request = self.check(DetokenizeRequest, value)
         return Job(request, [counted(body, TokenPrompt(request.tokens))])
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:

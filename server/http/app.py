@@ -63,7 +63,8 @@ class Api:
         self.client = Client(outbox, self.arena)
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
-        checkpoint, limit = read_checkpoint(Path(runtime.model_folder)), runtime.max_model_len
+        checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
+        limit = runtime.max_model_len
         self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, self.client, self._metrics)
 
     def build(self) -> ASGIApp:
@@ -139,7 +140,8 @@ async def serve(child: Child) -> None:
     warm_up(api.arena)
     config = uvicorn.Config(
         api.build(), loop="uvloop", http=DirectProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG, root_path=child.config.root_path,
+        ssl_certfile=child.config.ssl_certfile, ssl_keyfile=child.config.ssl_keyfile,
     )  # fmt: skip
     server = Server(config)
     loop = asyncio.get_running_loop()
@@ -155,7 +157,8 @@ async def serve(child: Child) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if child.config.ssl_certfile else "http"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     pump = asyncio.create_task(api.pump(inbox, url))
     pump.add_done_callback(lambda task: stop())
     await server.serve(sockets=[listener])

@@ -10,24 +10,33 @@ from starlette.requests import ClientDisconnect
 
 from engine.arena import Arena
 from engine.ipc import Outbox
-from engine.messages import Abort, EngineStats, ErrorInfo, Event, Events, Payload, Region, Submit, ToProcessor
+from engine.messages import (
+    Abort,
+    ErrorInfo,
+    Event,
+    Events,
+    Payload,
+    Region,
+    Submit,
+    ToProcessor,
+)
+from engine.stats import EngineStats
 from server.errors import RequestError
 
 HEARTBEAT_STALE_S = 15.0
 
 
-def is_terminal(event: Event) -> bool:
-    return event.finish_reason is not None or event.error is not None
-
-
 class Stream:
-    """The events of one client's choices, in order. Exactly one event of a choice is terminal, and nothing follows it."""
+    """The events of one client's choices, in order. Exactly one event of a choice is terminal, and nothing follows it.
+
+    A choice is an answer to one of the client's requests: (rid, index) in the engine's terms, a number in the client's.
+    """
 
     __slots__ = ("_disconnected", "_events", "_waiter", "choices", "open")
 
-    def __init__(self, rids: list[int]):
-        self.choices = {rid: index for index, rid in enumerate(rids)}
-        self.open = set(rids)  # whose terminal event has not come
+    def __init__(self, answers: list[tuple[int, int]]):
+        self.choices = {answer: number for number, answer in enumerate(answers)}
+        self.open = set(answers)  # whose terminal event has not come
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._disconnected = False
@@ -43,9 +52,14 @@ class Stream:
         return events
 
     def push(self, event: Event) -> None:
-        if event.rid in self.open:
-            if is_terminal(event):
-                self.open.remove(event.rid)
+        answer = (event.rid, event.index)
+        if event.error is not None:  # which ends every answer to the request
+            answer = next((other for other in self.open if other[0] == event.rid), answer)
+        if answer in self.open:
+            if event.error is not None:
+                self.open = {other for other in self.open if other[0] != event.rid}
+            elif event.finish_reason is not None:
+                self.open.remove(answer)
             self._events.append(event)
             self._wake()
 
@@ -116,7 +130,7 @@ class Client:
         """Sends requests with new ids, the choices of one client. Raises RequestError while the server shuts down; a body is then still
         the caller's."""
         self.check_open()
-        stream = Stream([message.rid for message in messages])
+        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         for message in messages:
             self._outbox.send(message)
             self.num_bodies += message.body is not None
@@ -130,9 +144,9 @@ class Client:
 
     def close(self, stream: Stream) -> None:
         """The client has its answer or is gone; in the latter case the engine is told to stop."""
-        for rid in stream.choices:
+        for rid in {rid for rid, _ in stream.choices}:
             del self._streams[rid]
-        for rid in stream.open:
+        for rid in {rid for rid, _ in stream.open}:
             self._outbox.send(Abort(rid))
 
     def dispatch(self, message: Events) -> None:

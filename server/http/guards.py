@@ -2,6 +2,7 @@
 
 import hmac
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,7 +21,7 @@ class ApiKeyGuard:
         self._expected = b"bearer " + api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_authorised(scope):
+        if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS and not self._is_authorised(scope):
             error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
             await error_response(error)(scope, receive, send)
             return

@@ -6,6 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,7 +68,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if not self._is_silent and (scope["path"] not in QUIET or record.status >= 400):
+            if not self._is_silent and (get_route_path(scope) not in QUIET or record.status >= 400):
                 self._write(scope, record, started)
 
     @staticmethod

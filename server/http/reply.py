@@ -14,7 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.messages import ErrorInfo, Event, Stages
+from engine.messages import (
+    ErrorInfo,
+    Event,
+)
+from engine.stats import Stages
 from server.errors import error_body
 from server.http.client import Client, Stream
 from server.http.log import Record, record_of
@@ -62,7 +66,7 @@ class Reply:
         self._metrics = metrics
         self._options = options
         self._format = format(options.created, options.model, options.include_usage, options.continuous_usage)
-        self._choices = {rid: Choice(index) for rid, index in stream.choices.items()}
+        self._choices = {answer: Choice(number) for answer, number in stream.choices.items()}
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # unless all choices end
         self._has_first_token = False
@@ -124,13 +128,13 @@ class Reply:
             events = await self._stream.next()
 
     def _append_chunks(self, chunks: list[bytes], event: Event) -> None:
-        choice = self._choices[event.rid]
+        choice = self._choices[event.rid, event.index]
         if not choice.usage.num_prompt:
             choice.usage.num_prompt, choice.usage.num_cached = event.num_prompt_tokens, event.num_cached_tokens
             chunks.append(self._format.first_chunk(choice))
         is_token = event.num_tokens > choice.usage.num_generated and event.finish_reason is None
         choice.note(event)
-        if event.text or is_token or event.calls:
+        if event.text or is_token or event.calls or event.logprobs:
             chunks.append(self._format.token_chunk(choice, event))
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
@@ -143,8 +147,9 @@ class Reply:
                 if event.error is not None:
                     await self._refuse(event.error, scope, receive, send)
                     return
-                self._choices[event.rid].note(event)
-                self._choices[event.rid].note_text(event)
+                choice = self._choices[event.rid, event.index]
+                choice.note(event)
+                choice.note_text(event)
             if not self._stream.open:
                 break
             events = await self._stream.next()
@@ -155,16 +160,17 @@ class Reply:
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _total(self) -> Usage:
+        """A prompt counts once, however many answers it gets."""
         total = Usage()
-        for choice in self._choices.values():
-            total.add(choice.usage)
+        for (_, index), choice in self._choices.items():
+            total.add(choice.usage, with_prompt=index == 0)
         return total
 
     def _note_progress(self, events: list[Event]) -> None:
         """Measures the first token and, of each choice, the gaps between the following ones."""
         now = time.monotonic()
-        for event in events if len(events) == 1 else {event.rid: event for event in events}.values():
-            choice = self._choices[event.rid]
+        for event in events if len(events) == 1 else {(event.rid, event.index): event for event in events}.values():
+            choice = self._choices[event.rid, event.index]
             num_tokens = event.num_tokens - choice.usage.num_generated
             if choice.last_time:
                 self._metrics.note_tokens(num_tokens, now - choice.last_time)

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import CallDelta, ErrorInfo, Event, Stages
+from engine.messages import (
+    CallDelta,
+    ErrorInfo,
+    Event,
+    Logprob,
+)
+from engine.stats import Stages
 from server.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -42,10 +48,10 @@ class Usage(msgspec.Struct):
         if event.is_reasoning:
             self.num_reasoning = event.num_tokens
 
-    def add(self, other: "Usage") -> None:
+    def add(self, other: "Usage", with_prompt: bool) -> None:
         """Counts another choice too."""
-        self.num_prompt += other.num_prompt
-        self.num_cached += other.num_cached
+        self.num_prompt += other.num_prompt * with_prompt
+        self.num_cached += other.num_cached * with_prompt
         self.num_generated += other.num_generated
         self.num_reasoning += other.num_reasoning
 
@@ -87,12 +93,14 @@ class Choice:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list["Call"] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    num_characters: int = 0  # of the tokens whose log-probabilities were told
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_time: float = 0.0  # when its last tokens came
 
     def note(self, event: Event) -> None:
-        """Takes in all of an event but its text, which a stream has no use for."""
+        """Takes in all of an event but its text and log-probabilities, which a stream has no use for."""
         self.usage.note(event)
         for delta in event.calls:
             if delta.name is not None:
@@ -105,6 +113,7 @@ class Choice:
 
     def note_text(self, event: Event) -> None:
         (self.reasoning if event.is_reasoning else self.content).append(event.text)
+        self.logprobs += event.logprobs
 
 
 class Call:
@@ -150,7 +159,7 @@ class Format(ABC):
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """What a document says of a choice, without its end."""
+        """What a document says of a choice, log-probabilities included, but for why it ended."""
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         end = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -164,7 +173,7 @@ class Format(ABC):
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
         """The body of a response that is not streamed."""
-        ends = [{"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} for choice in choices]
+        ends = [{"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} for choice in choices]
         said = [{"index": c.index, **self.document_choice(c), **end} for c, end in zip(choices, ends, strict=True)]
         head = {"id": self.id, "object": self.document_object, "created": self._created, "model": self._model}
         return _encode({**head, "choices": said, "usage": usage.json(), **timings})
@@ -197,11 +206,13 @@ class ChatFormat(Format):
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = _encode(event.text)
+        logprobs = _encode({"content": [_logprob_json(entry) for entry in event.logprobs], "refusal": None}) if event.logprobs else b"null"
         delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
         if event.calls:
             calls = _encode([_delta_json(choice, call) for call in event.calls])
             delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
-        return self._opening(choice, b'"delta":{') + delta + b'},"logprobs":null,"finish_reason":null}]' + self._end(choice.usage)
+        end = b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+        return self._opening(choice, b'"delta":{') + delta + end
 
     def last_delta(self) -> dict[str, object]:
         return {"delta": {}}
@@ -215,7 +226,8 @@ class ChatFormat(Format):
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
         if choice.calls:
             message |= {"content": content or None, "tool_calls": [call.json() for call in choice.calls]}
-        return {"message": message}
+        logprobs = {"content": [_logprob_json(entry) for entry in choice.logprobs], "refusal": None} if choice.logprobs else None
+        return {"message": message, "logprobs": logprobs}
 
 
 class CompletionFormat(Format):
@@ -227,14 +239,16 @@ class CompletionFormat(Format):
         return b""
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        logprobs = _encode(_completion_logprobs(event.logprobs, choice)) if event.logprobs else b"null"
         text = self._opening(choice, b'"text":') + _encode(event.text)
-        return text + b',"logprobs":null,"finish_reason":null}]' + self._end(choice.usage)
+        return text + b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
 
     def last_delta(self) -> dict[str, object]:
         return {"text": ""}
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        return {"text": "".join(choice.content)}
+        logprobs = _completion_logprobs(choice.logprobs, choice) if choice.logprobs else None
+        return {"text": "".join(choice.content), "logprobs": logprobs}
 
 
 def _delta_json(choice: Choice, delta: CallDelta) -> dict[str, object]:
@@ -243,6 +257,36 @@ def _delta_json(choice: Choice, delta: CallDelta) -> dict[str, object]:
     if delta.name is None:
         return {"index": delta.index, "function": function}
     return {"index": delta.index, "id": choice.calls[delta.index].id, "type": "function", "function": {"name": delta.name} | function}
+
+
+def _logprob_json(entry: Logprob) -> dict[str, object]:
+    """Of one token of a chat."""
+    top = [{"token": _text(token), "logprob": value, "bytes": list(token)} for token, value in entry.top]
+    return {"token": _text(entry.token), "logprob": entry.logprob, "bytes": list(entry.token), "top_logprobs": top}
+
+
+def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
+    """Of tokens of a text completion, in parallel lists. A token is among the likely ones of its place in any case."""
+    offsets = []
+    for entry in entries:
+        offsets.append(choice.num_characters)
+        choice.num_characters += len(_text(entry.token))
+    return {
+        "text_offset": offsets,
+        "tokens": [_text(entry.token) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [_likely(entry) for entry in entries],
+    }
+
+
+def _likely(entry: Logprob) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
+    return {_text(token): value for token, value in reversed(entry.top)} | {_text(entry.token): entry.logprob}
+
+
+def _text(token: bytes) -> str:
+    return token.decode("utf-8", "replace")
 
 
 def error_chunk(info: ErrorInfo) -> bytes:

@@ -10,6 +10,7 @@ from server.errors import RequestError
 # By pydantic's kind of error. Braces name what it knows about it.
 WORDS = {
     "missing": "is missing",
+    "extra_forbidden": "is not supported by this server; leave it out",
     "int_type": "must be an integer",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",

@@ -37,6 +37,11 @@ class TokenTable:
                 self.bytes[token_id] = token.translate(alphabet).encode("latin-1")
         self.texts = [_decode_whole(data) for data in self.bytes]
 
+    def spelling(self, token_id: int) -> bytes:
+        """What a token stands for, also of special ones; empty for an id without a token."""
+        special = self.specials.get(token_id)
+        return special.encode() if special is not None else self.bytes[token_id] if token_id < len(self.bytes) else b""
+
 
 def _decode_whole(data: bytes) -> str | None:
     try:

@@ -1,11 +1,13 @@
 """What is told of an image from its encoded bytes: size, limits, identity. Called by `server/processor/image.py` in pools."""
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
 import msgspec
 
 from engine.config import EngineConfig
+from engine.messages import MediaRef
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from models.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint
@@ -62,18 +64,35 @@ class Inspector:
         return Header(False, height, width)
 
     def check_size(self, height: int, width: int) -> None:
-        """Limits on pixels, shape and tokens; all are the same for an image and its transpose."""
+        """The limits on pixels; they are the same for an image and its transpose."""
         if height * width > self._max_pixels:
             raise RequestError(400, f"it has {width}x{height} pixels, the limit is {self._max_pixels}", code="image_too_large")
-        num_tokens = self.geometry.num_tokens(self.grid(height, width))
-        if num_tokens > self._max_tokens:
-            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")
 
-    def grid(self, height: int, width: int) -> Grid:
+    def geometry_of(self, ref: MediaRef) -> VisionGeometry:
+        """With the limits on its area that the request has for this image; the checkpoint's own give way to them. RequestError 400."""
+        least = ref.min_pixels or min(self.geometry.min_pixels, ref.max_pixels or self.geometry.min_pixels)
+        most = ref.max_pixels or max(self.geometry.max_pixels, least)
+        if least > most:
+            raise RequestError(400, f"its min_pixels of {least} exceed its max_pixels of {most}", code="invalid_value")
+        return dataclasses.replace(self.geometry, min_pixels=least, max_pixels=most)
+
+    def grid(self, geometry: VisionGeometry, height: int, width: int) -> Grid:
+        """RequestError 400 for a shape that the model cannot see, or too many tokens; the same for an image and its transpose."""
         try:
-            return self.geometry.grid(height, width)
+            grid = geometry.grid(height, width)
         except ValueError as error:
             raise RequestError(400, str(error), code="invalid_image") from None
+        num_tokens = geometry.num_tokens(grid)
+        if num_tokens > self._max_tokens:
+            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")
+        return grid
+
+    def identity(self, digest: bytes, geometry: VisionGeometry) -> bytes:
+        """Of an image of this digest under these limits: the digest itself for the checkpoint's own."""
+        if geometry == self.geometry:
+            return digest
+        limits = geometry.min_pixels.to_bytes(8, "little") + geometry.max_pixels.to_bytes(8, "little")
+        return hashlib.sha256(digest + limits).digest()
 
     def identify(self, data: memoryview, header: Header) -> bytes:
         """sha256 over length-framed fields, so that no two different inputs can read the same."""

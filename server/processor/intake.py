@@ -8,15 +8,19 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from engine.config import EngineConfig
+from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.ipc import Outbox
 from engine.messages import (
     PROCESSOR_ARENA,
     Abort,
     ChatPrompt,
+    CompiledGrammar,
     EngineRequest,
     ErrorInfo,
     Event,
@@ -31,10 +35,11 @@ from engine.messages import (
 from server.errors import RequestError, error_of, overloaded
 from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
+from server.processor.grammar import answer_grammar
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.prompt import PromptBuilder
 from server.processor.reasoning import OutputText, ThinkTokens
-from server.processor.request import Request
+from server.processor.request import Answer, Request
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
@@ -47,6 +52,7 @@ class Intake:
     def __init__(
         self,
         config: EngineConfig,
+        model_folder: Path,
         max_model_len: int,
         requests: dict[int, Request],
         tools: ImageTools,
@@ -65,6 +71,7 @@ class Intake:
         self._api = api
         self._scheduler = scheduler
         self._tasks = tasks
+        self._grammars = GrammarCompiler(model_folder)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
 
@@ -73,7 +80,8 @@ class Intake:
         """Requests without a Submit that hold memory."""
         return len(self._early)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self._grammars.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:
@@ -88,8 +96,9 @@ class Intake:
             return
         early = self._early.pop(submit.rid, {})
         images = [self._image(ref, early) for ref in submit.media]
-        text = OutputText(self._tokens, self._think, submit.output, self._schemas(submit))
-        request = Request(submit, images, text)
+        schemas = self._schemas(submit)
+        answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
+        request = Request(submit, images, answers)
         self._requests[submit.rid] = request
         request.task = asyncio.create_task(self._build(request))
         self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
@@ -125,13 +134,15 @@ class Intake:
         submit, images = request.submit, request.images
         try:
             async with asyncio.TaskGroup() as group:
-                for i, image in enumerate(images):
-                    group.create_task(image.load(i))
+                for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
+                    group.create_task(image.load(i, ref))
                 encode = group.create_task(self._encode(submit))
+                compiled = group.create_task(self._compile(submit))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         if submit.output.echo:
-            request.echo = self._prompts.text_of(submit.prompt)
+            for answer in request.answers:
+                answer.echo = self._prompts.text_of(submit.prompt)
         prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
         if not submit.is_counted_only:
@@ -141,14 +152,25 @@ class Intake:
         region = request.prompt = self._tools.room.take(4 * num_prompt)
         region.append(prompt.ids.tobytes())
         request.num_prompt_tokens = num_prompt
-        request.text.read_prompt(prompt.ids)
+        for answer in request.answers:
+            answer.text.read_prompt(prompt.ids)
         spans = [image.span(start) for image, start in zip(images, prompt.starts, strict=True)]
         room = self.max_model_len - num_prompt
         limit = submit.params.max_tokens
-        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room))
+        bad_words = self._prompts.bad_words(submit.output.bad_words)
+        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room), bad_words=bad_words)
         submit.stages.submitted = time.monotonic()
-        wire = Region(PROCESSOR_ARENA, region.offset, region.used)
-        return EngineRequest(submit.rid, wire, spans, params, submit.stages, submit.cache_salt)
+        return EngineRequest(
+            rid=submit.rid,
+            prompt=Region(PROCESSOR_ARENA, region.offset, region.used),
+            images=spans,
+            params=params,
+            stages=submit.stages,
+            cache_salt=submit.cache_salt,
+            n=submit.n,
+            priority=submit.priority,
+            grammar=self._keep_grammar(request, compiled.result()),
+        )
 
     async def _encode(self, submit: Submit) -> list[int]:
         def job() -> list[int]:
@@ -160,11 +182,30 @@ class Intake:
             return job()
         return await asyncio.get_running_loop().run_in_executor(self._large_prompts, job)
 
+    async def _compile(self, submit: Submit) -> bytes | None:
+        """The grammar that the answer must follow. RequestError 400 if it is none."""
+        tools = _tools_of(submit)
+        grammar = answer_grammar(submit.grammar, tools, submit.output, self._prompts.template)
+        if grammar is None:
+            return None
+        try:
+            return await self._grammars.compile(grammar)
+        except GrammarError as error:
+            field = submit.grammar_field
+            raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
+
+    def _keep_grammar(self, request: Request, data: bytes | None) -> CompiledGrammar | None:
+        """In the arena. It holds behind the thoughts if the answer begins with some."""
+        if data is None:
+            return None
+        region = request.grammar = self._tools.room.take(len(data))
+        region.append(data)
+        after = self._think.end if request.answers[0].text.is_thinking else None
+        return CompiledGrammar(Region(PROCESSOR_ARENA, region.offset, region.used), after)
+
     def _schemas(self, submit: Submit) -> Schemas:
         """What the functions of a request take, where its calls are to be found."""
-        if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
-            return {}
-        functions = [tool["function"] for tool in msgspec.json.decode(submit.prompt.tools)]
+        functions = [tool["function"] for tool in _tools_of(submit)]
         return {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
 
     def _check_length(self, num_prompt: int) -> None:
@@ -189,7 +230,7 @@ class Intake:
             self._scheduler.send(task.result())
         event = None if failure is None else Event(rid, error=error_of(failure))
         if event is None and request.counted:
-            event = Event(rid, request.echo, finish_reason="stop", prompt_ids=request.counted)
+            event = Event(rid, request.answers[0].echo, finish_reason="stop", prompt_ids=request.counted)
         self._tell_api(event, request.submit.body)
 
     def _tell_api(self, event: Event | None, body: int | None) -> None:
@@ -197,3 +238,11 @@ class Intake:
         bodies = [] if body is None else [body]
         if events or bodies:
             self._api.send(Events(events, bodies))
+
+
+def _tools_of(submit: Submit) -> list[dict[str, Any]]:
+    """Those whose calls are to be found in the answers."""
+    if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
+        return []
+    tools: list[dict[str, Any]] = msgspec.json.decode(submit.prompt.tools)
+    return tools

@@ -18,6 +18,7 @@ from engine.messages import (
     Event,
     Events,
     FinishReason,
+    Logprob,
     Pixels,
     RequestOutput,
     ToScheduler,
@@ -25,7 +26,7 @@ from engine.messages import (
 )
 from server.errors import error_of, error_type
 from server.processor.image import ImageTools
-from server.processor.request import Request
+from server.processor.request import Answer, Request
 
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
 
@@ -52,8 +53,8 @@ class Output:
         events: list[Event] = []
         for output in message.outputs:
             request = self._requests.get(output.rid)
-            if request is not None and not request.is_ended:
-                self._append_events(events, request, output)
+            if request is not None and not request.is_ended and not request.answers[output.index].is_ended:
+                self._append_events(events, request, request.answers[output.index], output)
         for rid in message.released:
             self._release(rid, events)
         for wanted in message.wanted:
@@ -64,35 +65,35 @@ class Output:
         if events or message.heartbeat:
             self._api.send(Events(events, [], stats, message.heartbeat))
 
-    def _append_events(self, events: list[Event], request: Request, output: RequestOutput) -> None:
-        """One event a token; the last one of a request is terminal and carries the last token, so that an end token is no extra event."""
+    def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
+        """One event a token; an answer's last one is terminal and carries the last token, so that an end token is no extra event."""
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
-            text, is_stopped = request.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
-            request.num_tokens += 1
+            text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
+            answer.num_tokens += 1
             if is_stopped:
-                self._stop_early(request, output)
-                events.append(_full_event(request, output, text, request.text.calls, "stop", request.text.stop_string))
+                self._stop_early(request, answer, output)
+                logprobs = request.logprobs_of(output, i)
+                events.append(_full_event(request, output, text, answer.text.calls, logprobs, "stop", answer.text.stop_string))
                 return
             if final is not None and is_last:
-                events.append(_finish(request, output, text, final))
+                events.append(_finish(request, answer, output, text, final))
                 return
-            is_first = request.num_tokens == 1
-            calls = request.text.calls
-            events.append(_full_event(request, output, text, calls) if is_first else _event(request, text, calls))
+            logprobs = request.logprobs_of(output, i) if output.logprobs else []
+            events.append(_event(request, answer, output, text, logprobs))
         if output.error is not None:
             request.is_ended = True
             events.append(Event(request.submit.rid, error=output.error))
         elif final is not None:
-            events.append(_finish(request, output, "", final))
+            events.append(_finish(request, answer, output, "", final))
 
-    def _stop_early(self, request: Request, output: RequestOutput) -> None:
-        """A stop string was found: the scheduler need not go on, unless it has ended the request itself."""
-        request.is_ended = True
+    def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:
+        """A stop string was found: the scheduler need not go on, unless it has ended the answer itself."""
+        request.end(answer)
         if output.finish_reason is None and output.error is None:
-            self._scheduler.send(Abort(request.submit.rid))
+            self._scheduler.send(Abort(request.submit.rid, index=output.index))
 
     def _release(self, rid: int, events: list[Event]) -> None:
         """The engine is done with the request's regions. A request that it gave up without a word still gets its terminal event."""
@@ -124,9 +125,12 @@ class Output:
             self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
-def _event(request: Request, text: str, calls: list[CallDelta]) -> Event:
-    """An event between the first and the last."""
-    return Event(request.submit.rid, text, request.num_tokens, request.text.is_reasoning, calls=calls)
+def _event(request: Request, answer: Answer, output: RequestOutput, text: str, logprobs: list[Logprob]) -> Event:
+    """An event before the last. The first one has the counts that usage needs."""
+    if answer.num_tokens == 1:
+        return _full_event(request, output, text, answer.text.calls, logprobs)
+    is_reasoning, calls = answer.text.is_reasoning, answer.text.calls
+    return Event(request.submit.rid, text, answer.num_tokens, is_reasoning, calls=calls, logprobs=logprobs, index=output.index)
 
 
 def _full_event(
@@ -134,32 +138,38 @@ def _full_event(
     output: RequestOutput,
     text: str,
     calls: list[CallDelta],
+    logprobs: list[Logprob],
     reason: FinishReason | None = None,
     stop_reason: int | str | None = None,
 ) -> Event:
-    """The first or last event of a request: with the counts that its usage needs."""
+    """The first or last event of an answer: with the counts that its usage needs."""
+    answer = request.answers[output.index]
     return Event(
         request.submit.rid,
-        request.take_echo() + text,
-        request.num_tokens,
-        request.text.is_reasoning,
+        answer.take_echo() + text,
+        answer.num_tokens,
+        answer.text.is_reasoning,
         reason,
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
         stages=output.stages,
         calls=calls,
+        logprobs=logprobs,
         stop_reason=stop_reason,
+        index=output.index,
     )
 
 
-def _finish(request: Request, output: RequestOutput, text: str, reason: FinishReason) -> Event:
+def _finish(request: Request, answer: Answer, output: RequestOutput, text: str, reason: FinishReason) -> Event:
     """The terminal event: what was held back is shown, unless it completes a stop string."""
-    request.is_ended = True
+    request.end(answer)
     if reason in ("abort", "error"):
+        request.is_ended = True
         return Event(request.submit.rid, error=ABORTED)
-    calls = request.text.calls
-    rest, is_stopped = request.text.flush()
+    calls = answer.text.calls
+    rest, is_stopped = answer.text.flush()
     last = output.token_ids[-1] if output.token_ids else None
     stop_token = last if reason == "stop" and last in request.submit.params.stop_token_ids else None
-    stop_reason = request.text.stop_string if is_stopped else stop_token
-    return _full_event(request, output, text + rest, calls + request.text.calls, "stop" if is_stopped else reason, stop_reason)
+    stop_reason = answer.text.stop_string if is_stopped else stop_token
+    logprobs = request.logprobs_of(output, len(output.token_ids) - 1)
+    return _full_event(request, output, text + rest, calls + answer.text.calls, logprobs, "stop" if is_stopped else reason, stop_reason)

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
+from engine.params import MAX_BAD_WORD_TOKENS
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 
@@ -55,7 +56,7 @@ class PromptBuilder:
         self._literal.encode_special_tokens = True  # special tokens in its input are text
         self._image_token_id = checkpoint.image_token_id
         self._special_variables = checkpoint.special_tokens
-        self._shows_tools = "tools" in checkpoint.chat_template
+        self.template = checkpoint.chat_template
         self._template = _environment().from_string(checkpoint.chat_template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -82,6 +83,18 @@ class PromptBuilder:
             raise RequestError(400, "The chat template of this model does not show every image of these messages.", name)
         return ids
 
+    def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
+        found: dict[tuple[int, ...], None] = {}
+        for bad in texts:
+            for text in (bad, " " + bad.lstrip()):
+                ids = tuple(self._literal.encode(text, add_special_tokens=False).ids)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    words = f"bad_words: a word may have {MAX_BAD_WORD_TOKENS} tokens at most."
+                    raise RequestError(400, words, "bad_words", "invalid_value")
+                found[ids] = None
+        return tuple(found)
+
     def text_of(self, prompt: Prompt) -> str:
         """A completion's prompt as the client would read it."""
         if isinstance(prompt, TokenPrompt):
@@ -92,7 +105,7 @@ class PromptBuilder:
         shield = _Shield()
         messages = [self._protect(message, shield) for message in msgspec.json.decode(prompt.messages)]
         tools = None if prompt.tools is None else self._protect_value(msgspec.json.decode(prompt.tools), shield)
-        if tools is not None and not self._shows_tools:
+        if tools is not None and "tools" not in self.template:
             raise RequestError(400, "tools: the chat template of this model does not show tools.", "tools", "unsupported_value")
         if prompt.ending == "continue":
             _append_text(messages[-1], shield.end)

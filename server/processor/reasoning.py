@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.messages import CallDelta, OutputOptions
+from engine.messages import (
+    CallDelta,
+)
+from engine.params import OutputOptions
 from server.processor.calls import CallSplitter, Schemas
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 
@@ -39,8 +42,7 @@ class OutputText:
     def __init__(self, table: TokenTable, think: ThinkTokens, options: OutputOptions, schemas: Schemas | None = None):
         self.is_reasoning = False  # the last token was part of the thoughts, or one of their markers
         self.calls: list[CallDelta] = []  # pieces of tool calls that the last token, or the end, brought
-        self.specials = table.specials
-        self._table = table
+        self.table = table
         self._think = think
         self._detokenizer = Detokenizer(table, options.skip_special_tokens)
         self._stops = StopMatcher(options.stop, options.include_stop)
@@ -54,12 +56,17 @@ class OutputText:
         """The one that was found."""
         return self._stops.found
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the next token is part of the thoughts."""
+        return self._is_open
+
     def read_prompt(self, ids: Sequence[int]) -> None:
         """The output begins with thoughts if only white space follows the prompt's last `<think>`: then it is the template's own.
 
         One that a client typed has at least the end of its message behind it.
         """
-        texts = self._table.texts
+        texts = self.table.texts
         last = next((token_id for token_id in reversed(ids) if not (texts[token_id] or "").isspace()), -1)
         self._is_open = last == self._think.start
 

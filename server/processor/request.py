@@ -3,11 +3,29 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from engine.messages import EngineRequest, Submit
+import numpy as np
+
+from engine.messages import EngineRequest, Logprob, RequestOutput, Submit
 from server.processor.image import Image, release_all
+from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
 from server.region import Region
+
+
+@dataclass(slots=True)
+class Answer:
+    """One of the answers to a request."""
+
+    text: OutputText
+    echo: str = ""  # what it begins with
+    num_tokens: int = 0
+    is_ended: bool = False  # its last event is out
+
+    def take_echo(self) -> str:
+        """Once."""
+        echo, self.echo = self.echo, ""
+        return echo
 
 
 @dataclass(slots=True)
@@ -16,27 +34,40 @@ class Request:
 
     submit: Submit
     images: list[Image]
-    text: OutputText
+    answers: list[Answer]
     task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
-    echo: str = ""  # what the text begins with
+    grammar: Region | None = None
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
-    is_ended: bool = False  # its terminal event is out, or nobody wants it
+    is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
     num_prompt_tokens: int = 0
-    num_tokens: int = 0
+
+    def end(self, answer: Answer) -> None:
+        """Its last event is on the way."""
+        answer.is_ended = True
+        self.is_ended = all(answer.is_ended for answer in self.answers)
 
     def is_stop_token(self, token_id: int) -> bool:
         """Whether the client named it, or it is one of the model's."""
-        return token_id in self.submit.params.stop_token_ids or token_id in self.text.specials
+        return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
-    def take_echo(self) -> str:
-        """Once."""
-        echo, self.echo = self.echo, ""
-        return echo
+    def logprobs_of(self, output: RequestOutput, index: int) -> list[Logprob]:
+        """Of the output's token `index`; of the prompt too where the text begins with it."""
+        if not output.logprobs:
+            return []
+        answer = self.answers[output.index]
+        table = answer.text.table
+        found = [of_token(table, output.token_ids[index], output.logprobs[index])]
+        if self.submit.params.prompt_logprobs is None or answer.num_tokens > 1:
+            return found
+        assert self.prompt is not None
+        ids = np.frombuffer(self.prompt.view, np.int32).tolist()
+        return [*of_prompt(table, ids, output.prompt_logprobs), *found]
 
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
         await release_all(self.images)
-        if self.prompt is not None:
-            room.give_back(self.prompt)
+        for region in (self.prompt, self.grammar):
+            if region is not None:
+                room.give_back(region)

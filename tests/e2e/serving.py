@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cac
 class Engine:
     """A running engine and its log."""
 
-    def __init__(self, model: str | Path, flags: list[str], sizes: list[str]):
+    def __init__(self, model: str | Path, flags: list[str], sizes: Sequence[str] = SMALL):
         self.log_path = Path(tempfile.mkstemp(prefix="engine-test-", suffix=".log")[1])
         command = [sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *sizes, *flags]
         with open(self.log_path, "w") as log:
@@ -118,7 +118,7 @@ class Engine:
 @contextlib.contextmanager
 def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Engine]:
     """A running engine that is stopped, and checked to be gone, at the end; `is_small`: with little memory."""
-    engine = Engine(model, list(flags), SMALL if is_small else [])
+    engine = Engine(model, list(flags), SMALL if is_small else ())
     try:
         yield engine
     except BaseException:

@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import Engine, is_alive, role_of
+from tests.e2e.serving import SMALL, Engine, is_alive, role_of
 
 DEADLINE_S = 15
+NOTICED_S = 25
 
 
 def shared_memory() -> set[str]:
@@ -33,7 +34,7 @@ def ask_for_long(engine: Engine, outcome: list[str]) -> None:
 def test_sigkill(tiny: Path, victim: str) -> None:
     """Red if a death leaves a client waiting, a process, shared memory or a run directory behind, or exits with 0."""
     before = shared_memory()
-    engine = Engine(tiny, ["--max-model-len", "8192"])
+    engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
     try:
         outcome: list[str] = []
         client = threading.Thread(target=ask_for_long, args=(engine, outcome))
@@ -60,7 +61,7 @@ def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
     """Red if a stop on purpose exits non-zero or leaves anything, also when the signal comes several times."""
     for sig in (signal.SIGINT, signal.SIGTERM):
         before = shared_memory()
-        engine = Engine(tiny, [])
+        engine = Engine(tiny, [], SMALL)
         for _ in range(3):
             engine.process.send_signal(sig)
             time.sleep(0.01)
@@ -68,3 +69,24 @@ def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
         engine.assert_gone()
         assert shared_memory() <= before
         engine.log_path.unlink()
+
+
+def test_an_idle_worker_that_is_stopped_is_noticed(tiny: Path) -> None:
+    """Red if an engine of which a process is stopped looks healthy for as long as nobody asks it for anything."""
+    engine = Engine(tiny, [])
+    try:
+        worker = next(pid for pid in engine.children if role_of(pid) == "worker")
+        assert httpx.get(f"{engine.url}/health").status_code == 200
+        os.kill(worker, signal.SIGSTOP)
+        deadline = time.monotonic() + NOTICED_S
+        while httpx.get(f"{engine.url}/health").status_code == 200:
+            assert time.monotonic() < deadline, "nobody noticed"
+            time.sleep(0.2)
+        os.kill(worker, signal.SIGCONT)
+        deadline = time.monotonic() + DEADLINE_S
+        while httpx.get(f"{engine.url}/health").status_code != 200:
+            assert time.monotonic() < deadline, "what goes on is not seen to"
+            time.sleep(0.2)
+    finally:
+        engine.kill()
+    engine.log_path.unlink()

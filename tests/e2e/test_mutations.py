@@ -70,9 +70,9 @@ class Checked:
         drawn: list[torch.Tensor] = []
         sample = Sampler.sample
 
-        def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, draws: Any) -> Sampled:
+        def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, *rest: Any) -> Sampled:
             drawn.append(logits_SV.clone())
-            return sample(sampler, logits_SV, draws)
+            return sample(sampler, logits_SV, *rest)
 
         patch.setattr(Sampler, "sample", note_and_sample)
         engine = in_process.Engine(self._model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
@@ -167,8 +167,8 @@ def swap_images(patch: pytest.MonkeyPatch) -> None:
     """The images of one pass come back in reverse."""
     encode_images = Qwen3VL.encode
 
-    def swapped(self: Qwen3VL, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return reverse_equals(encode_images(self, images))
+    def swapped(self: Qwen3VL, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        return reverse_equals(encode_images(self, images, grids))
 
     patch.setattr(Qwen3VL, "encode", swapped)
 
@@ -241,8 +241,8 @@ def reuse_embeddings(patch: pytest.MonkeyPatch) -> None:
     encode_images = Qwen3VL.encode
     stale: dict[torch.Size, torch.Tensor] = {}
 
-    def cached(self: Qwen3VL, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        fresh = encode_images(self, images)
+    def cached(self: Qwen3VL, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        fresh = encode_images(self, images, grids)
         return [stale.setdefault(image.shape, embedding) for image, embedding in zip(images, fresh, strict=True)]
 
     patch.setattr(Qwen3VL, "encode", cached)

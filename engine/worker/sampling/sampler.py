@@ -1,6 +1,7 @@
 """The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes. Called by the runner."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,10 @@ from msgspec.structs import replace
 from engine.config import MIB
 from engine.messages import SamplingParams, TokenLogprobs
 from engine.worker.sampling.draws import Draws, DrawTable
+from engine.worker.sampling.grammar import Grammars, Mask
 from engine.worker.sampling.state import LogitState
 from engine.worker.staging import Staging
+from models.config import ModelConfig
 from models.sampling import SamplingOps
 
 WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprobs=1)
@@ -57,7 +60,9 @@ class Sampled:
 class Sampler:
     """Holds the state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
 
-    def __init__(self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device):
+    def __init__(self, ops: SamplingOps, max_num_seqs: int, config: ModelConfig, model_folder: Path, device: torch.device):
+        vocab_size, eos_ids = config.text.vocab_size, config.eos_token_ids
+        self.grammars = Grammars(model_folder, max_num_seqs, vocab_size, device)
         self._ops = ops
         self._eos_ids = eos_ids
         self._state = LogitState(max_num_seqs, vocab_size, device)
@@ -78,13 +83,16 @@ class Sampler:
             staging.begin()
             draws = table.draws(np.asarray([row]), np.asarray([1])).stage(staging)
             staging.copy()
-            self.sample(torch.zeros((1, vocab_size), device=device), draws)
+            everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+            self.sample(torch.zeros((1, vocab_size), device=device), draws, Mask(torch.zeros_like(draws.rows_S), everything))
 
-    def sample(self, logits_SV: torch.Tensor, draws: Draws) -> Sampled:
-        """Draws a token for each row of (S, V) float32 logits, which it may change."""
+    def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
+        """Draws a token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
         raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
         if draws.changes:
             self._state.change_(logits_SV, draws, self._ops)
+        if mask is not None:
+            self._ops.mask_(logits_SV, mask.index_A, mask.allowed_AW)
         tokens_S = self._ops.draw(logits_SV, draws.params)
         if draws.changes:
             self._state.note(tokens_S, draws)

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Prompt, Reference, ask_all
-from models.demo.files import config_json, image_processor_json
 from models.demo.questions import question
+from models.demo.training.files import config_json, image_processor_json
 
 FOLDER_LIMIT = 12_000_000
 UNIT_TASKS = ("number", "list", "colour", "shape", "which", "talk")

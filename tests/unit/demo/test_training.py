@@ -8,13 +8,13 @@ import torch
 from tokenizers import Tokenizer
 
 from models.demo import CHECKPOINT
-from models.demo.data import IGNORED, Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
 from models.demo.evaluate import Reference
-from models.demo.feed import Composer
-from models.demo.net import Trainee, build_model
-from models.demo.optim import Optimiser, level_at, orthogonalise, rate_at
 from models.demo.questions import question
-from models.demo.train import exact
+from models.demo.training.data import IGNORED, Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
+from models.demo.training.feed import Composer
+from models.demo.training.net import Trainee, build_model
+from models.demo.training.optim import Optimiser, level_at, orthogonalise, rate_at
+from models.demo.training.train import exact
 
 CPU = torch.device("cpu")
 SIZES = Sizes(patches=1024, tokens=1024, answers=256, pictures=64, conversations=48)

@@ -1,9 +1,12 @@
 """The command line: every setting is a flag with a help text, and bad values are refused by name."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from engine.config import GIB, MIB, EngineConfig, child_environment, make_parser, parse_args, parse_bytes
+from engine.config import GIB, MIB, VERSION, EngineConfig, child_environment
+from engine.flags import make_parser, parse_args, parse_bytes
 
 
 def test_every_field_is_a_flag_with_help() -> None:
@@ -35,6 +38,8 @@ def test_values_arrive_typed() -> None:
         ["--max-num-seqs", "9000"],
         ["--load-format", "gguf"],
         ["--block-size", "x"],
+        ["--chat-template", "no-such-file"],
+        ["--ssl-certfile", "no-such-file"],
     ],
 )
 def test_bad_values_name_their_flag(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +61,51 @@ def test_threads_of_children_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> Non
     assert child_environment()["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert child_environment()["OMP_WAIT_POLICY"] == "active"
+
+
+def test_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a file, the environment or the command line loses against what it must beat, or if one of them reads values otherwise."""
+    file = tmp_path / "engine.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 2\nimage-cache-bytes: 1G\nprefix-cache: false\naccess-log: false\nmodel: a\n")
+    monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "3")
+    monkeypatch.setenv("ENGINE_ACCESS_LOG", "true")
+    config = parse_args(["--config", str(file), "--port", "5"])
+    assert (config.port, config.max_num_seqs, config.image_cache_bytes) == (5, 3, GIB)
+    assert (config.prefix_cache, config.access_log, config.model) == (False, True, "a")
+    file.write_text("prot: 1\n")
+    with pytest.raises(SystemExit):
+        parse_args(["--config", str(file)])
+
+
+def test_the_model_is_the_first_word() -> None:
+    """Red if the model cannot be named without its flag, or if one of two names is dropped."""
+    assert parse_args(["Qwen3-VL-8B", "--tensor-parallel-size", "2"]).model == "Qwen3-VL-8B"
+    assert parse_args(["x", "--tensor-parallel-size", "2"]).tp == 2
+    with pytest.raises(SystemExit):
+        parse_args(["x", "--model", "y"])
+
+
+TYPOS = [("--prot", "--port"), ("--max-num-seq=4", "--max-num-seqs"), ("--image-cache-byte", "--image-cache-bytes")]
+
+
+@pytest.mark.parametrize(("typo", "meant"), TYPOS)
+def test_a_typo_is_one_line_with_the_nearest_flag(typo: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a typo is answered by a page of usage, or taken for an abbreviation."""
+    with pytest.raises(SystemExit) as stopped:
+        parse_args([typo, "1"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1 and f"did you mean {meant}?" in said
+
+
+def test_sizes_and_counts_are_told_apart() -> None:
+    """Red if help does not say which flag takes a suffix, or if a count takes one."""
+    text = make_parser().format_help()
+    assert "--image-cache-bytes SIZE" in text and "--tp N" in text and "scheduling:" in text
+    with pytest.raises(SystemExit):
+        parse_args(["--tp", "4K"])
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out.strip() == VERSION

@@ -17,7 +17,6 @@ from engine.messages import (
     Pixels,
     Region,
     SamplingParams,
-    Stages,
     StepPlan,
     StepResult,
     WantedPixels,
@@ -28,11 +27,14 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
 from engine.scheduler.state import Limits, State
+from engine.stats import Stages
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 
 EOS = 7
 PLACEHOLDER = 99
 TOKEN_BYTES = 10  # of an embedding
+
+Key = int | tuple[int, int]
 
 
 def make_core(
@@ -70,6 +72,11 @@ def make_request(
     return EngineRequest(rid, Region(1, 0, 4 * len(prompt)), spans, sampling, Stages())
 
 
+def key_of(rid: int, index: int) -> Key:
+    """Of an answer: of the first one the request's."""
+    return (rid, index) if index else rid
+
+
 class SimulatedWorker:
     """Executes plans on meanings. Raises AssertionError when a plan reads what is not there, or encodes what is."""
 
@@ -77,6 +84,7 @@ class SimulatedWorker:
         self.block_size = block_size
         self.rng = rng
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.written: list[dict[tuple[int, int], bytes]] = []  # by each step
         self.images: dict[int, bytes] = {}
         self.host: list[tuple[bytes, int] | None] = [None] * host_bytes  # of each byte: which image's, and which one of its bytes
         self.lengths: dict[bytes, int] = {}  # image tokens, by hash
@@ -84,15 +92,16 @@ class SimulatedWorker:
         self.rows: dict[int, Sequence] = {}
         self.num_encoded: dict[bytes, int] = {}
 
-    def execute(self, step: PlannedStep, sequences: dict[int, "Sequence"]) -> list[list[int]]:
+    def execute(self, step: PlannedStep, sequences: dict[Key, "Sequence"]) -> list[list[int]]:
         """The ids that each sampled chunk draws."""
         plan = step.plan
+        self.written.append({})
         self._move_images(plan)
         for admit in plan.admits:
             self.tables[admit.row] = list(admit.blocks)
         for encode in plan.encodes:
             assert encode.image_id not in self.images
-            digest = step.encoded[encode.image_id]
+            digest = step.made[encode.image_id]
             assert digest not in self.images.values(), "encoded although cached"
             assert encode.source == make_source(digest, "rgb"), "encoded without its pixels"
             self.images[encode.image_id] = digest
@@ -101,7 +110,7 @@ class SimulatedWorker:
         self._check_only_overlapping(plan)
         tokens = []
         for request, chunk in zip(step.requests, plan.chunks, strict=True):
-            sequence = sequences[request.rid]
+            sequence = sequences[key_of(request.rid, request.index)]
             self.tables[chunk.row].extend(chunk.blocks)
             end = chunk.start + chunk.length - len(chunk.drafts)
             self._compute(sequence, chunk.row, chunk.start, end)
@@ -147,7 +156,17 @@ class SimulatedWorker:
             if position < start:
                 assert self.slots.get(slot) == meanings[position], f"token {position} reads KV of something else"
             else:
-                self.slots[slot] = meanings[position]
+                self._write(slot, meanings[position])
+
+    def _write(self, slot: tuple[int, int], meaning: bytes) -> None:
+        self.slots[slot] = self.written[-1][slot] = meaning
+
+    def lose(self, step: PlannedStep) -> None:
+        """The step was given up: nothing of it is there, unless a later one has put something else in its place."""
+        for slot, meaning in self.written[step.plan.step].items():
+            if self.slots[slot] == meaning:
+                del self.slots[slot]
+        self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
 
     def _guess(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
@@ -155,7 +174,7 @@ class SimulatedWorker:
         before = sequence.meanings()[end - 1]
         for position, draft in enumerate(drafts, end):
             before = sequence.meaning(before, position, draft)
-            self.slots[self.tables[row][position // self.block_size], position % self.block_size] = before
+            self._write((self.tables[row][position // self.block_size], position % self.block_size), before)
 
     def _verify(self, sequence: "Sequence", drafts: tuple[int, ...]) -> list[int]:
         """The drafts up to the first one that does not hold, and one token more. A sampler may refuse one that is as good as any."""
@@ -170,8 +189,9 @@ class SimulatedWorker:
 class Sequence:
     """A request's ground truth: the ids drawn so far depend on the ids alone, so recomputation must reproduce them."""
 
-    def __init__(self, wire: EngineRequest, prompt: list[int]):
-        self.wire = wire
+    def __init__(self, wire: EngineRequest, prompt: list[int], seed: int):
+        self.wire, self.seed = wire, seed
+        self.index = seed - wire.params.seed
         self.ids = list(prompt)
         self.visual = {s.start + i: (s.hash, i) for s in wire.images for i in range(s.length)}
         self._meanings: list[bytes] = []
@@ -188,7 +208,7 @@ class Sequence:
         return hashlib.sha256(before + repr((token_id, self.visual.get(position))).encode()).digest()
 
     def draw(self) -> int:
-        token = next_token(self.meanings()[-1])
+        token = next_token(self.meanings()[-1], self.seed)
         self.ids.append(token)
         return token
 
@@ -197,13 +217,13 @@ class Sequence:
         before, drafts = self.meanings()[-1], []
         num_right = rng.randint(0, 7)
         for i in range(rng.randint(1, 7)):
-            drafts.append(next_token(before) if i < num_right else rng.randrange(40))
+            drafts.append(next_token(before, self.seed) if i < num_right else rng.randrange(40))
             before = self.meaning(before, len(self.ids) + i, drafts[-1])
         return tuple(drafts)
 
 
-def next_token(meaning: bytes) -> int:
-    return int.from_bytes(meaning[:2], "little") % 40
+def next_token(meaning: bytes, seed: int) -> int:
+    return (int.from_bytes(meaning[:2], "little") + 17 * seed) % 40
 
 
 class Simulation:
@@ -212,29 +232,34 @@ class Simulation:
     def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
         self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
         self.worker = SimulatedWorker(core.state.blocks.block_size, core.state.images.host.budget_bytes, rng)
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[Key, Sequence] = {}
         self.in_flight: deque[tuple[PlannedStep, list[list[int]], list[int]]] = deque()
-        self.terminal: dict[int, str] = {}
-        self.received: dict[int, list[int]] = {}
+        self.terminal: dict[Key, str] = {}
+        self.received: dict[Key, list[int]] = {}
         self.released: set[int] = set()
         self.bad_images: set[bytes] = set()
         self.bad_files: set[bytes] = set()
         self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
+        self.give_up_rate = 0.0  # of steps that run out of memory
+        self.given_up: set[int] = set()
         self.draft_rate = 0.0  # of requests for which somebody guesses before a step, also while their results are on the way
         self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
         self.num_cut = 0  # requests of which some tokens were drawn behind their end
         self.preempt_rate = 0.0  # of steps before which the youngest request has to go, as if blocks were lacking
 
     def add(self, wire: EngineRequest, prompt: list[int]) -> None:
-        self.sequences[wire.rid] = Sequence(wire, prompt)
+        for index in range(wire.n):
+            self.sequences[key_of(wire.rid, index)] = Sequence(wire, prompt, wire.params.seed + index)
         self.core.add(wire, np.asarray(prompt, dtype=np.int32))
         self._take()
 
-    def abort(self, rid: int) -> None:
-        self.core.abort(rid)
-        self.terminal.setdefault(rid, "aborted by the client")
+    def abort(self, rid: int, index: int | None = None) -> None:
+        self.core.abort(rid, index)
+        for key, sequence in self.sequences.items():
+            if sequence.wire.rid == rid and index in (None, sequence.index):
+                self.terminal.setdefault(key, "aborted by the client")
         self._take()
 
     def step(self) -> bool:
@@ -243,13 +268,16 @@ class Simulation:
             self.core.state.preempt(self.core.state.running[-1])
         for request in self.core.state.running:
             if not request.drafts and self.rng.random() < self.draft_rate:
-                request.drafts = self.sequences[request.rid].guess(self.rng)
+                request.drafts = self.sequences[key_of(request.rid, request.index)].guess(self.rng)
         while self.core.num_in_flight < DEPTH and (step := self.core.next_step()) is not None:
-            failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
+            failed = [image_id for image_id, digest in step.made.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
+            if self.rng.random() < self.give_up_rate:
+                self.given_up.add(step.plan.step)
             self.core.state.check()
             self._check_budgets(step)
             self._check_drafts(step)
+            self._check_forks(step)
             self._check_nobody_repeats(step)
         self._take()
         while self.open and self.answers and (not self.in_flight or self.rng.random() < 0.5):
@@ -264,9 +292,16 @@ class Simulation:
             flat, counts = [token for drawn in tokens for token in drawn], [len(drawn) for drawn in tokens]
             counts = counts if max(counts, default=1) > 1 else []
             result = StepResult(rank, step.plan.step, flat if rank == 0 else [], failed_here, 1.0, 2.0, num_tokens=counts)
+            if step.plan.step in self.given_up:
+                result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)
+        if step.plan.step in self.given_up:
+            self.worker.lose(step)
+            later = (pair for after, *_ in self.in_flight for pair in zip(after.requests, after.plan.chunks, strict=True))
+            readers = [request for request, chunk in later if any(ref.image_id in step.made for ref in chunk.visual)]
+            assert all(request.status is Status.STOPPING for request in [*step.requests, *readers]), "goes on from what was not computed"
         self._count_drafts(step, tokens)
-        assert not any(self.core.state.images.knows(step.encoded[image_id]) for image_id in failed), "an image that failed is kept"
+        assert not any(self.core.state.images.knows(step.made[image_id]) for image_id in failed), "an image that failed is kept"
         self.core.state.check()
         self._take()
         return True
@@ -288,7 +323,7 @@ class Simulation:
                 break
         assert not self.core.num_requests, "requests are left and nothing can run: deadlock"
         self.core.check()
-        assert self.released == set(self.sequences)
+        assert self.released == {sequence.wire.rid for sequence in self.sequences.values()}
 
     def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:
         accepted = sum(len(drawn) - 1 for drawn in tokens)
@@ -301,12 +336,21 @@ class Simulation:
     def _check_drafts(self, step: PlannedStep) -> None:
         """How many of a row's drafts hold is known before the row goes on."""
         guessing = {
-            request.rid
+            request
             for before, *_ in list(self.in_flight)[:-1]
             for request, chunk in zip(before.requests, before.plan.chunks, strict=True)
             if chunk.drafts
         }
-        assert not guessing & {request.rid for request in step.requests}, "a row goes on although its drafts are in flight"
+        assert not guessing & set(step.requests), "a row goes on although its drafts are in flight"
+
+    def _check_forks(self, step: PlannedStep) -> None:
+        """What an older answer to the same request has of the prompt nobody computes again, but for the block that it ends in."""
+        size = self.core.state.blocks.block_size
+        rows = {admit.row for admit in step.plan.admits}
+        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+            older = [other for other in request.siblings[: request.index] if other.status is Status.RUNNING]
+            if chunk.row in rows and older and not self.core.state.limits.has_state:
+                assert chunk.start >= (request.num_prompt - 1) // size * size, "computes the prompt again"
 
     def _check_budgets(self, step: PlannedStep) -> None:
         """A step is never larger than what the worker has memory for, and streams wait for little beside them."""
@@ -326,23 +370,25 @@ class Simulation:
         state = self.core.state
         size = state.blocks.block_size
         worth = max(size, int(STEP_PART_WORTH_WAITING * state.limits.max_num_batched_tokens))
-        rows = {admit.row for admit in step.plan.admits}
+        rows = {admit.row: len(admit.blocks) for admit in step.plan.admits}
         for request in [request for request in state.running if request.row in rows and state.limits.prefix_cache]:
-            mine = self.sequences[request.rid].meanings()[: request.num_known - 1]
-            for older in [other for other in state.running if other.arrival < request.arrival]:
-                theirs = self.sequences[older.rid].meanings()[: older.num_known]
+            mine = self.sequences[key_of(request.rid, request.index)].meanings()[: request.num_known - 1]
+            for older in [other for other in state.running if other.order < request.order and other.wire is not request.wire]:
+                theirs = self.sequences[key_of(older.rid, older.index)].meanings()[: older.num_known]
                 num_shared = sum(a == b for a, b in zip(mine, theirs, strict=False))
-                assert (num_shared // size - older.num_committed) * size < worth, "computes what another one is computing"
+                num_known = max(older.num_committed, rows[request.row])
+                assert (num_shared // size - num_known) * size < worth, "computes what another one is computing"
 
     def _take(self) -> None:
         outputs = self.core.take_outputs(None, 0.0)
         for output in outputs.outputs:
-            assert output.rid not in self.terminal, "output after the terminal event"
-            self.received.setdefault(output.rid, []).extend(output.token_ids)
+            key = key_of(output.rid, output.index)
+            assert key not in self.terminal, "output after the terminal event"
+            self.received.setdefault(key, []).extend(output.token_ids)
             if output.error is not None:
-                self.terminal[output.rid] = "error"
+                self.terminal[key] = "error"
             elif output.finish_reason is not None:
-                self.terminal[output.rid] = output.finish_reason
+                self.terminal[key] = output.finish_reason
         for wanted in outputs.wanted:
             span = self.sequences[wanted.rid].wire.images[wanted.index]
             assert span.source.encoding == "file", "asked for pixels that it has"
@@ -351,6 +397,7 @@ class Simulation:
             self.open.append(wanted)
         for rid in outputs.released:
             assert rid not in self.released, "released twice"
-            assert rid in self.terminal, "released without a terminal event"
+            keys = {key for key, sequence in self.sequences.items() if sequence.wire.rid == rid}
+            assert keys <= self.terminal.keys(), "released without a terminal event"
             assert all(request.rid != rid for step, _, _ in self.in_flight for request in step.requests), "released while in flight"
             self.released.add(rid)

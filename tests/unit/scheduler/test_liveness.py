@@ -2,7 +2,14 @@
 
 import random
 import time
+from pathlib import Path
 
+import pytest
+
+from engine.ipc import Inbox
+from engine.messages import Activity, Beat, ToScheduler
+from engine.scheduler.liveness import LATE_S, READING_S, Workers
+from engine.worker import pulse
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 LATER = 1e9
@@ -51,3 +58,41 @@ def test_waiting_for_the_processor_is_not_the_engines_fault() -> None:
     assert sim.core.alive_at(LATER) == LATER
     sim.answer(sim.open[0])
     assert sim.core.alive_at(LATER) <= time.monotonic()
+
+
+def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
+    """Red if an engine whose worker is stopped looks healthy because nobody asks it for anything."""
+    workers = Workers()
+    for rank in range(2):
+        workers.note(Beat(rank, "idle", 0.0), now=100.0)
+    assert workers.alive_at(100.0 + LATE_S, progress=100.0 + LATE_S) == 100.0 + LATE_S
+    workers.note(Beat(1, "idle", 0.0), now=110.0)
+    assert workers.alive_at(111.0, progress=111.0) == 100.0, "one rank is enough"
+
+
+def test_reading_images_is_progress_for_a_while() -> None:
+    """Red if a long decode looks like a deadlock, or one that never ends does not."""
+    workers = Workers()
+
+    def alive_at(now: float, activity: Activity) -> float:
+        workers.note(Beat(0, activity, 50.0), now)
+        return workers.alive_at(now, progress=50.0)
+
+    assert alive_at(50.0 + READING_S - 1, "images") == 50.0 + READING_S - 1
+    assert alive_at(50.0 + READING_S + 1, "images") == 50.0
+    assert alive_at(70.0, "step") == 50.0, "a step that does not end is no progress"
+
+
+def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the beat comes from the loop, which an image may hold up, or does not say what that does."""
+    monkeypatch.setattr(pulse, "INTERVAL_S", 0.01)
+    inbox: Inbox[ToScheduler] = Inbox(str(tmp_path), "scheduler", ToScheduler)
+    heart = pulse.Heart(str(tmp_path), rank=3)
+    before = time.monotonic()
+    heart.note("images")
+    beats = [inbox.recv(timeout=5) for _ in range(20)]
+    assert all(isinstance(beat, Beat) and beat.rank == 3 for beat in beats)
+    last = beats[-1]
+    assert isinstance(last, Beat) and last.activity == "images" and before <= last.since <= time.monotonic()
+    heart.stop()
+    inbox.close()

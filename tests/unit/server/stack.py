@@ -21,16 +21,15 @@ from engine.messages import (
     Abort,
     EngineOutputs,
     EngineRequest,
-    EngineStats,
     Pixels,
     Region,
     RequestOutput,
-    Stages,
     Status,
     ToScheduler,
     WantedPixels,
 )
 from engine.serve import bind
+from engine.stats import EngineStats, Stages
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20

@@ -354,3 +354,18 @@ def test_pictures_differ_in_their_corners() -> None:
     """Red if the test pictures become so symmetric that a wrong rotation would not show."""
     image = np.asarray(pixels())
     assert len({image[y, x].tobytes() for y in (0, -1) for x in (0, -1)}) == 4
+
+
+async def test_limits_of_a_request(loading: Loading) -> None:
+    """Red if an image keeps its size, or its place in caches, under other limits; or if the limits of one request reach another."""
+    body = loading.body(base64.b64encode(PLAIN["4:2:0"]))
+    own = await loading.load(body)
+    small = await loading.load(MediaRef(body.payload, max_pixels=own.num_tokens * 32 * 32 // 2))
+    large = await loading.load(MediaRef(body.payload, min_pixels=own.num_tokens * 32 * 32 * 4))
+    assert small.num_tokens < own.num_tokens < large.num_tokens
+    assert len({own.hash, small.hash, large.hash}) == 3
+    assert (await loading.load(body)).hash == own.hash
+    error = await loading.refusal(MediaRef(body.payload, min_pixels=5000, max_pixels=4999))
+    assert error.info.status == 400 and "max_pixels" in error.info.message
+    error = await loading.refusal(MediaRef(body.payload, min_pixels=1 << 30))
+    assert error.info.status == 400 and "tokens" in error.info.message

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
+from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
 from server.api.conversation import read_conversation
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.generation import sampling_params
+from server.api.grammar import read_grammar
 from server.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
@@ -62,16 +64,18 @@ BAD = [
     ({"stream_options": {"include_usage": 7}}, "stream_options.include_usage"),
     ({"chat_template_kwargs": {"tools": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"enable_thinking": "{{ x }}"}}, "chat_template_kwargs.enable_thinking"),
-    ({"n": 2}, "n"),
-    ({"logprobs": True}, "logprobs"),
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"priority": "high"}, "priority"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+    ({"tools": TOOLS * 2}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 5.5}, "max_tokens"),
@@ -88,15 +92,24 @@ BAD = [
     ({"enable_thinking": "no"}, "enable_thinking"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"messages": image({"url": "https://x.org/a", "max_pixels": 5})}, "messages.0.content.0.image_url.max_pixels"),
-    ({"messages": image({"url": "https://x.org/a"}, min_pixels=5)}, "messages.0.content.0.min_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "max_pixels": 0})}, "messages.0.content.0.image_url.max_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "resized_height": 64})}, "messages.0.content.0.image_url.resized_height"),
+    ({"messages": image({"url": "https://x.org/a"}, min_pixels="5")}, "messages.0.content.0.min_pixels"),
+    ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps"),
     ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages.0.content.0.image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": float("nan")}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"x": 5}}, "logit_bias"),
+    ({"logit_bias": {str(VOCAB_SIZE): 5}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": ["x"] * 65}, "bad_words"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": HELLO * 10_001}, "messages"),
@@ -193,6 +206,21 @@ def test_defaults_come_from_the_checkpoint() -> None:
     assert sampling_params(parse(), DEFAULTS).seed != sampling_params(parse(), DEFAULTS).seed
 
 
+def test_what_changes_logits_reaches_the_sampler() -> None:
+    """Red if a field is read and then dropped."""
+    fields: dict[str, Any] = {
+        "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"7": -100, "8": 0.5}, "min_tokens": 3,
+        "logprobs": True,
+    }  # fmt: skip
+    params = sampling_params(parse(**fields), DEFAULTS)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 0.5, 1.1)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == (((7, -100), (8, 0.5)), 3, 0)
+    assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS).logprobs == 20
+    assert sampling_params(parse(logprobs=False), DEFAULTS).logprobs is None
+    most = sampling_params(parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS)
+    assert len(most.logit_bias) + len(most.stop_token_ids) + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, []), ("x", ["x"]), (["x", "y"], ["x", "y"]), ([], [])])
 def test_stop_takes_every_form(given: object, expected: list[str]) -> None:
     """Red if a form of `stop` that OpenAI allows is lost."""
@@ -209,7 +237,7 @@ def test_images_in_any_message_become_indices() -> None:
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE:///b", "detail": "low"}}]},
     ]
     conversation = read_conversation(parse(messages=messages).messages, Scanner("nonce", 4), 0)
-    assert conversation.media == [MediaRef(url="https://x.org/a"), MediaRef(url="FILE:///b")]
+    assert conversation.media == [MediaRef(url="https://x.org/a"), MediaRef(url="FILE:///b", max_pixels=512 * 512)]
     assert conversation.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
         {"role": "user", "content": [{"type": "image", "media": 0}, {"type": "text", "text": "?"}]},
@@ -292,7 +320,8 @@ BAD_COMPLETIONS = [
     ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": 5}, "prompt"),
     ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [VOCAB_SIZE]}, "prompt"), ({"prompt": [[-1]]}, "prompt"),
     ({"prompt": ["x"] * 129}, "prompt"), ({"prompt": "x", "suffix": "y"}, "suffix"), ({"prompt": "x", "best_of": 2}, "best_of"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs"), ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "echo": 1}, "echo"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"), ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "echo": 1}, "echo"),
 ]  # fmt: skip
 
 
@@ -310,3 +339,66 @@ def test_bad_completions(fields: dict[str, object], name: str) -> None:
 def test_prompts_of_every_form(prompt: object, prompts: list[object]) -> None:
     """Red if one list of ids is taken for several prompts, or the other way round."""
     assert parse_body(json.dumps({"prompt": prompt}).encode(), UnknownFields(), CompletionRequest).prompts == prompts
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GRAMMARS = [
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}, "schema"),
+    ({"guided_json": SCHEMA}, "schema"),
+    ({"guided_json": json.dumps(SCHEMA)}, "schema"),
+    ({"json_schema": json.dumps(SCHEMA)}, "schema"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "schema"),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
+    ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
+    ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+    ({"regex": "a+"}, Grammar("regex", "a+")),
+    ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"response_format": {"type": "text"}, "regex": "a+"}, Grammar("regex", "a+")),
+    ({"response_format": {"type": "text"}}, None),
+    ({}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "expected"), GRAMMARS, ids=range(len(GRAMMARS)))
+def test_grammars_by_all_their_names(fields: dict[str, object], expected: Grammar | str | None) -> None:
+    """Red if one of the dialects' names for a grammar is read otherwise than the others, or ignored."""
+    grammar = read_grammar(parse(**fields))[0]
+    assert grammar == (Grammar("json_schema", json.dumps(SCHEMA)) if expected == "schema" else expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"), ({"guided_json": []}, "guided_json"), ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 5]}, "guided_choice"), ({"regex": ""}, "regex"), ({"regex": 5}, "regex"), ({"ebnf": {}}, "ebnf"),
+        ({"structured_outputs": {}}, "structured_outputs"), ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)  # fmt: skip
+def test_bad_grammars(fields: dict[str, object], name: str) -> None:
+    """Red if a grammar that nobody can follow is dropped, or if one of two is."""
+    with pytest.raises(RequestError) as caught:
+        read_grammar(parse(**fields))
+    assert (caught.value.info.status, caught.value.info.param) == (400, name)
+
+
+def test_limits_on_pixels() -> None:
+    """Red if the limit that stands nearest to an image loses, or if `detail: low` does not make it small."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": "https://a", "max_pixels": 100}, "max_pixels": 200, "min_pixels": 50},
+        {"type": "image_url", "image_url": {"url": "https://a", "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": "https://a", "detail": "low", "max_pixels": 9}},
+        {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
+    ]
+    request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
+    media = read_conversation(request.messages, Scanner("nonce", 4), 0, request.mm_processor_kwargs).media
+    assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 512 * 512), (7, 9), (7, 8)]
+    media = read_conversation(request.messages, Scanner("nonce", 4), 0).media
+    assert (media[3].min_pixels, media[3].max_pixels) == (None, None)

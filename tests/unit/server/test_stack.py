@@ -9,7 +9,11 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import ErrorInfo, RequestOutput, Stages
+from engine.messages import (
+    ErrorInfo,
+    RequestOutput,
+)
+from engine.stats import Stages
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.messages import RequestOutput, Stages
+from engine.messages import (
+    RequestOutput,
+)
+from engine.stats import Stages
 from tests.unit.server.pictures import DECODED, PLAIN, png_header
 from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, answer_text, hold, hold_silently
 from tests.unit.server.test_stack import image, uri

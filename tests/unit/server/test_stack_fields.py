@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import openai
 import pytest
 from tokenizers import Tokenizer
 
+from engine.messages import (
+    EngineRequest,
+    RequestOutput,
+)
+from engine.params import PromptLogprobs, TokenLogprobs
+from engine.stats import Stages
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text
 from tests.unit.server.test_stack import chunks_of, ids_of
 
@@ -137,6 +144,85 @@ def test_one_bad_prompt_of_a_batch(stack: Stack, tokenizer: Tokenizer) -> None:
     image_token = tokenizer.token_to_id("<|image_pad|>")
     response = stack.http.post("/v1/completions", json={"prompt": [image_token]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+# ---- log-probabilities ---------------------------------------------------------------------------------------------------------------
+
+TOP = 2
+
+
+def tell(scheduler: FakeScheduler, request: EngineRequest) -> None:
+    """Answers with a character in two tokens, a word and the end. Token i has -i/2; the likely ones beside it are tokens 70 and 71."""
+    ids = [*ANSWER]
+    entries = [TokenLogprobs(-i / 2, [70, 71], [-1.0, -2.0]) for i in range(len(ids))]
+    num_prompt = len(scheduler.prompt(request))
+    values = np.arange(num_prompt - 1, dtype=np.float32)
+    tops = np.tile(np.array([70, 71], np.int32), (num_prompt - 1, 1)), np.tile(np.array([-1, -2], np.float32), (num_prompt - 1, 1))
+    wanted = request.params.prompt_logprobs is not None
+    prompt = PromptLogprobs(1, TOP, (-values).tobytes(), tops[0].tobytes(), tops[1].tobytes()) if wanted and num_prompt > 1 else None
+    for i, token_id in enumerate(ids):
+        is_first, is_last = i == 0, i == len(ids) - 1
+        reason, stages = ("stop" if is_last else None), (Stages() if is_first else None)
+        output = RequestOutput(request.rid, [token_id], reason, None, 0, stages, [entries[i]], prompt if is_first else None)  # type: ignore[arg-type]
+        scheduler.send([output], [request.rid] if is_last else [])
+
+
+ANSWER: list[int] = []
+
+
+@pytest.fixture
+def answer(tokenizer: Tokenizer) -> list[int]:
+    ANSWER[:] = [*ids_of(tokenizer, "🙂 so"), tokenizer.token_to_id("<|im_end|>")]
+    assert len(ids_of(tokenizer, "🙂")) > 1
+    return ANSWER
+
+
+def test_log_probabilities_of_a_chat(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer, answer: list[int]) -> None:
+    """Red if a token of the answer has no entry, if bytes of half a character are lost, or if a stream has other ones than a document."""
+    stack.scheduler.script = tell
+    asked = {"model": "test-model", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": TOP}
+    document = client.chat.completions.create(**asked).choices[0]  # type: ignore[call-overload]
+    assert document.message.content == "🙂 so"
+    entries = document.logprobs.content
+    assert [entry.logprob for entry in entries] == [-i / 2 for i in range(len(answer))]
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == "🙂 so<|im_end|>"
+    likely = [(tokenizer.decode([70]), -1.0), (tokenizer.decode([71]), -2.0)]
+    assert all([(top.token, top.logprob) for top in entry.top_logprobs] == likely for entry in entries)
+    chunks = list(client.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+    streamed = [entry for chunk in chunks for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content]
+    assert streamed == entries
+    stack.scheduler.script = answer_text
+    assert stack.chat("x", logprobs=False).json()["choices"][0]["logprobs"] is None
+    assert stack.scheduler.requests[-1].params.logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Grüße, 世界", [70]])
+def test_log_probabilities_of_a_completion(
+    stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer, answer: list[int], prompt: str | list[int], stream: bool
+) -> None:
+    """Red if the lists are not parallel, or if the prompt's are not in front: evaluations cut them at the length of the context."""
+    stack.scheduler.script = tell
+    given = client.completions.create(model="test-model", prompt=prompt, echo=True, logprobs=TOP, stream=stream)
+    found = [chunk.choices[0].logprobs for chunk in given if chunk.choices[0].logprobs] if stream else [given.choices[0].logprobs]
+    assert stack.scheduler.requests[-1].params.prompt_logprobs == TOP
+    ids = ids_of(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    values = [value for part in found for value in part.token_logprobs]
+    assert values == [None, *(-float(i) for i in range(len(ids) - 1)), *(-i / 2 for i in range(len(answer)))]
+    tokens, likely = [token for part in found for token in part.tokens], [top for part in found for top in part.top_logprobs]
+    assert len(tokens) == len(likely) == len(values) and likely[0] is None
+    assert all(token in top and len(top) in (TOP, TOP + 1) for token, top in zip(tokens[1:], likely[1:], strict=True))
+    offsets = [offset for part in found for offset in part.text_offset]
+    assert offsets[0] == 0 and offsets[1] == len(tokens[0]) and offsets == sorted(offsets)
+
+
+def test_bad_words_are_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a word is not forbidden behind a space, or if one that is too long is cut."""
+    assert stack.chat("x", bad_words=["so"]).status_code == 200
+    words = stack.scheduler.requests[-1].params.bad_words
+    assert words == (tuple(ids_of(tokenizer, "so")), tuple(ids_of(tokenizer, " so")))
+    response = stack.chat("x", bad_words=["a very long word " * 20])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
 
 
 # ---- what is no JSON -----------------------------------------------------------------------------------------------------------------

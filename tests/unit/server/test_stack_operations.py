@@ -1,9 +1,13 @@
 """What operators and their tools see: ids, log lines, metrics, small endpoints, pages of other origins."""
 
 import re
+import shutil
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, answer_ids, answer_text
+from tests.unit.server.test_direct import large_image
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
 
 
@@ -93,6 +98,57 @@ def test_pages_of_other_origins(model_folder: Path) -> None:
 def test_no_origin_is_allowed_unasked(stack: Stack) -> None:
     response = stack.http.get("/v1/models", headers={"Origin": "https://a.example"})
     assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def test_https_with_a_large_body(model_folder: Path, certificate: Path) -> None:
+    """Red if bodies that go straight to memory, or streams, do not work through TLS."""
+    stack = Stack(model_folder, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    try:
+        assert stack.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        with httpx.Client(base_url=stack.url, verify=context, timeout=30) as http:
+            pictures = [large_image(1_500_000) for _ in range(3)]
+            body = {"messages": [{"role": "user", "content": [image(uri(picture)) for picture in pictures]}], "stream": True}
+            assert chunks_of(http.post("/v1/chat/completions", json=body).text)
+            assert [stack.scheduler.image(stack.scheduler.requests[-1], i) for i in range(3)] == pictures
+        stack.settle()
+    finally:
+        stack.close()
+
+
+def test_behind_a_proxy(model_folder: Path) -> None:
+    """Red if a path that a proxy has shortened is not found, or passes the guard as another one."""
+    stack = Stack(model_folder, root_path="/llm", api_key="key")
+    try:
+        assert stack.http.get("/health").status_code == 200
+        assert stack.http.get("/v1/models").status_code == 401
+        assert stack.http.get("/v1/models", headers={"Authorization": "Bearer key"}).status_code == 200
+    finally:
+        stack.close()
+
+
+def test_another_chat_template(model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Red if the checkpoint's own is used although another one was named."""
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    stack = Stack(model_folder, chat_template=str(file))
+    try:
+        assert stack.chat("hello").status_code == 200
+        assert tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1])) == "user: hello\n"
+    finally:
+        stack.close()
 
 
 # ---- small endpoints -----------------------------------------------------------------------------------------------------------------

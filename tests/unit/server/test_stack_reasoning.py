@@ -8,7 +8,11 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, RequestOutput, Stages
+from engine.messages import (
+    EngineRequest,
+    RequestOutput,
+)
+from engine.stats import Stages
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of
 

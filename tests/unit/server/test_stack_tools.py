@@ -8,7 +8,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import RequestOutput, Stages
+from engine.messages import (
+    RequestOutput,
+)
+from engine.stats import Stages
 from server.checkpoint import read_checkpoint
 from server.processor.prompt import PromptBuilder
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold_silently

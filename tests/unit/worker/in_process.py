@@ -9,11 +9,21 @@ import numpy as np
 import torch
 
 from engine.arena import Arena, create_memfd
-from engine.messages import EngineRequest, ImageSource, ImageSpan, PromptLogprobs, Region, SamplingParams, Stages, TokenLogprobs
+from engine.messages import (
+    CompiledGrammar,
+    EngineRequest,
+    ImageSource,
+    ImageSpan,
+    PromptLogprobs,
+    Region,
+    SamplingParams,
+    TokenLogprobs,
+)
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.state import Limits, State
+from engine.stats import Stages
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -30,11 +40,13 @@ from models.backends.torch.sampling import TorchSampling
 from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.batch import AttentionLayout
 from models.config import ModelConfig
+from models.demo import CHECKPOINT
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.qwen3_vl_moe import Qwen3VLMoe
 from models.step_sizes import StepSizes
 from models.weights import load_weights
+from tests.unit.scheduler.simulation import Key, key_of
 
 ARENA_BYTES = 1 << 24
 MAX_PAGES = 1024  # of a step through a graph
@@ -128,16 +140,25 @@ class Engine:
         self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, merged.max_num_seqs, run_again) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
-        sampler = Sampler(TorchSampling(), merged.max_num_seqs, config.text.vocab_size, config.eos_token_ids, CPU)
+        sampler = Sampler(TorchSampling(), merged.max_num_seqs, config, CHECKPOINT, CPU)
         self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
-        self.tokens: dict[int, list[int]] = {}
+        self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
-        self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.logprobs: dict[Key, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[Key, PromptLogprobs] = {}
 
-    def add(self, rid: int, parts: Sequence[list[int] | Picture], max_tokens: int = 8, **params: object) -> None:
-        """`parts`: token ids and pictures in the order of the prompt."""
+    def add(
+        self,
+        rid: int,
+        parts: Sequence[list[int] | Picture],
+        max_tokens: int = 8,
+        n: int = 1,
+        grammar: bytes | None = None,
+        after: int | None = None,
+        **params: object,
+    ) -> None:
+        """`parts`: token ids and pictures in the order of the prompt. Answers behind the first one are called (rid, index)."""
         ids: list[int] = []
         spans: list[ImageSpan] = []
         geometry = self._config.geometry
@@ -153,8 +174,10 @@ class Engine:
                 ids += part
         prompt = np.asarray(ids, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
-        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages()), prompt)
-        self.tokens[rid], self.logprobs[rid] = [], []
+        rules = None if grammar is None else CompiledGrammar(self._store(grammar), after)
+        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), n=n, grammar=rules), prompt)
+        for index in range(n):
+            self.tokens[key_of(rid, index)], self.logprobs[key_of(rid, index)] = [], []
 
     def step(self) -> bool:
         step = self.core.next_step()
@@ -163,15 +186,16 @@ class Engine:
         self.core.collect(self._runner.launch(step.plan).result())
         self.core.state.check()
         for output in self.core.take_outputs(None, 0.0).outputs:
-            self.tokens[output.rid] += output.token_ids
-            self.logprobs[output.rid] += output.logprobs
+            key = key_of(output.rid, output.index)
+            self.tokens[key] += output.token_ids
+            self.logprobs[key] += output.logprobs
             if output.prompt_logprobs is not None:
-                self.prompt_logprobs[output.rid] = output.prompt_logprobs
+                self.prompt_logprobs[key] = output.prompt_logprobs
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
         return True
 
-    def run(self) -> dict[int, list[int]]:
+    def run(self) -> dict[Key, list[int]]:
         while self.step():
             pass
         self.core.check()

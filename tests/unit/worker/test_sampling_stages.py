@@ -10,7 +10,6 @@ import torch
 
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from engine.worker.sampling import prompt as prompt_scores
-from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
@@ -47,9 +46,9 @@ def raw(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     logits: list[np.ndarray] = []
     sample = Sampler.sample
 
-    def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, draws: Draws) -> Sampled:
+    def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, *rest: Any) -> Sampled:
         logits.extend(logits_SV.clone().numpy())
-        return sample(sampler, logits_SV, draws)
+        return sample(sampler, logits_SV, *rest)
 
     monkeypatch.setattr(Sampler, "sample", note_and_sample)
     return logits

@@ -1,6 +1,6 @@
 """The files of the checkpoint folder besides the weights: configuration, tokenizer, chat template, preprocessing. Used by `train`.
 
-`python -m models.demo.files` writes them anew into the checkpoint folder; the tokenizer is trained on the demo's own questions.
+`python -m models.demo.training.files` writes them anew into the checkpoint folder; the tokenizer is trained on the demo's own questions.
 """
 
 import json

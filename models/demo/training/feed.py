@@ -14,9 +14,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.demo import ask, smalltalk
-from models.demo.data import Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch, prepare
 from models.demo.questions import MAX_PICTURES, Turn, arrange
 from models.demo.scenes import Scene, pick, random_scene
+from models.demo.training.data import Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch, prepare
 
 TRAINING_STREAM = 2
 POOL = 1500  # pictures a worker keeps

@@ -13,9 +13,9 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer, apply_rotary_pos_emb
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from models.demo.data import COLOUR_LABELS, IGNORED, LABELS, MERGE, GridTable, Sizes
-from models.demo.files import config_json
 from models.demo.questions import MAX_PICTURES
+from models.demo.training.data import COLOUR_LABELS, IGNORED, LABELS, MERGE, GridTable, Sizes
+from models.demo.training.files import config_json
 
 INDEX_LAYER = 1  # after this decoder layer a linear head is asked which picture a token belongs to
 

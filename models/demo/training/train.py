@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: `python -m models.demo.train --out FOLDER --minutes 12 [--stop-after M --state FILE]`.
+"""Trains the demo model from scratch: `python -m models.demo.training.train --out FOLDER --minutes 12 [--stop-after M --state FILE]`.
 
 Time, not steps, drives the schedules. With `--state` the run is saved every two minutes and at `--stop-after`; the same command resumes it.
 """
@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.demo import CHECKPOINT
-from models.demo.data import IGNORED, Batch, Sizes
-from models.demo.export import export, load_tokenizer
-from models.demo.feed import Feed
-from models.demo.files import write_files
-from models.demo.net import Losses, Trainee, build_model
-from models.demo.optim import Optimiser, level_at, rate_at
+from models.demo.training.data import IGNORED, Batch, Sizes
+from models.demo.training.export import export
+from models.demo.training.feed import Feed
+from models.demo.training.files import write_files
+from models.demo.training.net import Losses, Trainee, build_model
+from models.demo.training.optim import Optimiser, level_at, rate_at
 
 log = logging.getLogger("train")
 
@@ -133,7 +134,7 @@ def exact(answer_at: np.ndarray, targets: np.ndarray, hits: np.ndarray) -> float
 
 def train(plan: Plan, device: torch.device, sizes: Sizes) -> bool:
     """Train until the plan's end or its stop; True if the run is complete. The averaged weights are exported either way."""
-    write_files(plan.out, load_tokenizer(CHECKPOINT))
+    write_files(plan.out, Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")))
     with Feed(plan.out / "tokenizer.json", sizes, plan.workers, plan.seed) as feed:
         run = Run(plan, device, sizes)
         run.resume()

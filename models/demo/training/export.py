@@ -4,18 +4,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 PREFIX = "model."  # of the model within the trainee
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder; FileNotFoundError with a hint if `models.demo.files` has not run."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: run `python -m models.demo.files` first")
-    return Tokenizer.from_file(str(path))
 
 
 def export(model: nn.Module, average: dict[str, Tensor], folder: Path) -> None:

@@ -1,0 +1,34 @@
+"""A worker's sign of life: once a second, whatever its main thread does, and what that is. Started by `engine.worker.main`."""
+
+import threading
+import time
+
+from engine.ipc import Outbox
+from engine.messages import Activity, Beat
+
+INTERVAL_S = 1.0
+
+
+class Heart:
+    """Beats from a thread of its own, with a socket of its own: the main thread may be busy for long in what releases the interpreter."""
+
+    def __init__(self, run_dir: str, rank: int):
+        self._rank = rank
+        self._beat = Beat(rank, "idle", time.monotonic())
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(run_dir,), name="heart", daemon=True)
+        self._thread.start()
+
+    def note(self, activity: Activity) -> None:
+        """The main thread begins something, maybe the same again: cheap enough for every step."""
+        self._beat = Beat(self._rank, activity, time.monotonic())
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self, run_dir: str) -> None:
+        outbox: Outbox[Beat] = Outbox(run_dir, "scheduler")
+        while not self._stopping.wait(INTERVAL_S):
+            outbox.send(self._beat)
+        outbox.close()

@@ -1,0 +1,136 @@
+"""Which tokens the grammars of rows allow next. Used by the sampler of rank 0.
+
+The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
+before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
+grammar waits for nothing.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.worker.staging import ALIGNMENT, Staging
+from engine.worker.stopwatch import Marks
+
+if TYPE_CHECKING:  # importing it takes seconds, which only those wait for who use it
+    from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
+
+NUM_CACHED = 64
+INDEX_BYTES = 8
+
+
+@dataclass(slots=True)
+class Session:
+    """The matcher of one request."""
+
+    matcher: "GrammarMatcher"
+    after: int | None  # the grammar holds behind this token; None if it has come
+    is_over: bool = False  # the text is complete, or left the grammar because a stop token or another rule was stronger
+
+    @property
+    def restricts(self) -> bool:
+        return self.after is None and not self.is_over
+
+    def take(self, token_id: int) -> None:
+        """The request has drawn this token."""
+        if self.restricts:
+            self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
+        elif token_id == self.after:
+            self.after = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens of a step that matchers have not taken: valid on the host when `marks` are done."""
+
+    sessions: Sequence[Session | None]
+    tokens_S: torch.Tensor
+    marks: Marks
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """See `SamplingOps.mask_`."""
+
+    index_A: torch.Tensor
+    allowed_AW: torch.Tensor
+
+
+class Grammars:
+    """Grammars of all rows. `model_folder` has the tokenizer by which they were compiled."""
+
+    def __init__(self, model_folder: Path, max_num_seqs: int, vocab_size: int, device: torch.device):
+        self._folder = model_folder
+        self._num_words = -(-vocab_size // 32)
+        self._sessions: list[Session | None] = [None] * max_num_seqs
+        self._drawn: deque[Drawn] = deque()
+        self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
+        self._vocabulary: TokenizerInfo | None = None
+        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+
+    def load(self) -> None:
+        """What the first grammar would have to wait for."""
+        from engine.grammar.vocabulary import read_vocabulary
+
+        self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
+
+    def admit(self, row: int, data: bytes | None, after: int | None, output_ids: Sequence[int]) -> None:
+        """Row `row` now belongs to a request with this compiled grammar, or none, which has drawn `output_ids` before a preemption."""
+        if data is None:
+            self._sessions[row] = None
+            return
+        from xgrammar import GrammarMatcher
+
+        session = self._sessions[row] = Session(GrammarMatcher(self._compiled_of(data)), after)
+        for token_id in output_ids:
+            session.take(token_id)
+
+    def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
+        """What these rows may draw now. Waits for the tokens drawn before, if a row has a grammar; None if none has."""
+        found = [(index, self._sessions[row]) for index, row in enumerate(rows.tolist()) if self._sessions[row] is not None]
+        if not found:
+            return None
+        while self._drawn:
+            self._take(self._drawn.popleft())
+        limited = [(index, session.matcher) for index, session in found if session is not None and session.restricts]
+        if not limited:
+            return None
+        words = torch.zeros((len(limited), self._num_words), dtype=torch.int32)
+        for place, (_, matcher) in enumerate(limited):
+            matcher.fill_next_token_bitmask(words, place)
+        self._staging.begin()
+        index_A = self._staging.put(np.asarray([index for index, _ in limited], dtype=np.int64))
+        allowed_AW = self._staging.put(words.numpy())
+        self._staging.copy()
+        return Mask(index_A, allowed_AW)
+
+    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> None:
+        """These rows draw tokens, which are on the host when `marks` are done."""
+        sessions = [self._sessions[row] for row in rows.tolist()]
+        if any(session is not None for session in sessions):
+            self._drawn.append(Drawn(sessions, tokens_S, marks))
+
+    def _take(self, drawn: Drawn) -> None:
+        drawn.marks.wait()
+        for session, token_id in zip(drawn.sessions, drawn.tokens_S.tolist(), strict=True):
+            if session is not None:
+                session.take(token_id)
+
+    def _compiled_of(self, data: bytes) -> "CompiledGrammar":
+        """Many requests share few grammars."""
+        if data not in self._compiled:
+            from xgrammar import CompiledGrammar
+
+            self.load()
+            assert self._vocabulary is not None
+            self._compiled[data] = CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)
+            if len(self._compiled) > NUM_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(data)
+        return self._compiled[data]

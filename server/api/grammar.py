@@ -1,0 +1,85 @@
+"""What an answer must follow, as the fields of three dialects say it. Used by `generation.py`."""
+
+import json
+from typing import Any
+
+from engine.params import Grammar
+from server.api.schema import GenerationRequest
+from server.http.validate import bad_value
+
+SIMPLE_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "json_schema")
+KINDS = {
+    "json": "json_schema", "guided_json": "json_schema", "json_schema": "json_schema", "regex": "regex", "guided_regex": "regex",
+    "choice": "choice", "guided_choice": "choice", "grammar": "ebnf", "guided_grammar": "ebnf", "ebnf": "ebnf",
+    "json_object": "json_object", "structural_tag": "structural_tag",
+}  # fmt: skip
+
+
+def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
+    """The grammar of a request, and the field that holds it. RequestError 400 for several, or for one that cannot be read."""
+    found = {name: getattr(request, name) for name in SIMPLE_FIELDS if getattr(request, name) is not None}
+    grammars: dict[str, Grammar | None] = {name: _grammar_of(name, value, name) for name, value in found.items()}
+    if request.structured_outputs is not None:
+        grammars["structured_outputs"] = _of_structured_outputs(request.structured_outputs)
+    if request.response_format is not None:
+        grammars["response_format"] = _of_response_format(request.response_format)
+    told = {name: grammar for name, grammar in grammars.items() if grammar is not None}
+    if len(told) > 1:
+        raise bad_value(list(told)[1], f"excludes {next(iter(told))}: an answer can follow one of them only")
+    return next(((grammar, name) for name, grammar in told.items()), (None, ""))
+
+
+def _of_response_format(value: object) -> Grammar | None:
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    kind = fields.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind == "json_schema":
+        inner = fields.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else fields.get("schema")
+        if schema is None:
+            raise bad_value("response_format.json_schema.schema", "is missing")
+        return _grammar_of("json_schema", schema, "response_format.json_schema.schema")
+    if kind == "structural_tag":
+        return Grammar("structural_tag", json.dumps(value))
+    raise bad_value("response_format", "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'")
+
+
+def _of_structured_outputs(value: object) -> Grammar | None:
+    """vLLM's: one of several members is set."""
+    if not isinstance(value, dict):
+        raise bad_value("structured_outputs", "must be an object")
+    told = {name: inner for name, inner in value.items() if inner not in (None, False)}
+    if len(told) != 1 or next(iter(told)) not in ("json", "regex", "choice", "grammar", "json_object", "structural_tag"):
+        raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
+    name, inner = next(iter(told.items()))
+    return _grammar_of(name, inner, f"structured_outputs.{name}")
+
+
+def _grammar_of(name: str, value: Any, path: str) -> Grammar:
+    kind = KINDS[name]
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind == "choice":
+        if not (isinstance(value, list) and value and all(isinstance(entry, str) and entry for entry in value)):
+            raise bad_value(path, "must be a list of texts that are not empty")
+        return Grammar("choice", json.dumps(value))
+    if kind in ("json_schema", "structural_tag"):
+        return Grammar(kind, _json_text(value, path))  # type: ignore[arg-type]
+    if not isinstance(value, str) or not value:
+        raise bad_value(path, "must be a text that is not empty")
+    return Grammar(kind, value)  # type: ignore[arg-type]
+
+
+def _json_text(value: Any, path: str) -> str:
+    """Objects come as they are, or as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise bad_value(path, "must be an object, or the JSON of one") from None
+    if not isinstance(value, dict):
+        raise bad_value(path, "must be an object, or the JSON of one")
+    return json.dumps(value)

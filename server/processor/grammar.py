@@ -1,0 +1,69 @@
+"""Grammars of requests with tools: calls in the notation of the model's template, beside what else an answer may be. Used by `intake.py`.
+
+    required, named ──▶ calls, nothing else
+    auto, strict    ──▶ text with calls in it, each by its schema
+    auto, a format  ──▶ the format, or calls
+"""
+
+import json
+from typing import Any
+
+from engine.params import Grammar, OutputOptions
+from server.errors import RequestError
+
+Json = dict[str, Any]
+XML_MARK = "<function="  # in a template: how the coder models write calls
+MAX_WHITESPACE = 1  # in a row, as models write JSON
+
+
+def answer_grammar(told: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
+    """What an answer must follow, if anything. `told` is the request's own. RequestError 400 if both cannot hold."""
+    if options.calls == "none" or not tools:
+        return told
+    is_xml = XML_MARK in template
+    functions = [tool["function"] for tool in tools if options.called in (None, tool["function"]["name"])]
+    tags = [_tag(function, is_xml) for function in functions]
+    calls: Json = {
+        "type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True,
+        "stop_after_first": options.calls == "one" or options.called is not None,
+    }  # fmt: skip
+    if options.must_call:
+        return _grammar(calls)
+    if told is not None:
+        return _grammar({"type": "or", "elements": [_format_of(told), calls]})
+    if any(function.get("strict") for function in functions):
+        return _grammar({**calls, "type": "triggered_tags", "triggers": ["<tool_call>"], "at_least_one": False, "separator": None})
+    return None
+
+
+def _grammar(content: Json) -> Grammar:
+    told = {name: value for name, value in content.items() if value is not None}
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": told}))
+
+
+def _tag(function: Json, is_xml: bool) -> Json:
+    """One call, from its marker to its marker."""
+    schema = function.get("parameters") or {"type": "object"}
+    content: Json = {"type": "json_schema", "json_schema": schema}
+    if is_xml:
+        begin, end = f"<tool_call>\n<function={function['name']}>\n", "\n</function>\n</tool_call>"
+        content["style"] = "qwen_xml"
+    else:
+        begin, end = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ', "}\n</tool_call>"
+        content["max_whitespace_cnt"] = MAX_WHITESPACE
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _format_of(told: Grammar) -> Json:
+    match told.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": MAX_WHITESPACE}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(told.text), "max_whitespace_cnt": MAX_WHITESPACE}
+        case "regex":
+            return {"type": "regex", "pattern": told.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": told.text}
+        case "choice":
+            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(told.text)]}
+    raise RequestError(400, "tools: a structural tag says itself where calls may be.", "tools", "unsupported_value")

@@ -1,0 +1,202 @@
+"""OpenAI's own client, sync and async, against the demo model."""
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from models.demo import CHECKPOINT
+from tests.e2e.serving import Engine
+
+NUMBER = Path(CHECKPOINT).parent / "pictures" / "number.png"
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
+
+
+def question(text: str = "What number is in picture 1?") -> list[Any]:
+    url = "data:image/png;base64," + base64.b64encode(NUMBER.read_bytes()).decode()
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]}]
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": "demo", "messages": question(), "temperature": 0, "max_tokens": 8, **fields})
+
+
+def test_an_answer_and_a_stream(client: openai.OpenAI) -> None:
+    """Red if the most used client reads another answer from a stream than from a document."""
+    answer = ask(client)
+    assert answer.choices[0].message.content == "472" and answer.choices[0].finish_reason == "stop"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, stream=True))
+    assert text == "472"
+
+
+async def test_async(engine: Engine) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(model="demo", messages=question(), temperature=0, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "472"
+        assert [model.id async for model in client.models.list()] == ["demo"]
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    """Red if they are not those of a distribution, or if greedy does not take the most likely token."""
+    entries = ask(client, logprobs=True, top_logprobs=20).choices[0].logprobs.content
+    for entry in entries:
+        assert entry.logprob == entry.top_logprobs[0].logprob and entry.token == entry.top_logprobs[0].token
+        assert 0 < sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1.001
+    streamed = [chunk.choices[0].logprobs for chunk in ask(client, logprobs=True, top_logprobs=20, stream=True)]
+    assert [entry.token for part in streamed if part for entry in part.content] == [entry.token for entry in entries]
+
+
+def test_a_bias_decides(client: openai.OpenAI, engine: Engine) -> None:
+    """Red if what a client adds to logits does not change what is drawn."""
+    star = engine.client.post("/tokenize", json={"prompt": "5"}).json()["tokens"][0]
+    forced = ask(client, logit_bias={str(star): 100}, max_tokens=3, extra_body={"ignore_eos": True})
+    assert forced.choices[0].message.content == "555"
+    assert "4" not in ask(client, extra_body={"bad_words": ["4"]}).choices[0].message.content
+    assert ask(client, extra_body={"min_tokens": 8}).usage.completion_tokens == 8
+
+
+def test_tools(client: openai.OpenAI) -> None:
+    """Red if tools, or a history with calls, are refused. What the demo model makes of them is its business."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    history = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
+    for choice in ("auto", "none"):
+        assert ask(client, messages=[*question(), *history], tools=TOOLS, tool_choice=choice).choices[0].finish_reason in ("stop", "length")
+
+
+DAYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+}
+FORECAST: list[Any] = [
+    {"type": "function", "function": {"name": "forecast", "parameters": DAYS, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "parallel"), [("required", False), (NAMED, True), (NAMED, False)])
+def test_calls_that_must_come(client: openai.OpenAI, choice: Any, parallel: bool, stream: bool) -> None:
+    """Any model calls what it must under a grammar. Red if it does not, if the arguments break their schema, or if a stream differs."""
+    asked = {"tools": FORECAST, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 120, "seed": 1}
+    if stream:
+        with client.chat.completions.stream(model="demo", messages=question(), temperature=0, **asked) as events:  # type: ignore[arg-type]
+            message, reason = (end := events.get_final_completion().choices[0]).message, end.finish_reason
+    else:
+        message, reason = (end := ask(client, **asked).choices[0]).message, end.finish_reason
+    assert message.tool_calls and len(message.tool_calls) == 1 and not message.content
+    call = message.tool_calls[0]
+    assert call.function.name in ("forecast", "now") if choice == "required" else call.function.name == "forecast"
+    if reason == "tool_calls" and call.function.name == "forecast":
+        arguments = json.loads(call.function.arguments)
+        assert type(arguments["days"]) is int and arguments["unit"] in ("C", "F")
+    assert reason in ("tool_calls", "length")
+
+
+class Reading(pydantic.BaseModel):
+    number: int
+    colour: Literal["red", "blue"]
+
+
+def test_parse(client: openai.OpenAI) -> None:
+    """Red if the client's own way from a class to a schema and back does not end in an object."""
+    answer = client.chat.completions.parse(model="demo", messages=question(), temperature=0, max_tokens=60, response_format=Reading)
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Reading) and answer.choices[0].finish_reason == "stop"
+    assert "\n" not in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[a-c]{3}x"}, "[a-c]{3}x"), ({"regex": "(yes|no)!"}, "(yes|no)!"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"ebnf": 'root ::= "a" | "bc"'}, "a|bc"), ({"structured_outputs": {"regex": "x{4}"}}, "x{4}"),
+    ],
+)  # fmt: skip
+def test_grammars(client: openai.OpenAI, fields: dict[str, object], pattern: str) -> None:
+    """Red if an answer leaves its grammar, in a chat or in a text completion, or goes on behind its end."""
+    answer = ask(client, max_tokens=30, extra_body=fields).choices[0]
+    assert re.fullmatch(pattern, answer.message.content) and answer.finish_reason == "stop"
+    text = client.completions.create(model="demo", prompt="x", max_tokens=30, temperature=0, extra_body=fields).choices[0].text
+    assert re.fullmatch(pattern, text)
+
+
+def test_a_format_or_a_call(client: openai.OpenAI) -> None:
+    """Red if tools beside a format are a contradiction: the answer is the one or the other."""
+    answer = ask(client, tools=FORECAST, max_tokens=100, response_format={"type": "json_object"}).choices[0]
+    assert answer.message.tool_calls or answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
+
+
+def test_a_bad_grammar_names_its_field(client: openai.OpenAI) -> None:
+    bad: dict[str, object] = {"regex": "((", "ebnf": "no grammar", "guided_json": {"type": "nothing"}}
+    for name, value in bad.items():
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, extra_body={name: value})
+        assert refused.value.param == name
+
+
+def test_several_answers(client: openai.OpenAI) -> None:
+    """Red if answers share their draws, if a seed does not repeat them, or if the prompt is computed or counted for each."""
+    asked = {"n": 4, "temperature": 3, "top_p": 1, "seed": 5, "max_tokens": 12, "extra_body": {"top_k": 0}}
+    first, again = (ask(client, **asked) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert len(set(texts)) > 1 and texts == [choice.message.content for choice in again.choices]
+    assert first.usage.prompt_tokens == ask(client).usage.prompt_tokens
+    streamed = [""] * 4
+    for chunk in ask(client, **asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+def test_completions_as_evaluations_ask_for_them(client: openai.OpenAI, engine: Engine) -> None:
+    """lm-eval's log-likelihood: one token more, the prompt's log-probabilities, cut at the length of the context.
+
+    Red if a continuation is more or less likely than what the model says of it token by token."""
+    context, continuation = "What number is", " in picture 1?"
+    ids = engine.client.post("/tokenize", json={"prompt": context + continuation}).json()["tokens"]
+    num_context = engine.client.post("/tokenize", json={"prompt": context}).json()["count"]
+    found = client.completions.create(model="demo", prompt=ids, max_tokens=1, logprobs=1, echo=True, temperature=0).choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and len(found.token_logprobs) == len(ids) + 1
+    likelihood = sum(found.token_logprobs[num_context:-1])
+    singly = 0.0
+    for i in range(num_context, len(ids)):
+        bias = {str(ids[i]): 100}
+        drawn = client.completions.create(model="demo", prompt=ids[:i], max_tokens=1, logprobs=0, temperature=0, logit_bias=bias)
+        values = drawn.choices[0].logprobs
+        assert values is not None and values.token_logprobs is not None
+        singly += values.token_logprobs[0]
+    assert likelihood == pytest.approx(singly, abs=1e-3)
+
+
+def test_a_batch_and_an_echo(client: openai.OpenAI) -> None:
+    prompts = ["What", "What number", "one"]
+    answer = client.completions.create(model="demo", prompt=prompts, max_tokens=4, temperature=0, echo=True)
+    alone = [client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0).choices[0].text for prompt in prompts]
+    assert [choice.text for choice in answer.choices] == [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    """Red if an error is another class, or lacks what a program needs to tell it from others."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[{"role": "user", "content": "word " * 20_000}])
+    assert caught.value.code == "context_length_exceeded" and caught.value.request_id
+    with pytest.raises(openai.NotFoundError):
+        ask(client, model="another")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, n=17)
+    assert caught.value.param == "n" and "16" in json.dumps(caught.value.body)

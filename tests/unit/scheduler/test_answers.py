@@ -1,0 +1,108 @@
+"""Several answers to one request: one encode, one prefill, a block more for each further answer; and who comes first of all requests."""
+
+import random
+
+import msgspec
+import pytest
+
+from engine.messages import Admit
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+
+BLOCK = 4
+NUM_ANSWERS = 5
+IMAGE = (1, 3, b"a")
+
+
+def simulation(**limits: object) -> Simulation:
+    return Simulation(make_core(num_blocks=200, block_size=BLOCK, image_tokens=100, max_num_seqs=8, **limits), random.Random(0))
+
+
+def ask(sim: Simulation, rid: int, num_prompt: int, max_tokens: int, n: int = NUM_ANSWERS, priority: int = 0) -> None:
+    has_image = num_prompt > sum(IMAGE[:2])
+    prompt = [20, *[PLACEHOLDER] * IMAGE[1], *[21] * num_prompt] if has_image else [20] * num_prompt
+    wire = make_request(rid, prompt[:num_prompt], [IMAGE] if has_image else [], max_tokens, ignore_eos=True, seed=7)
+    sim.add(msgspec.structs.replace(wire, n=n, priority=priority), prompt[:num_prompt])
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("budget", [8, 13, 64])
+@pytest.mark.parametrize("num_prompt", range(1, 18))
+def test_answers_share_the_prompt(prefix_cache: bool, budget: int, num_prompt: int) -> None:
+    """Red if a further answer encodes an image, or computes more of the prompt than the block that it ends in; also with the prefix cache
+    off, whatever the prompt's length, in chunks or whole."""
+    sim = simulation(prefix_cache=prefix_cache, max_num_batched_tokens=budget, max_num_mixed_tokens=budget)
+    ask(sim, 0, num_prompt, max_tokens=6)
+    sim.run()
+    counters = sim.core.state.counters
+    rest = num_prompt - (num_prompt - 1) // BLOCK * BLOCK
+    assert counters.computed_tokens == num_prompt + (NUM_ANSWERS - 1) * rest + NUM_ANSWERS * 5
+    assert counters.images_encoded == (num_prompt > 4) and rest <= BLOCK
+    assert len(sim.received) == NUM_ANSWERS and len({tuple(tokens) for tokens in sim.received.values()}) == NUM_ANSWERS
+    assert counters.cached_prompt_tokens == 0
+
+
+def test_answers_of_one_token_share_the_prompt() -> None:
+    """Red if the others have nothing to share because the first one ends at once."""
+    sim = simulation(prefix_cache=False, max_num_batched_tokens=64, max_num_mixed_tokens=64)
+    ask(sim, 0, 14, max_tokens=1)
+    sim.run()
+    assert sim.core.state.counters.computed_tokens == 14 + (NUM_ANSWERS - 1) * 2
+
+
+def test_each_answer_has_a_seed_of_its_own() -> None:
+    """Red if answers are drawn alike, or if the first one is not what the request gets with `n` 1."""
+    sim = simulation(max_num_batched_tokens=64, max_num_mixed_tokens=64)
+    ask(sim, 0, 9, max_tokens=2)
+    admits: list[Admit] = []
+    while (step := sim.core.next_step()) is not None:
+        admits += step.plan.admits
+    assert [admit.params.seed for admit in admits] == [7, 8, 9, 10, 11]
+
+
+def test_nothing_is_shared_where_a_layer_has_a_state() -> None:
+    """Red if an answer goes on from another row's KV without the state that belongs to it."""
+    sim = simulation(prefix_cache=False, has_state=True, max_num_batched_tokens=64, max_num_mixed_tokens=64)
+    ask(sim, 0, 14, max_tokens=1)
+    sim.run()
+    assert sim.core.state.counters.computed_tokens == NUM_ANSWERS * 14
+
+
+def test_one_answer_may_end_early() -> None:
+    """Red if an abort of one answer ends the others, or if the request's regions are released before its last answer has ended."""
+    sim = simulation(max_num_batched_tokens=64, max_num_mixed_tokens=64)
+    ask(sim, 0, 14, max_tokens=5, n=3)
+    sim.step()
+    sim.abort(0, 0)
+    sim.abort(0, 2)
+    assert not sim.released
+    sim.run()
+    assert sim.released == {0} and len(sim.received[0, 1]) == 5
+    assert [sim.terminal[key] for key in (0, (0, 1), (0, 2))] == ["aborted by the client", "length", "aborted by the client"]
+
+
+def test_a_request_that_never_fits_is_refused_in_all_answers() -> None:
+    """Red if some answer of a refused request never ends."""
+    sim = simulation()
+    ask(sim, 0, 10_001, max_tokens=1, n=3)
+    assert [sim.terminal[key] for key in (0, (0, 1), (0, 2))] == ["error"] * 3 and sim.released == {0}
+
+
+def test_a_lower_priority_comes_first() -> None:
+    """Red if requests start in the order of their arrival whatever their priority, or if it turns equal ones round."""
+    sim = Simulation(make_core(num_blocks=200, max_num_seqs=1), random.Random(0))
+    priorities = [0, 1, -1, 0, -1]
+    for rid, priority in enumerate(priorities):
+        ask(sim, rid, 4, max_tokens=3, n=1, priority=priority)
+    sim.run()
+    assert list(sim.received) == [2, 4, 0, 3, 1]
+
+
+def test_the_highest_priority_number_is_preempted() -> None:
+    """Red if the youngest request has to go although an older one is less urgent."""
+    sim = Simulation(make_core(num_blocks=12, prefix_cache=False), random.Random(0))
+    for rid, priority in enumerate([5, 0, 0, 0]):
+        ask(sim, rid, 4, max_tokens=20, n=1, priority=priority)
+    sim.run()
+    assert sim.core.state.counters.preemptions > 0
+    finished = list(sim.terminal)
+    assert finished[-1] == 0 and set(sim.terminal.values()) == {"length"}

@@ -1,0 +1,70 @@
+"""What nobody will wait for: deadlines of requests, and how long one may wait for its first step."""
+
+import random
+import time
+
+import msgspec
+import pytest
+
+from engine.scheduler.core import SchedulerCore
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+
+PROMPT = [20] * 6
+
+
+def simulation(max_queue_seconds: float | None = None, **limits: object) -> Simulation:
+    made = make_core(num_blocks=64, **limits)
+    return Simulation(SchedulerCore(made.state, 1, 10_000, frozenset(), max_queue_seconds), random.Random(0))
+
+
+def ask(sim: Simulation, rid: int, deadline: float | None = None, n: int = 1) -> None:
+    wire = make_request(rid, PROMPT, [], 30, ignore_eos=True)
+    sim.add(msgspec.structs.replace(wire, deadline=deadline, n=n), PROMPT)
+
+
+def error_of(sim: Simulation, now: float) -> list[tuple[int, int, int]]:
+    """(rid, index, status) of what ends then."""
+    sim.core.expire(now)
+    errors = [(output.rid, output.index, output.error.status) for output in sim.core._outputs if output.error is not None]
+    sim._take()
+    return errors
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_deadline_ends_a_request_waiting_or_running(num_steps: int) -> None:
+    """Red if a request goes on behind its deadline, ends before it, takes others with it, or leaves something behind."""
+    sim = simulation()
+    now = time.monotonic()
+    ask(sim, 0, now + 100, n=2)
+    ask(sim, 1, now + 300)
+    ask(sim, 2)
+    for _ in range(num_steps):
+        sim.step()
+    assert error_of(sim, now + 99) == [] and error_of(sim, now + 101) == [(0, 0, 504), (0, 1, 504)]
+    sim.run()
+    assert {rid: sim.terminal[rid] for rid in (0, 1, 2)} == {0: "error", 1: "length", 2: "length"}
+    assert error_of(sim, now + 1000) == [], "a request that has ended ends again"
+
+
+def test_a_request_that_waits_for_too_long_is_told_so() -> None:
+    """Red if --max-queue-seconds ends what has started, or lets what has not wait on."""
+    sim = simulation(max_queue_seconds=10, max_num_seqs=1)
+    for rid in range(3):
+        ask(sim, rid)
+    sim.step()
+    assert error_of(sim, time.monotonic() + 9) == []
+    assert error_of(sim, time.monotonic() + 11) == [(1, 0, 503), (2, 0, 503)]
+    sim.run()
+    assert sim.terminal == {0: "length", 1: "error", 2: "error"}
+
+
+def test_a_request_that_awaits_pixels_may_expire() -> None:
+    """Red if the answer of the processor, which comes later, finds nobody and fails."""
+    sim = simulation(max_queue_seconds=10)
+    sim.answers = False
+    prompt = [PLACEHOLDER] * 4 + [20]
+    sim.add(make_request(0, prompt, [(0, 4, b"a")], 2, files={0}), prompt)
+    sim.step()
+    assert len(sim.open) == 1 and error_of(sim, time.monotonic() + 11) == [(0, 0, 503)]
+    sim.answer(sim.open[0])
+    sim.run()

@@ -1,0 +1,236 @@
+"""Container and cluster files: linted, what they name exists, and the scripts that orchestrators call do what they say.
+
+No container runtime runs here. `deploy/install.sh` and `deploy/smoke.sh` are the images' steps as a workflow runs them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.config import VERSION
+from engine.flags import make_parser
+from engine.messages import ErrorInfo
+from engine.stats import EngineStats
+from models.scaffold import SHAPES
+from server.api.status import Status
+from server.http.client import Client
+from server.http.guards import OPEN_PATHS
+from server.http.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml")
+YAML_FILES = [ROOT / "compose.yaml", *sorted(path for folder in (DEPLOY, ROOT / ".github") for path in folder.rglob("*.y*ml"))]
+SCRIPTS = sorted(DEPLOY.glob("*.sh"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def deployment() -> Any:
+    return load(DEPLOY / "kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("name", ("Dockerfile", "Dockerfile.cpu"))
+def test_images_pass_the_linter(name: str) -> None:
+    """Red if hadolint finds anything, or an image would run as root, or without a check of its health."""
+    hadolint = Path(sys.executable).with_name("hadolint")
+    run = subprocess.run([hadolint, ROOT / name], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for stage in (ROOT / name).read_text().split("\nFROM ")[1:]:
+        assert "\nUSER 10001" in stage and "\nHEALTHCHECK" in stage
+        assert "healthcheck.py" in stage and "deploy/install.sh /opt/engine" in stage
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=name_of)
+def test_files_are_yaml(path: Path) -> None:
+    assert load(path)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=name_of)
+def test_manifests_are_valid(path: Path) -> None:
+    """Red if the cluster's schema would refuse a manifest, an unknown field included."""
+    kubernetes_validate.validate(load(path), "1.34", strict=True)
+
+
+def test_kernels_are_compiled_for_where_they_are_looked_for() -> None:
+    """Red if the Hopper image would compile at its first start what its build should have compiled: other heads, or another folder."""
+    hopper, portable = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert "FLASHINFER_CUDA_ARCH_LIST=9.0a" in hopper and "load_kernels" in hopper
+    published = [shape for name, shape in SHAPES.items() if name != "tiny"]
+    needed = {(128, shape.vision_hidden // shape.vision_heads) for shape in published}
+    assert {(int(text), int(vision)) for text, vision in re.findall(r"k\((\d+), (\d+)\)", hopper)} == needed
+    assert "-runtime-" in portable.split("\n")[0] and "load_kernels" not in portable
+
+
+def test_manifests_fit_together() -> None:
+    """Red if a selector selects nothing, a file is forgotten, or the stop is shorter than the drain."""
+    listed = load(DEPLOY / "kubernetes/kustomization.yaml")["resources"]
+    assert sorted(listed) == [path.name for path in MANIFESTS]
+    labels = load(DEPLOY / "kubernetes/deployment.yaml")["spec"]["template"]["metadata"]["labels"]
+    service, budget = load(DEPLOY / "kubernetes/service.yaml")["spec"], load(DEPLOY / "kubernetes/pdb.yaml")["spec"]
+    assert service["selector"].items() <= labels.items() and budget["selector"]["matchLabels"].items() <= labels.items()
+    container = deployment()["containers"][0]
+    drain = int(re.findall(r"drain\.py (\d+)", container["lifecycle"]["preStop"]["exec"]["command"][-1])[0])
+    assert deployment()["terminationGracePeriodSeconds"] > drain + 15
+    assert container["image"].endswith(f":{VERSION}")
+    assert deployment()["enableServiceLinks"] is False  # ENGINE_PORT=tcp://... of a Service would be read as a flag
+
+
+def test_probes_ask_paths_that_need_no_key() -> None:
+    """Red if a probe would get 401 or 404: every pod would be restarted for ever."""
+    container = deployment()["containers"][0]
+    paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert paths == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/health/live"}
+    assert set(paths.values()) <= OPEN_PATHS
+    routes = {route.path for route in Status(cast(Any, None)).routes()}
+    assert set(paths.values()) | {"/load", "/metrics"} <= routes
+
+
+def test_flags_of_the_files_exist() -> None:
+    """Red if a container would be started with a flag that the engine refuses."""
+    texts = [(ROOT / name).read_text() for name in ("Dockerfile", "Dockerfile.cpu", "compose.yaml")]
+    lines = [line for text in texts for line in text.splitlines() if line.strip().startswith(("ENTRYPOINT", "command:"))]
+    named = {flag for line in lines for flag in re.findall(r'"(--[\w-]+)"', line)}
+    named |= {argument for argument in deployment()["containers"][0]["args"] if argument.startswith("--")}
+    assert {"--host", "--device", "--model"} <= named
+    assert named <= set(make_parser()._option_string_actions)
+
+
+def served_metrics() -> set[str]:
+    """Names of samples as a scrape has them, after one request of each kind."""
+    metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo")
+    metrics.note_response(200)
+    metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
+    metrics.note_finish("stop", 1.0)
+    metrics.note_first_token(1.0, {"prefill": 0.5})
+    metrics.note_tokens(1, 0.1)
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {sample.name for family in families for sample in family.samples}
+
+
+def expressions() -> Iterator[str]:
+    for panel in json.loads((DEPLOY / "grafana/dashboards/engine.json").read_text())["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    for rule in load(DEPLOY / "prometheus/alerts.yml")["groups"][0]["rules"]:
+        yield rule["expr"]
+    for metric in load(DEPLOY / "kubernetes/hpa.yaml")["spec"]["metrics"]:
+        yield metric["pods"]["metric"]["name"]
+
+
+def test_dashboard_alerts_and_autoscaler_read_what_is_served() -> None:
+    """Red if a metric is renamed and a panel, an alert or the autoscaler keeps the old name: they would be empty, not loud."""
+    named = {name for expression in expressions() for name in re.findall(r"\b(?:engine_|vllm:)\w+", expression)}
+    assert len(named) > 20
+    assert not named - served_metrics()
+
+
+@pytest.mark.parametrize("expression", [text.replace("$__rate_interval", "1m") for text in expressions()])
+def test_expressions_are_promql(expression: str) -> None:
+    """Red if Prometheus would refuse an expression of the dashboard or of an alert."""
+    assert promql_parser.parse(expression)
+
+
+def test_compose_mounts_what_is_there() -> None:
+    """Red if a file moves that a container is given, or Prometheus asks another service, port or source than there is."""
+    services = load(ROOT / "compose.yaml")["services"]
+    mounts = [volume.split(":") for service in services.values() for volume in service.get("volumes", ()) if volume.startswith(".")]
+    assert len(mounts) == 3 and all((ROOT / source).is_dir() and mode == "ro" for source, _, mode in mounts)
+    scraped = load(DEPLOY / "prometheus/prometheus.yml")["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert scraped == ["engine:8000"] and "engine" in services
+    assert all(":127" in f":{port}" for service in services.values() for port in service.get("ports", ()))
+    source = load(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"][0]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in services
+    panels = json.loads((DEPLOY / "grafana/dashboards/engine.json").read_text())["panels"]
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+    folder = load(DEPLOY / "grafana/provisioning/dashboards/engine.yaml")["providers"][0]["options"]["path"]
+    assert any(target == folder and (ROOT / path / "engine.json").exists() for path, target, _ in mounts)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_scripts_parse(path: Path) -> None:
+    """Red if a script has an error of syntax, or cannot be run."""
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+    assert path.stat().st_mode & 0o100
+
+
+class Engine(HTTPServer):
+    """A stand-in that says how many clients wait; `loads` is consumed, its last entry stays."""
+
+    def __init__(self, loads: list[int], status: int) -> None:
+        self.loads, self.status, self.asked = loads, status, 0
+        super().__init__(("127.0.0.1", 0), Answer)
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = cast(Engine, self.server)
+        server.asked += 1
+        load = server.loads.pop(0) if len(server.loads) > 1 else server.loads[0]
+        self.send_response(server.status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"server_load": load}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the tests' output."""
+
+
+Serve = Callable[[list[int], int], Engine]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers = []
+
+    def start(loads: list[int], status: int = 200) -> Engine:
+        server = Engine(loads, status)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def run_script(name: str, port: int, *arguments: str) -> int:
+    return subprocess.run([sys.executable, DEPLOY / name, *arguments], env={"ENGINE_PORT": str(port)}, capture_output=True).returncode
+
+
+def test_the_drain_waits_for_the_last_stream(serve: Serve) -> None:
+    """Red if a pod would be stopped while clients wait, or would not be stopped at all."""
+    server = serve([2, 1, 0, 1, 0, 0], 200)
+    assert run_script("drain.py", server.server_port, "30") == 0
+    assert server.asked == 6
+    endless = serve([1], 200)
+    started = time.monotonic()
+    assert run_script("drain.py", endless.server_port, "1") == 0
+    assert 1 <= time.monotonic() - started < 10
+    assert run_script("drain.py", 1, "30") == 1  # nobody there
+
+
+def test_the_health_check_tells_ready_from_not(serve: Serve) -> None:
+    """Red if an orchestrator would take an engine that starts, stalls or is gone for a healthy one."""
+    assert run_script("healthcheck.py", serve([0], 200).server_port) == 0
+    assert run_script("healthcheck.py", serve([0], 503).server_port) == 1
+    assert run_script("healthcheck.py", 1) == 1

@@ -1,0 +1,167 @@
+"""The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.flags import make_parser
+from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from server.api import schema
+from server.api.status import Status
+from server.http.app import ENDPOINTS
+from server.http.body import MAX_TEXT_BYTES
+from server.processor.fetch import MAX_REDIRECTS
+
+ROOT = Path(__file__).parents[2]
+OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OTHER_PAGES])
+TOP = ("engine", "server", "models", "tests", "bench", "docs", "deploy", ".github", ".ci")
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python -m ((?:engine|server|models|bench|tests)[\w.]*)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+ELLIPSIS = "…"
+
+
+@cache
+def generator() -> ModuleType:
+    """docs/generate.py, which is a script of no package."""
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def named_paths(text: str) -> set[str]:
+    """Whatever stands in code as a path of this project. `NAME` is for the reader to fill in; `path.py:word` points into a file."""
+    spans = {span.split(":")[0] for span in CODE.findall(FENCE.sub("", text))}
+    found = {span for span in spans if span.split("/")[0] in TOP and re.fullmatch(r"[\w./-]+/[\w./-]*", span)}
+    return {span for span in found if "NAME" not in span}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_and_links_of_a_page_exist(page: Path) -> None:
+    """Red if a file moves and a page does not follow."""
+    text = page.read_text(encoding="utf-8")
+    assert not [path for path in sorted(named_paths(text)) if not (ROOT / path).exists()]
+    links = [link.split("#")[0] for link in LINK.findall(FENCE.sub("", text)) if "://" not in link and not link.startswith("#")]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_modules_of_a_page_exist(page: Path) -> None:
+    """Red if a command of a page would not start."""
+    modules = {name.rstrip(".") for name in MODULE.findall(page.read_text(encoding="utf-8"))}
+    assert not [name for name in modules if "NAME" not in name and importlib.util.find_spec(name) is None]
+
+
+def test_a_missing_path_would_be_found() -> None:
+    """Red if the search above stops finding anything: a check of nothing is always green."""
+    assert named_paths("`engine/nowhere.py` and `server/NAME.py`, `--flag`, `a/b`") == {"engine/nowhere.py"}
+    assert len(named_paths((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))) > 50
+
+
+@pytest.mark.parametrize("name", ("flags.md", "fields.md"))
+def test_generated_pages_are_what_the_code_says(name: str) -> None:
+    """Red if a flag or a field changes and its page does not: run `python docs/generate.py`."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    assert page == generator().PAGES[name]().splitlines(), "run python docs/generate.py"
+
+
+def test_advice_is_for_flags_that_exist() -> None:
+    """Red if a flag goes and the advice on it stays."""
+    assert generator().WHEN.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
+    assert generator().OF_THE_MACHINE.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
+
+
+OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
+OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_flags_of_a_page_exist(page: Path) -> None:
+    """Red if a page advises a flag that the engine refuses. Those of containers, benchmarks and training are listed above."""
+    text = page.read_text(encoding="utf-8")
+    spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans))
+    assert not named - set(make_parser()._option_string_actions) - OF_OTHERS
+
+
+@cache
+def source_text() -> str:
+    """What engine, server and models say, strings that are put together from several included."""
+    text = "".join(path.read_text(encoding="utf-8") for folder in ("engine", "server", "models") for path in (ROOT / folder).rglob("*.py"))
+    return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
+
+
+def test_messages_of_troubleshooting_are_the_programs_own() -> None:
+    """Red if a message is reworded: nobody would find it by searching for what the screen shows."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 30
+    fragments = {part.strip(" .") for row in rows for part in row.split(ELLIPSIS)}
+    assert not [part for part in sorted(fragments) if len(part) > 1 and part not in source_text()]
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """Red if a page is written that no reader of the site can find."""
+    listed = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Red for a link or an anchor between pages that leads nowhere, or a file that a page includes and that is gone."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    run = subprocess.run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "one bad request fails alone" in (tmp_path / "site/security/index.html").read_text(encoding="utf-8")
+    assert not list((tmp_path / "site").rglob("generate*"))
+
+
+def limits() -> dict[str, str]:
+    """Of docs/api.md: the first cell of each row of its limits -> the second."""
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Limits")[2].partition("\n## ")[0]
+    return {cells[0]: cells[1] for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)}
+
+
+def test_limits_of_the_api_page_are_those_of_the_code() -> None:
+    """Red if a default or a fixed limit changes and a client's author reads the old one."""
+    config, page = EngineConfig(), limits()
+    assert page["body"] == f"{config.max_body_bytes >> 20} MiB"
+    assert page["of it, besides images"] == f"{MAX_TEXT_BYTES >> 20} MiB"
+    assert page["time of a body"].startswith(f"{config.body_timeout} s")
+    assert page["images of a request"] == f"{config.max_images_per_request}"
+    assert page["pixels of an image"] == f"{config.max_image_pixels // 10**6} million"
+    assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
+    assert page["a download"].startswith(f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects")
+    assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
+    answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {schema.MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
+    assert page["answers (`n`); log-probabilities beside a token; biased tokens; bad words"] == answers
+    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
+    listed = "; ".join(f"{count:,}" for count in counts)
+    assert page["messages; tools; stop strings; stop tokens; prompts of a text completion"] == listed
+
+
+def test_every_endpoint_is_on_the_api_page() -> None:
+    """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
+    told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
+    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/"}
+    assert told == {path.replace("{name:path}", "NAME") for path in routes}

@@ -1,0 +1,137 @@
+"""What `pip install` carries: the engine and its demo, neither the demo's training nor tests nor results; one version; one command."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools import find_namespace_packages
+
+from engine import cli
+from engine.config import VERSION
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FIND = PROJECT["tool"]["setuptools"]["packages"]["find"]
+SHIPPED = find_namespace_packages(str(ROOT), include=FIND["include"], exclude=FIND["exclude"])  # as setuptools does for `packages.find`
+
+
+FROM_A_CLONE = {"bench/tokens.py"}  # says so: it drives the server with the tests' stand-in for a scheduler
+
+
+def modules_of(package: str) -> list[Path]:
+    return sorted((ROOT / package.replace(".", "/")).glob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Names of modules, and of what is imported from them, which may be modules."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_wheel_carries_the_engine_and_its_demo() -> None:
+    """Red if a package is forgotten: a user's first command is the demo."""
+    needed = {"engine.scheduler", "engine.worker", "server.http", "server.processor", "models.backends.hopper", "models.scaffold", "bench"}
+    assert needed | {"models.demo", "models.demo.checkpoint", "models.demo.fonts"} <= set(SHIPPED)
+
+
+def test_the_wheel_carries_neither_training_nor_tests_nor_results() -> None:
+    """Red if `pip install` brings an optimiser, a test or a measurement."""
+    assert not [package for package in SHIPPED if {"training", "tests", "results", "docs", "deploy"} & set(package.split("."))]
+    backwards = "def backward", ".backward()", "torch.optim", "class Optimiser"
+    for path in (path for package in SHIPPED for path in modules_of(package)):
+        assert not [word for word in backwards if word in path.read_text()], path.relative_to(ROOT)
+
+
+def test_nothing_that_is_carried_imports_what_is_not() -> None:
+    """Red if an installed engine would miss a module that a clone has."""
+    ours = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.glob("models/demo/training/*.py")}
+    carried = {path.relative_to(ROOT).as_posix(): path for package in SHIPPED for path in modules_of(package)}
+    for name, path in carried.items():
+        if name in FROM_A_CLONE:
+            continue
+        left_behind = {found for found in imported(path) if found in ours or found.split(".")[0] == "tests"}
+        assert not left_behind, f"{name} imports {left_behind}"
+
+
+BUILD = "import sys; from setuptools import build_meta as b; print(b.build_sdist('dist')); print(b.build_wheel('dist'))"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """Names in the source distribution and in the wheel, built from a copy, the wheel last: it sees the list of sources of the other."""
+    tree = tmp_path_factory.mktemp("clone")
+    for name in ("engine", "server", "models", "bench", "tests", "docs", "deploy"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tree / name)
+    run = subprocess.run([sys.executable, "-c", BUILD], cwd=tree, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with tarfile.open(next((tree / "dist").glob("*.tar.gz"))) as archive:
+        sources = [name.partition("/")[2] for name in archive.getnames()]
+    with zipfile.ZipFile(next((tree / "dist").glob("*.whl"))) as wheel:
+        return sources, wheel.namelist()
+
+
+def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str], list[str]]) -> None:
+    """Red if weights, fonts, kernels or the page stay at home, or training, tests and results travel."""
+    for names in distributions:
+        for needed in (
+            "models/demo/checkpoint/model.safetensors",
+            "models/demo/checkpoint/tokenizer.json",
+            "models/demo/fonts/DejaVuSans.ttf",
+            "models/backends/hopper/flash_decoding.cu",
+            "models/backends/hopper/hopper_attention.cuh",
+            "server/http/page.html",
+            "engine/cli.py",
+            "bench/load.py",
+        ):
+            assert needed in names
+        assert not [name for name in names if name.startswith(("tests/", "bench/results/", "models/demo/training/", "docs/", "deploy/"))]
+        assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_what_is_built_names_licence_version_and_command(distributions: tuple[list[str], list[str]]) -> None:
+    info = [name for name in distributions[1] if ".dist-info/" in name]
+    assert all(name.startswith(f"mini_vlm_engine-{VERSION}.dist-info/") for name in info)
+    assert {name.rpartition("/")[2] for name in info} >= {"LICENSE", "METADATA", "entry_points.txt"}
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert PROJECT["project"]["scripts"] == {"mini-vlm": "engine.cli:main"}
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """Red if a release could call itself two things; the change log names it."""
+    assert "version" in PROJECT["project"]["dynamic"] and "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "engine.config.VERSION"
+    assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_benchmark_of_the_command_is_a_module() -> None:
+    """Red if `mini-vlm bench NAME` offers what is not there."""
+    for name in cli.BENCHMARKS:
+        paths = [ROOT / "bench" / f"{name}.py", ROOT / "bench" / name / "__main__.py"]
+        assert any(path.exists() and "__main__" in str(path.read_text()) + str(path) for path in paths), name
+
+
+@pytest.mark.parametrize("command", (["serve"], ["bench", "load"], ["bench", "accuracy"]))
+def test_the_command_hands_its_flags_on(command: list[str]) -> None:
+    """Red if the entry point no longer reaches a module: each refuses a flag that it does not know, in its own words."""
+    run = subprocess.run([sys.executable, "-m", "engine.cli", *command, "--no-such-flag"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "error: " in run.stderr and "--no-such-flag" in run.stderr
+    assert {"serve": "engine.serve: ", "load": "--concurrency", "accuracy": "--questions"}[command[-1]] in run.stderr
+
+
+def test_the_command_tells_its_version() -> None:
+    run = subprocess.run([sys.executable, "-m", "engine.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == VERSION

@@ -1,0 +1,200 @@
+"""Answers that follow a grammar: real requests on the demo model's tokenizer with random weights, so that only the grammar makes sense."""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.grammar import client
+from engine.grammar.client import GrammarCompiler, GrammarError
+from engine.params import Grammar
+from engine.worker.sampling.grammar import Grammars
+from models.demo import CHECKPOINT
+from models.qwen3_vl import Qwen3VL
+from models.weights import init_dummy_weights
+from tests.unit.worker.in_process import Engine, load_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["red", "blue"]}, "n": {"type": "integer", "minimum": 10, "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["name", "n", "ok"],
+    "additionalProperties": False,
+}
+REGEX = r"[a-f]{3}-[0-9]{2,4}!"
+GRAMMARS = {
+    "schema": Grammar("json_schema", json.dumps(SCHEMA)),
+    "object": Grammar("json_object"),
+    "regex": Grammar("regex", REGEX),
+    "choice": Grammar("choice", json.dumps(["a \"b\"", "c\n", "ü"])),
+    "ebnf": Grammar("ebnf", 'root ::= ("ab" | "ba")+ "."'),
+}
+PARAMS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": False, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, bytes]:
+    async def compile_all() -> dict[str, bytes]:
+        compiler = GrammarCompiler(CHECKPOINT)
+        try:
+            return {name: await compiler.compile(grammar) for name, grammar in GRAMMARS.items()}
+        finally:
+            await compiler.close()
+
+    return asyncio.run(compile_all())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Qwen3VL]:
+    made_up = load_model(CHECKPOINT)
+    init_dummy_weights(made_up, seed=0)
+    yield made_up
+
+
+def text_of(tokenizer: Tokenizer, model: Qwen3VL, tokens: list[int]) -> str:
+    assert tokens[-1] in model.config.eos_token_ids
+    return tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+
+
+def follows(name: str, text: str) -> bool:
+    if name == "schema":
+        value = json.loads(text)
+        assert text == json.dumps(value, separators=(",", ":")) and value["name"] in ("red", "blue") and 10 <= value["n"] <= 99
+        return list(value) == ["name", "n", "ok"] and isinstance(value["ok"], bool)
+    if name == "object":
+        return isinstance(json.loads(text), dict)
+    if name == "choice":
+        return text in json.loads(GRAMMARS[name].text)
+    return re.fullmatch(REGEX if name == "regex" else r"(ab|ba)+\.", text) is not None
+
+
+@pytest.mark.parametrize("num_blocks", [256, 6])
+def test_answers_follow_their_grammars(
+    model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], num_blocks: int
+) -> None:
+    """Red if a mask is of another row, of another step or missing; if a preemption loses what was matched; if others' answers change."""
+    engine, plain = Engine(model, num_blocks=num_blocks, prefix_cache=False), Engine(model)
+    names = [name for name in GRAMMARS if name != "object"] * 2
+    for rid, name in enumerate(names):
+        engine.add(rid, [[rid, 2, 3]], grammar=compiled[name], seed=rid, **PARAMS)
+        other = {**PARAMS, "ignore_eos": True, "seed": rid, "max_tokens": 30}
+        engine.add(100 + rid, [[rid, 4]], **other)
+        plain.add(100 + rid, [[rid, 4]], **other)
+    tokens, free = engine.run(), plain.run()
+    assert {rid: tokens[rid] for rid in free} == free
+    assert (engine.core.state.counters.preemptions > 0) == (num_blocks == 6)
+    for rid, name in enumerate(names):
+        assert follows(name, text_of(tokenizer, model, tokens[rid])), (name, tokens[rid])
+    alone = Engine(model)
+    alone.add(1, [[1, 2, 3]], grammar=compiled[names[1]], seed=1, **PARAMS)
+    assert alone.run()[1] == tokens[1]
+
+
+def test_any_object_may_be_long_but_is_one(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
+    """Red if an answer that is cut is no beginning of an object, or a complete one is none."""
+    engine = Engine(model)
+    for rid in range(4):
+        engine.add(rid, [[rid]], grammar=compiled["object"], seed=rid, **PARAMS)
+    for tokens in engine.run().values():
+        is_whole = tokens[-1] in model.config.eos_token_ids
+        text = tokenizer.decode(tokens[: len(tokens) - is_whole], skip_special_tokens=False)
+        assert text.startswith("{") and (not is_whole or follows("object", text))
+
+
+def test_thoughts_come_first(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
+    """Red if thoughts are held to the grammar, or what follows them is not."""
+    engine, free = Engine(model), Engine(model)
+    free.add(0, [[5]], **PARAMS, seed=3)
+    marker = next(token for token in free.run()[0][4:] if token not in model.config.eos_token_ids)
+    engine.add(0, [[5]], grammar=compiled["regex"], after=marker, **PARAMS, seed=3)
+    tokens = engine.run()[0]
+    start = tokens.index(marker) + 1
+    assert tokens[:start] == free.tokens[0][:start]
+    assert follows("regex", text_of(tokenizer, model, tokens[start:]))
+
+
+def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the host waits for drawn tokens although no row of the step has a grammar."""
+    taken: list[object] = []
+    take = Grammars._take
+    monkeypatch.setattr(Grammars, "_take", lambda self, drawn: (taken.append(drawn), take(self, drawn)))
+    engine = Engine(model)
+    engine.add(0, [[5]], **PARAMS)
+    engine.run()
+    assert not taken
+    engine.add(1, [[5]], grammar=compiled["regex"], **PARAMS)
+    engine.run()
+    assert taken
+
+
+async def expect_refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    with pytest.raises(GrammarError) as refusal:
+        await compiler.compile(grammar)
+    return str(refusal.value)
+
+
+async def test_wrong_grammars_are_refused() -> None:
+    """Red if a wrong or deep grammar is no plain refusal, shows a place in somebody's source, or harms those behind it."""
+    compiler = GrammarCompiler(CHECKPOINT)
+    try:
+        wrong = [("json_schema", "{"), ("json_schema", '{"type":"x"}'), ("json_schema", '{"items":' * 100_000 + "{}" + "}" * 100_000)]
+        wrong += [("regex", "(["), ("ebnf", "root ::= ("), ("choice", '"a"'), ("choice", "[]"), ("structural_tag", "{}")]
+        for kind, text in wrong:
+            reason = await expect_refusal(compiler, Grammar(kind, text))  # type: ignore[arg-type]
+            assert 0 < len(reason) <= 200 and "/" not in reason and ".cc" not in reason and ".h" not in reason, reason
+            assert len(await compiler.compile(GRAMMARS["regex"])) > 100
+    finally:
+        await compiler.close()
+
+
+async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a compilation is not ended in time, is tried again for the next who asks, or takes the compiler with it for good."""
+    compiler = GrammarCompiler(CHECKPOINT)
+    try:
+        await compiler.compile(GRAMMARS["regex"])
+        slow = Grammar("regex", "(a|b|c|d){1,3000}x(e|f){3,9000}")
+        monkeypatch.setattr(client, "COMPILE_S", 0.02)
+        first = compiler._process
+        assert first is not None
+        for _ in range(2):
+            assert "longer" in await expect_refusal(compiler, slow)
+        assert first.returncode == -signal.SIGKILL and compiler._process is None
+        monkeypatch.setattr(client, "COMPILE_S", 5.0)
+        assert len(await compiler.compile(Grammar("regex", "a+"))) > 100
+    finally:
+        await compiler.close()
+
+
+async def test_a_compiler_that_died_is_started_again() -> None:
+    """Red if its death is anything but a refusal of the one grammar."""
+    compiler = GrammarCompiler(CHECKPOINT)
+    try:
+        await compiler.compile(GRAMMARS["regex"])
+        assert compiler._process is not None
+        compiler._process.kill()
+        assert "compile" in await expect_refusal(compiler, Grammar("regex", "b"))
+        assert len(await compiler.compile(Grammar("regex", "c"))) > 100
+    finally:
+        await compiler.close()
+
+
+async def test_who_leaves_disturbs_nobody() -> None:
+    """Red if an answer whose asker is gone is taken for the next one's."""
+    compiler = GrammarCompiler(CHECKPOINT)
+    try:
+        expected = await compiler.compile(GRAMMARS["regex"])
+        leaver = asyncio.create_task(compiler.compile(Grammar("regex", "b+")))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        assert await compiler.compile(Grammar("regex", REGEX + "?")) != expected == await compiler.compile(GRAMMARS["regex"])
+    finally:
+        await compiler.close()
