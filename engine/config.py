@@ -44,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "hopper", "portable", "torch"], "who computes: 'auto' takes the fastest that this machine has; 'torch' is slow"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
+    ep: Annotated[bool, "of a mixture of experts, each of the --tp workers has some experts whole instead of a share of every one"] = False
     symmetric_memory: Annotated[
         bool, "sum few tokens over the --tp GPUs through memory that they map from each other, where they can; else by NCCL"
     ] = True

@@ -64,6 +64,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
     rows: torch.Tensor  # (R,) int64 on the device: the permanent row of each sequence; rows of padding are the scratch row
     states: tuple[torch.Tensor, ...] = ()  # for each layer with a state: (permanent rows, bytes) uint8 on the device, see `models.cache`
+    padding_slot: int | None = None  # tokens whose keys are written there are padding; None: there are none
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -19,6 +19,15 @@ DEFAULT_MAX_PIXELS = 16_777_216
 
 
 @dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Every layer has these experts in place of one SwiGLU. The weights of those that a token is given sum to one."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+
+
+@dataclass(frozen=True, slots=True)
 class TextConfig:
     """The decoder. `head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 on a hidden size of 5120."""
 
@@ -34,6 +43,7 @@ class TextConfig:
     mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to head_dim / 2
     max_position_embeddings: int
     is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
+    moe: MoeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +148,15 @@ def _as_ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
 
 def _reject_unsupported(config: Mapping[str, Any]) -> None:
     text, vision = config["text_config"], config["vision_config"]
+    if (config["model_type"] == "qwen3_vl_moe") != bool(_num_experts(text)):
+        raise ValueError(f"text_config.num_experts does not go with model_type {config['model_type']!r}")
     for found, supported, name in (
         (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),
         (vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh", "vision_config.hidden_act"),
         (text.get("attention_bias", False), False, "text_config.attention_bias"),
+        (text.get("norm_topk_prob", True), True, "text_config.norm_topk_prob"),
+        (text.get("decoder_sparse_step", 1), 1, "text_config.decoder_sparse_step"),
+        (text.get("mlp_only_layers") or [], [], "text_config.mlp_only_layers"),
     ):
         if found != supported:
             raise ValueError(f"{name} must be {supported!r}, got {found!r}")
@@ -187,7 +202,21 @@ def _text(config: Mapping[str, Any], is_fp8: bool) -> TextConfig:
         mrope_section=section,
         max_position_embeddings=config["max_position_embeddings"],
         is_fp8=is_fp8,
+        moe=_moe(config),
     )
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    return int(_first((config,), ("num_experts", "num_local_experts"), 0))  # transformers 5 writes the latter
+
+
+def _moe(config: Mapping[str, Any]) -> MoeConfig | None:
+    if not _num_experts(config):
+        return None
+    moe = MoeConfig(_num_experts(config), config["num_experts_per_tok"], config["moe_intermediate_size"])
+    if not 0 < moe.num_experts_per_tok <= moe.num_experts:
+        raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({moe.num_experts}), got {moe.num_experts_per_tok}")
+    return moe
 
 
 def _vision(config: Mapping[str, Any]) -> VisionConfig:

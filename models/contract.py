@@ -10,7 +10,7 @@ from models.batch import ForwardBatch
 from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
-from models.layers.checkpoint import CheckpointTensor
+from models.layers.checkpoint import CheckpointPart
 from models.parallel import TensorParallel
 
 
@@ -45,11 +45,14 @@ class VisionLanguageModel(Protocol):
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """(S, V) float32 over the whole vocabulary, on every rank; in `out_SV` if that is given."""
 
-    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         """Where each of the checkpoint's tensors goes."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """As `torch.nn.Module`: for made-up weights."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The same, of which some hold matrices in float8."""
 
     def quantize_(self) -> None:
         """Makes the decoder's matrices float8; once, before anything is captured."""

@@ -18,8 +18,7 @@ from models.scaffold import SHAPES, write_model_folder
 
 LoadFormat = Literal["auto", "dummy"]
 
-DENSE_SIZES = ("2B", "4B", "8B", "32B")
-MOE_SIZES = ("30B-A3B", "235B-A22B")
+SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
 DEMO = "demo"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
 INDEX_PATTERNS = ("*.safetensors.index.json",)
@@ -39,7 +38,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     """The folder of `model`: the demo of this project, a given one, or one downloaded into the hub library's cache (progress on stderr).
 
     A published size with dummy weights needs no network: the scaffold writes its files below `cache_dir`. ValueError for what is
-    neither a folder, an alias nor a hub id, for mixture-of-experts checkpoints, and when the download fails.
+    neither a folder, an alias nor a hub id, and when the download fails.
     """
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
@@ -47,7 +46,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)
     hub_id = aliases().get(model, model)
-    _reject_unsupported(hub_id)
+    _demand_hub_id(hub_id)
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
         folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
@@ -62,7 +61,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
 def aliases() -> dict[str, str]:
     """Short names and the hub ids they stand for: `Qwen3-VL-8B` is the Instruct checkpoint."""
     names: dict[str, str] = {}
-    for size in (*DENSE_SIZES, *MOE_SIZES):
+    for size in SIZES:
         names[f"Qwen3-VL-{size}"] = f"Qwen/Qwen3-VL-{size}-Instruct"
         for kind in ("Instruct", "Thinking", "Instruct-FP8", "Thinking-FP8"):
             names[f"Qwen3-VL-{size}-{kind}"] = f"Qwen/Qwen3-VL-{size}-{kind}"
@@ -76,7 +75,7 @@ def aliases() -> dict[str, str]:
 def _published_size(hub_id: str) -> str | None:
     if hub_id.startswith("nvidia/Cosmos-Reason2-"):
         return hub_id.removeprefix("nvidia/Cosmos-Reason2-")
-    return next((size for size in DENSE_SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
+    return next((size for size in SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
 
 
 def _weight_patterns(folder: Path) -> tuple[str, ...]:
@@ -85,9 +84,7 @@ def _weight_patterns(folder: Path) -> tuple[str, ...]:
     return architecture_of(config).weight_files + INDEX_PATTERNS
 
 
-def _reject_unsupported(hub_id: str) -> None:
-    if any(hub_id.startswith(f"Qwen/Qwen3-VL-{size}-") for size in MOE_SIZES):
-        raise ValueError(f"{hub_id}: mixture-of-experts checkpoints are not supported yet")
+def _demand_hub_id(hub_id: str) -> None:
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):
         raise ValueError(f"{hub_id!r} is neither a folder, nor a hub id, nor an alias such as Qwen3-VL-8B")
 

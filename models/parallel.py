@@ -3,15 +3,12 @@
 Every rank runs the same code on its share; activations between layers are whole on every rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-from models.backends.ops import Activation, Ops
-from models.layers.fp8 import Weight
 
 
 class SmallSums(Protocol):
@@ -32,6 +29,7 @@ class TensorParallel:
     size: int
     group: dist.ProcessGroup | None
     small_sums: SmallSums | None = None
+    whole_experts: bool = False  # each rank has some of a layer's experts whole, not a share of every one
 
     @classmethod
     def single(cls) -> "TensorParallel":
@@ -50,12 +48,12 @@ class TensorParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def sum_of_linear(self, ops: Ops, x_TX: Activation, weight_DX: Weight) -> torch.Tensor:
-        """The sum over the ranks of x @ weight.T, to be read before the next call."""
-        room_TD = None if self.small_sums is None else self.small_sums.room(len(x_TX), len(weight_DX))
+    def sum_of(self, num_tokens: int, width: int, compute: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+        """The sum over the ranks of what `compute(out)` leaves in `out` (T, D), or makes if that is None. Read it before the next call."""
+        room_TD = None if self.small_sums is None else self.small_sums.room(num_tokens, width)
         if self.small_sums is None or room_TD is None:
-            return self.all_reduce_(ops.linear(x_TX, weight_DX))
-        return self.small_sums.sum_(ops.linear(x_TX, weight_DX, room_TD))
+            return self.all_reduce_(compute(None))
+        return self.small_sums.sum_(compute(room_TD))
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """The value of rank 0, in place."""

@@ -1,6 +1,7 @@
 """Qwen3-VL as the worker runs it, see `models.contract`: a vision tower whose embeddings join a decoder's tokens."""
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,7 +12,8 @@ from models.batch import ForwardBatch
 from models.cache import CacheSpec, PagedKV
 from models.config import ModelConfig
 from models.geometry import Grid
-from models.layers.checkpoint import CheckpointTensor, module_tensors
+from models.layers.checkpoint import CheckpointPart, module_tensors
+from models.layers.decoder import MLP, FeedForward
 from models.layers.embedding import VocabParallelEmbedding
 from models.parallel import TensorParallel, kv_heads_of
 from models.text import TextModel
@@ -23,6 +25,8 @@ from models.vision.tower import VisionTower
 class Qwen3VL(nn.Module):
     """This rank's part of the decoder and head, and the whole vision tower. Weights are uninitialised until loaded (`models.weights`)."""
 
+    feed_forward: ClassVar[FeedForward] = MLP
+
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
@@ -33,7 +37,7 @@ class Qwen3VL(nn.Module):
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, backend, dtype)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
-        self.language_model = TextModel(config, tp, self.ops, dtype, device)
+        self.language_model = TextModel(config, tp, self.ops, self.feed_forward, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
@@ -87,7 +91,7 @@ class Qwen3VL(nn.Module):
         logits_SV = self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
         return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
 
-    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         yield from module_tensors(self.visual, "model.visual")
         yield from module_tensors(self.language_model, "model.language_model")
         if not self.config.tie_word_embeddings:

@@ -45,6 +45,7 @@ class Architecture:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": Architecture("models.qwen3_vl:Qwen3VL"),
+    "qwen3_vl_moe": Architecture("models.qwen3_vl_moe:Qwen3VLMoe"),
     "cosmos3_omni": Architecture("models.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
 

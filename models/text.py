@@ -7,7 +7,7 @@ from models.attention.paged import AttentionBackend
 from models.backends.ops import Ops
 from models.batch import ForwardBatch
 from models.config import ModelConfig
-from models.layers.decoder import DecoderLayer, LayerContext
+from models.layers.decoder import DecoderLayer, FeedForward, LayerContext
 from models.layers.embedding import VocabParallelEmbedding
 from models.layers.norm import RMSNorm
 from models.layers.rotary import MRope
@@ -18,15 +18,18 @@ from models.vision.splice import add_deepstack_, splice_
 class TextModel(nn.Module):
     """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, ops: Ops, feed_forward: FeedForward, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         text = config.text
         self.ops = ops
+        self._is_sparse = text.moe is not None
         self.num_deepstack_levels = len(config.vision.deepstack_indexes)
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
         self.rope = MRope(text, device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, tp, dtype, device)
-        self._layers = [DecoderLayer(i, text, tp, ops, dtype, device) for i in range(text.num_layers)]
+        self._layers = [DecoderLayer(i, text, tp, ops, feed_forward, dtype, device) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, ops, dtype, device)
 
@@ -43,7 +46,9 @@ class TextModel(nn.Module):
         hidden_TD = self.embed_tokens(batch.input_ids_T)
         splice_(hidden_TD, batch.visual)
         residual = self.ops.residual(hidden_TD)
-        context = LayerContext(attention, self.rope.rows(batch.positions_3T), batch.attention.slot_mapping_T)
+        slots_T = batch.attention.slot_mapping_T
+        real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
+        context = LayerContext(attention, self.rope.rows(batch.positions_3T), slots_T, real_T)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 
 from models.contract import VisionLanguageModel
-from models.layers.checkpoint import Index
+from models.layers.checkpoint import CheckpointPart, CheckpointTensor, Index
+from models.layers.fp8 import BlockScaled
 from models.registry import Architecture
 
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
@@ -70,7 +71,7 @@ def load_weights(model: VisionLanguageModel, folder: Path, progress: Progress) -
 
 def fill(model: VisionLanguageModel, source: WeightSource, progress: Progress) -> None:
     """As `load_weights`, from any source. Values are converted to the model's dtype."""
-    slots = list(model.checkpoint_tensors())
+    slots = [slot for part in model.checkpoint_tensors() for slot in _present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
     found = source.names() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     _demand_none("misses", expected.keys() - found)
@@ -79,19 +80,44 @@ def fill(model: VisionLanguageModel, source: WeightSource, progress: Progress) -
     for slot in slots:
         if source.shape(slot.name) != slot.shape:
             raise ValueError(f"tensor {slot.name} has shape {source.shape(slot.name)}, the configuration says {slot.shape}")
-        slot.target.copy_(source.read(slot.name, slot.index))
+        if slot.target.numel():
+            slot.target.copy_(source.read(slot.name, slot.index))
         done += slot.target.nbytes
         progress(done, total)
+
+
+def _present(part: CheckpointPart, source: WeightSource) -> tuple[CheckpointTensor, ...]:
+    """The tensors of a part; of several ways to hold it the only one that the source has whole, or else the one that it has most of."""
+    if isinstance(part, CheckpointTensor):
+        return (part,)
+    names = source.names()
+
+    def num_found(way: tuple[CheckpointTensor, ...]) -> int:
+        return sum(slot.name in names and source.shape(slot.name) == slot.shape for slot in way)
+
+    whole = [way for way in part.ways if num_found(way) == len(way)]
+    if len(whole) > 1:
+        raise ValueError(f"tensor {whole[0][0].name} can be read in more than one way: the checkpoint has several layouts")
+    return max(part.ways, key=num_found)
 
 
 def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
     """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero.
 
-    What is whole on every rank is equal on all of them; what is cut over the ranks differs, and depends on their number.
+    What is whole on every rank is equal on all of them; what is cut over the ranks differs, and depends on their number. Float8 matrices
+    are made a stripe at a time: as bfloat16 those of a large model would not fit.
     """
+
+    def seeded(name: str) -> torch.Generator:
+        rank = 0 if name.startswith("visual.") or name.endswith(".gate.weight") else model.tp.rank
+        return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
+
+    for module_name, module in model.named_modules():
+        for name, matrix in vars(module).items():
+            if isinstance(matrix, BlockScaled):
+                matrix.fill_normal_(matrix.shape[1] ** -0.5, seeded(f"{module_name}.{name}"))
     for name, parameter in model.named_parameters():
-        rank = 0 if name.startswith("visual.") else model.tp.rank
-        generator = torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
+        generator = seeded(name)
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
         else:

@@ -120,12 +120,13 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: 
     dist.init_process_group(backend, init_method=f"file://{child.run_dir}/ranks", rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
+    tp = TensorParallel(rank, size, group, whole_experts=child.config.ep)
     if device.type != "cuda" or not child.config.symmetric_memory:
-        return TensorParallel(rank, size, group)
+        return tp
     if not peers_are_mapped(size):
         child.progress("GPUs do not share memory as NVLink would let them: NCCL sums also few tokens")
-        return TensorParallel(rank, size, group)
-    return TensorParallel(rank, size, group, SymmetricSums(group, width, dtype, device))
+        return tp
+    return replace(tp, small_sums=SymmetricSums(group, width, dtype, device))
 
 
 def load_model(
@@ -134,14 +135,15 @@ def load_model(
     """The model with its weights, read or made up."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
-    stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 and not is_dummy))
+    rounds = child.config.quantization == "fp8" and not model_config.text.is_fp8
+    stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 or (rounds and is_dummy)))
     module, _, name = stored.architecture.model.partition(":")
     model: VisionLanguageModel = vars(import_module(module))[name](stored, tp, backend, dtype)
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
-    if not stored.text.is_fp8 and (model_config.text.is_fp8 or child.config.quantization == "fp8"):
+    if rounds and not is_dummy:
         model.quantize_()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model

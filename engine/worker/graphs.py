@@ -77,6 +77,7 @@ class StepGraphs:
         self._device = rows.last_token_R.device
         self._scratch_row = rows.last_token_R.shape[0] - 1
         self._scratch_block = scratch_block
+        self._padding_slot = scratch_block * rows.block_size
         self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
         mixed = sizes.up_to(sizes.mixed_decodes, max_num_seqs) if sizes.largest_chunk else []
         self._chunk_sizes = {rows: sizes.chunks(rows) for rows in mixed}
@@ -148,7 +149,7 @@ class StepGraphs:
         ids_P[:num_prefill], rows_R[:num_prompts] = step.ids, step.rows[:num_prompts]
         rows_R[first_decode : first_decode + num_decode] = step.decode_rows
         places = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # of the step's tokens
-        slots_T = np.full(tokens + decodes, self._scratch_block * self._rows.block_size, dtype=np.int64)
+        slots_T = np.full(tokens + decodes, self._padding_slot, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + decodes), dtype=np.int64)
         slots_T[places], positions_3T[:, places] = step.attention.slot_mapping_T.numpy(), step.positions
         last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_decode
@@ -193,7 +194,8 @@ class StepGraphs:
 
         def forward() -> torch.Tensor:
             ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]])
-            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, self._rows.states)
+            states, padding_slot = self._rows.states, self._padding_slot
+            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, padding_slot)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)

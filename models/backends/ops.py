@@ -38,12 +38,34 @@ class Product:
     weight_DX: Weight
 
 
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """(S, T, D) whose sum over S is for the residual stream: not added up yet."""
+
+    parts_STD: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """SwiGLU experts `first : first + count` of all, with the router's matrix. Experts' rows lie one expert's after another's.
+
+    An expert has `inner` values between its two products: rows of its `gate_up` are those of the gate, then as many of the other factor.
+    """
+
+    router_ED: torch.Tensor
+    gate_up: Weight  # (count * 2 * inner, D)
+    down: Weight  # (count * D, inner)
+    first: int
+    count: int
+    num_chosen: int  # experts of a token
+
+
 class Residual(Protocol):
     """The residual stream of a step, (T, D). It may lack addends until it is normalised: what reads `sum_TD` otherwise must not mind."""
 
     sum_TD: torch.Tensor
 
-    def add_(self, addend: Product | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | torch.Tensor) -> None:
         """residual += addend. Between two of these the stream is normalised."""
 
     def keep_(self, tokens_S: torch.Tensor) -> None:
@@ -70,6 +92,13 @@ class Ops(Protocol):
 
     def swiglu(self, x_TX: Activation, weight_NX: Weight) -> Activation:
         """silu(first half) * second half of the last dimension of x @ weight.T."""
+
+    def sparse_swiglu(self, x_TD: Activation, experts: Experts, real_T: torch.Tensor | None) -> Addends:
+        """What these experts give the tokens that the router gives them, times the router's weights, for the residual.
+
+        Of the logits x @ router.T, which have x's dtype, a float32 softmax; its `num_chosen` largest are divided by their sum and rounded
+        to x's dtype. Tokens that are not `real_T` (None: all are) go to no expert; they, and tokens of other experts, get zeros.
+        """
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""

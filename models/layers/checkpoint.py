@@ -20,15 +20,25 @@ class CheckpointTensor:
     target: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Complete ways in which checkpoints hold the same parameters: names and shapes must say which one this checkpoint has."""
+
+    ways: tuple[tuple[CheckpointTensor, ...], ...]
+
+
+CheckpointPart = CheckpointTensor | OneOf
+
+
 @runtime_checkable
 class HasCheckpointTensors(Protocol):
     """A module whose parameters are not the checkpoint's tensors one to one: it says itself where its parts come from."""
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
         """`prefix` is the dotted path of this module, which is that of the checkpoint except for fused layers."""
 
 
-def module_tensors(module: nn.Module, prefix: str) -> Iterator[CheckpointTensor]:
+def module_tensors(module: nn.Module, prefix: str) -> Iterator[CheckpointPart]:
     """The slots of a module and all below it; a plain parameter is the whole checkpoint tensor of the same path."""
     if isinstance(module, HasCheckpointTensors):
         yield from module.checkpoint_tensors(prefix)

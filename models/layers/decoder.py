@@ -9,6 +9,7 @@ from models.attention.paged import AttentionBackend
 from models.backends.ops import Activation, Ops, Product, Residual
 from models.config import TextConfig
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, even_part, quantize_
+from models.layers.moe import SparseMoe
 from models.layers.norm import RMSNorm
 from models.parallel import TensorParallel, kv_heads_of
 
@@ -20,6 +21,7 @@ class LayerContext:
     attention: AttentionBackend
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
+    real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
 
 
 class SelfAttention(nn.Module):
@@ -64,7 +66,7 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, stored, device)
 
-    def forward(self, x_TD: Activation) -> Product | torch.Tensor:
+    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Product | torch.Tensor:
         output: Product | torch.Tensor = self.down_proj(self.ops.swiglu(x_TD, self.gate_up_proj.weight))
         return output
 
@@ -73,24 +75,37 @@ class MLP(nn.Module):
         quantize_(self.down_proj)
 
 
+FeedForward = type[MLP] | type[SparseMoe]  # made from (config, tp, ops, dtype, device); gives what joins the residual
+
+
 class DecoderLayer(nn.Module):
     """A pre-norm transformer layer."""
 
-    def __init__(self, layer: int, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layer: int,
+        config: TextConfig,
+        tp: TensorParallel,
+        ops: Ops,
+        feed_forward: FeedForward,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
         self.self_attn = SelfAttention(layer, config, tp, ops, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
-        self.mlp = MLP(config, tp, ops, dtype, device)
+        self.mlp = feed_forward(config, tp, ops, dtype, device)
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
         """residual += attention, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
-        attended_TX = self.self_attn(self.input_layernorm(residual), context)
+        attended_TX, real_T = self.self_attn(self.input_layernorm(residual), context), context.real_T
         if wanted_S is not None:
+            real_T = None if real_T is None else real_T[wanted_S]
             attended_TX = attended_TX[wanted_S]
             residual.keep_(wanted_S)
         residual.add_(self.self_attn.o_proj(attended_TX))
-        residual.add_(self.mlp(self.post_attention_layernorm(residual)))
+        residual.add_(self.mlp(self.post_attention_layernorm(residual), real_T))
 
     def store(self, residual: Residual, context: LayerContext) -> None:
         """The keys and values alone: of a last layer whose output nobody wants."""

@@ -11,6 +11,8 @@ import torch
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
+UNIT = 64.0  # the standard deviation of random values before they are scaled
+STRIPE = 1 << 14  # rows of random values that are made at a time
 LEAST_SCALE = 1e-30  # of a group that is all zeros
 SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
 
@@ -48,6 +50,13 @@ class BlockScaled:
             made.scales[start // BLOCK].copy_(scale)
             made.values[start : start + BLOCK].copy_((stripe / scale[:, None]).flatten(1))
         return made
+
+    def fill_normal_(self, std: float, generator: torch.Generator) -> None:
+        """Random values."""
+        for stripe in self.values.split(STRIPE):
+            normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
+            stripe.copy_(normal.mul_(UNIT).clamp_(-LARGEST, LARGEST))
+        self.scales.fill_(std / UNIT)
 
     def __len__(self) -> int:
         return len(self.values)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -51,12 +52,11 @@ def empty_weight(rows: int, columns: int, dtype: torch.dtype | None, device: tor
     return BlockScaled.empty(rows, columns, device) if dtype is None else empty_parameter(rows, columns, dtype=dtype, device=device)
 
 
-def quantize_(layer: "FusedColumnParallelLinear | RowParallelLinear") -> None:
-    """The layer's matrix becomes float8 in scaled blocks."""
-    matrix = layer.weight
-    assert isinstance(matrix, nn.Parameter)
-    del layer.weight  # a registered parameter does not give way to anything else
-    layer.weight = BlockScaled.quantized(matrix)
+def quantize_(layer: nn.Module, name: str = "weight") -> None:
+    """The layer's matrix of this name becomes float8 in scaled blocks."""
+    matrix = layer.get_parameter(name)
+    delattr(layer, name)  # a registered parameter does not give way to anything else
+    setattr(layer, name, BlockScaled.quantized(matrix))
 
 
 def weight_tensors(
@@ -108,7 +108,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_TX: Activation) -> Product | torch.Tensor:
         """What the layer adds to the residual stream; over several ranks, to be added before the next layer is asked."""
-        return Product(x_TX, self.weight) if self.tp.size == 1 else self.tp.sum_of_linear(self.ops, x_TX, self.weight)
+        if self.tp.size == 1:
+            return Product(x_TX, self.weight)
+        return self.tp.sum_of(len(x_TX), len(self.weight), partial(self.ops.linear, x_TX, self.weight))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape

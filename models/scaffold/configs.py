@@ -8,8 +8,8 @@ def config_json(shape: Shape) -> dict[str, object]:
     """config.json; transformers and `ModelConfig.from_folder` both read it."""
     ids = special_token_ids(shape.num_base_tokens)
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
+        "architectures": [f"Qwen3VL{'Moe' if shape.experts else ''}ForConditionalGeneration"],
+        "model_type": _model_type(shape),
         "transformers_version": "4.57.0",
         "dtype": shape.dtype,
         "image_token_id": ids["<|image_pad|>"],
@@ -22,9 +22,14 @@ def config_json(shape: Shape) -> dict[str, object]:
     }
 
 
+def _model_type(shape: Shape) -> str:
+    return "qwen3_vl_moe" if shape.experts else "qwen3_vl"
+
+
 def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
     return {
-        "model_type": "qwen3_vl_text",
+        **_experts_config(shape),
+        "model_type": f"{_model_type(shape)}_text",
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": bos,
@@ -48,9 +53,22 @@ def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
     }
 
 
+def _experts_config(shape: Shape) -> dict[str, object]:
+    if shape.experts is None:
+        return {}
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": shape.experts.intermediate,
+        "norm_topk_prob": True,
+        "num_experts": shape.experts.count,
+        "num_experts_per_tok": shape.experts.per_token,
+    }
+
+
 def _vision_config(shape: Shape) -> dict[str, object]:
     return {
-        "model_type": "qwen3_vl",
+        "model_type": _model_type(shape),
         "deepstack_visual_indexes": list(shape.deepstack),
         "depth": shape.vision_depth,
         "hidden_act": "gelu_pytorch_tanh",

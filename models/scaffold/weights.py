@@ -20,7 +20,7 @@ MAX_SHARD_BYTES = 4 << 30
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor of a checkpoint, as Hugging Face's `Qwen3VLForConditionalGeneration` names them."""
+    """Name and shape of every tensor of a checkpoint, as the published ones name them."""
     shapes = _vision_shapes(config.vision) | _text_shapes(config.text)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.text.vocab_size, config.text.hidden_size)
@@ -33,6 +33,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
     normal = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
         return normal
+    if _is_experts(name):
+        return normal.mul_(shape[1] ** -0.5)
     if len(shape) > 1:
         return normal.mul_(torch.Size(shape[1:]).numel() ** -0.5)
     return normal.mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
@@ -63,10 +65,22 @@ def _quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The decoder's matrices as float8 values and scales, the others as they are."""
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        is_matrix = name.startswith("model.language_model.layers.") and name.endswith("_proj.weight")
-        matrix = BlockScaled.quantized(tensor) if is_matrix else None
-        stored |= {name: tensor} if matrix is None else {name: matrix.values, f"{name}_scale_inv": matrix.scales.contiguous()}
+        if _is_experts(name):  # their scales lie as they do
+            matrix = BlockScaled.quantized(tensor.transpose(1, 2).flatten(0, 1))
+            parts = (part.contiguous().unflatten(0, (len(tensor), -1)) for part in (matrix.values, matrix.scales))
+            values, scales = (part.transpose(1, 2).contiguous() for part in parts)
+            stored |= {name: values, f"{name}_scale_inv": scales}
+        elif name.startswith("model.language_model.layers.") and name.endswith("_proj.weight"):
+            matrix = BlockScaled.quantized(tensor)
+            stored |= {name: matrix.values, f"{name}_scale_inv": matrix.scales.contiguous()}
+        else:
+            stored[name] = tensor
     return stored
+
+
+def _is_experts(name: str) -> bool:
+    """Whether a tensor has the matrices of all experts, (experts, inputs, outputs)."""
+    return ".experts." in name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -139,8 +153,18 @@ def _text_shapes(text: TextConfig) -> Shapes:
             f"{layer}.self_attn.k_norm.weight": (text.head_dim,),
             f"{layer}.self_attn.o_proj.weight": (hidden, queries),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (text.intermediate_size, hidden),
-            f"{layer}.mlp.up_proj.weight": (text.intermediate_size, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, text.intermediate_size),
-        }
+        } | _mlp_shapes(f"{layer}.mlp", text)
     return shapes | {"model.language_model.norm.weight": (hidden,)}
+
+
+def _mlp_shapes(name: str, text: TextConfig) -> Shapes:
+    hidden = text.hidden_size
+    if text.moe is None:
+        sizes = {"gate_proj": (text.intermediate_size, hidden), "up_proj": (text.intermediate_size, hidden)}
+        return {f"{name}.{part}.weight": size for part, size in {**sizes, "down_proj": (hidden, text.intermediate_size)}.items()}
+    count, inner = text.moe.num_experts, text.moe.intermediate_size
+    return {
+        f"{name}.gate.weight": (count, hidden),
+        f"{name}.experts.gate_up_proj": (count, hidden, 2 * inner),
+        f"{name}.experts.down_proj": (count, inner, hidden),
+    }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.config import ModelConfig
 from tests.unit.models.reference import image_processor
@@ -18,7 +18,7 @@ class Reference:
     def __init__(self, folder: Path):
         self._config = ModelConfig.from_folder(folder)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def text(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], max_tokens: int, ignore_eos: bool = False) -> str:

@@ -50,8 +50,12 @@ def with_pictures(conversation: Conversation) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[str]:
-    """transformers' answers, greedy, 32 tokens."""
-    reference = Reference(tiny)
+    return transformers_answers(tiny)
+
+
+def transformers_answers(folder: Path) -> list[str]:
+    """Greedy, 32 tokens."""
+    reference = Reference(folder)
     return [
         reference.text(messages, [picture(seed, *SIZES[seed]) for seed in seeds], MAX_TOKENS, ignore_eos=True)
         for messages, seeds in conversations()
@@ -80,6 +84,14 @@ def test_same_text_as_transformers(tiny: Path, expected: list[str], chunk: int, 
         assert answers(engine, at_once=False) == expected, "cached, alone"
         assert encoded == len({seed for _, seeds in conversations() for seed in seeds})
         assert engine.metric("engine_images_encoded_total") == encoded, "a cached image was encoded again"
+
+
+@pytest.mark.parametrize("flags", [(), ("--tp", "2"), ("--tp", "2", "--ep")])
+def test_a_mixture_of_experts_answers_as_transformers(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Red if processes know nothing of experts, or ranks that have a share of each, or some whole, sum otherwise than one rank."""
+    write_model_folder(tmp_path, SHAPES["tiny-moe"], weights="random", seed=0)
+    with serve(tmp_path, "--max-num-batched-tokens", "256", "--max-num-mixed-tokens", "256", *flags) as engine:
+        assert answers(engine, at_once=True) == transformers_answers(tmp_path)
 
 
 def test_an_fp8_checkpoint_and_rounding_at_the_start_answer_alike(tiny: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may begin while the one bef
 
 
 @cache
-def _may_overlap(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_CAPABILITY
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """(0, 0) of a CPU, where Triton's interpreter runs kernels."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def early_launch(x: torch.Tensor) -> dict[str, bool]:
@@ -17,7 +18,7 @@ def early_launch(x: torch.Tensor) -> dict[str, bool]:
 
     Triton's interpreter knows no `launch_pdl`, and below 9.0 the instructions do not exist.
     """
-    return {"OVERLAP": True, "launch_pdl": True} if _may_overlap(x.device) else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if capability_of(x.device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
 
 
 @cache

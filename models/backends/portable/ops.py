@@ -4,8 +4,9 @@ from typing import Protocol
 
 import torch
 
-from models.backends.ops import KVPool, Product, Residual, Taps
+from models.backends.ops import Addends, Experts, KVPool, Product, Residual, Taps
 from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu
+from models.backends.portable.moe import sparse_swiglu
 from models.backends.portable.pixels import resample, resample_to_patches_
 from models.backends.portable.text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
 from models.backends.portable.tower import layer_norm
@@ -32,9 +33,12 @@ class DeferredResidual:
         self._ops = ops
         self._addends_STD: torch.Tensor | None = None
 
-    def add_(self, addend: Product | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | torch.Tensor) -> None:
         assert self._addends_STD is None, "the addends of the product before were not taken"
-        self._addends_STD = addend[None] if isinstance(addend, torch.Tensor) else self._ops.add_product_(self.sum_TD, addend)
+        if isinstance(addend, Product):
+            self._addends_STD = self._ops.add_product_(self.sum_TD, addend)
+        else:
+            self._addends_STD = addend[None] if isinstance(addend, torch.Tensor) else addend.parts_STD
 
     def keep_(self, tokens_S: torch.Tensor) -> None:
         assert self._addends_STD is None
@@ -107,6 +111,10 @@ class TritonOps:
         if isinstance(x_TX, Normed) and (single := x_TX.single()) is not None:
             return gemv_swiglu(single[0], weight_NX, single[1])
         return swiglu(self.linear(x_TX, weight_NX))
+
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> Addends:
+        values_TD = x_TD.values()
+        return Addends(sparse_swiglu(values_TD, self.linear(values_TD, experts.router_ED), experts, real_T))
 
     def add_product_(self, stream_TD: torch.Tensor, product: Product) -> torch.Tensor | None:
         """stream += the product, now (then this returns None) or when the addends (S, T, D) are added that this returns."""

@@ -46,3 +46,39 @@ ATTENTION = {(8, 0): LARGE, (8, 6): SMALL, (8, 7): LARGE, (8, 9): SMALL, (9, 0):
 def attention_tiles(capability: tuple[int, int]) -> AttentionTiles:
     """Those of a GPU; of one that nobody has measured, what fits all."""
     return ATTENTION.get(capability, SMALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Of the experts' products, up to so many tokens: rows (a token's choices of experts), columns, inputs at once, warps, stages."""
+
+    num_tokens: int
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+FEW_CHOICES = 1024  # experts times tokens: with more, choices are sorted before they are multiplied
+
+# 128 experts of 768 values, 8 for a token.
+ANY = 1 << 30
+EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
+    (False, False): (
+        ExpertTiles(1, 16, 64, 128, 4, 4),
+        ExpertTiles(128, 16, 128, 128, 4, 3),
+        ExpertTiles(320, 32, 128, 128, 4, 3),
+        ExpertTiles(768, 64, 128, 64, 4, 3),
+        ExpertTiles(ANY, 128, 256, 64, 8, 3),
+    ),
+    (False, True): (ExpertTiles(1, 16, 64, 128, 4, 4), ExpertTiles(128, 16, 128, 128, 4, 4), ExpertTiles(ANY, 64, 128, 128, 4, 4)),
+    (True, False): (ExpertTiles(128, 16, 128, 64, 4, 3), ExpertTiles(320, 32, 128, 64, 4, 3), ExpertTiles(ANY, 64, 128, 64, 4, 3)),
+    (True, True): (ExpertTiles(128, 16, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 4, 3)),
+}
+
+
+def expert_tiles(num_tokens: int, is_float8: bool, capability: tuple[int, int]) -> ExpertTiles:
+    """Those for a step of so many tokens."""
+    is_small = ATTENTION.get(capability, SMALL) is SMALL
+    return next(tiles for tiles in EXPERT_TILES[is_small, is_float8] if num_tokens <= tiles.num_tokens)

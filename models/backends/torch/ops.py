@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from models.backends.ops import PIXEL_OFFSET, TAP_BITS, KVPool, Product, Residual, Taps
-from models.layers.fp8 import BlockScaled, GroupScaled, Weight
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Addends, Experts, KVPool, Product, Residual, Taps
+from models.backends.torch.linear import linear
+from models.backends.torch.moe import sparse_swiglu
+from models.layers.fp8 import Weight
 
 
 class TorchResidual:
@@ -13,8 +15,10 @@ class TorchResidual:
     def __init__(self, hidden_TD: torch.Tensor) -> None:
         self.sum_TD = hidden_TD
 
-    def add_(self, addend: Product | torch.Tensor) -> None:
-        self.sum_TD.add_(linear(addend.input_TX, addend.weight_DX) if isinstance(addend, Product) else addend)
+    def add_(self, addend: Product | Addends | torch.Tensor) -> None:
+        if isinstance(addend, Product):
+            addend = linear(addend.input_TX, addend.weight_DX)
+        self.sum_TD.add_(addend.parts_STD.sum(0) if isinstance(addend, Addends) else addend)
 
     def keep_(self, tokens_S: torch.Tensor) -> None:
         self.sum_TD = self.sum_TD[tokens_S]
@@ -39,6 +43,9 @@ class TorchOps:
     def swiglu(self, x_TX: torch.Tensor, weight_NX: Weight) -> torch.Tensor:
         gate, up = linear(x_TX, weight_NX).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def sparse_swiglu(self, x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> Addends:
+        return Addends(sparse_swiglu(x_TD, experts, real_T))
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
@@ -92,13 +99,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension."""
     values = x.float()
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
-
-
-def linear(x_TX: torch.Tensor, weight_DX: Weight) -> torch.Tensor:
-    """x @ weight.T; of a float8 matrix with the input rounded likewise."""
-    if isinstance(weight_DX, BlockScaled):
-        return (GroupScaled.quantized(x_TX).dequantized() @ weight_DX.dequantized().t()).to(x_TX.dtype)
-    return x_TX @ weight_DX.t()
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ from models.config import ModelConfig
 from models.demo import CHECKPOINT
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.qwen3_vl_moe import Qwen3VLMoe
 from models.step_sizes import StepSizes
 from models.weights import load_weights
 from tests.unit.scheduler.simulation import Key, key_of
@@ -68,7 +69,8 @@ def make_picture(seed: int, height: int, width: int) -> Picture:
 
 
 def load_model(folder: Path) -> Qwen3VL:
-    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), TORCH, torch.float32)
+    config = ModelConfig.from_folder(folder)
+    model = (Qwen3VL if config.text.moe is None else Qwen3VLMoe)(config, TensorParallel.single(), TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     return model
 

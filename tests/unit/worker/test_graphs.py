@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.worker import graphs
 from engine.worker.rows import HostStep
 from engine.worker.staging import Staging
+from models.backends.ops import Addends, Experts
+from models.backends.torch.ops import TorchOps
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.step_sizes import StepSizes
@@ -83,6 +85,35 @@ def test_every_kind_of_step_goes_through_a_graph(model: Qwen3VL, monkeypatch: py
     monkeypatch.setattr(graphs.StepGraphs, "run", note)
     load(Engine(model, graphs=True, sizes=SIZES, mixed_step_tokens=32, max_num_mixed_tokens=24, max_num_batched_tokens=40))
     assert seen >= {(0, True, False), (1, True, True), (1, False, False), (2, True, True)}
+
+
+def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a padded token of a graph costs an expert's work, or a token is taken for padding that was some at an earlier replay."""
+    write_model_folder(tmp_path, SHAPES["tiny-moe"], weights="random", seed=0)
+    model = load_model(tmp_path)
+    limits = {"mixed_step_tokens": 25, "max_num_mixed_tokens": 17, "max_num_batched_tokens": 64}
+    plain = load(Engine(model, sizes=SIZES, **limits))
+    run, compute = graphs.StepGraphs.run, TorchOps.sparse_swiglu
+    given: list[tuple[int, int]] = []
+    padded: list[bool] = []
+
+    def noted(self: TorchOps, x: torch.Tensor, experts: Experts, real: torch.Tensor | None) -> Addends:
+        assert real is not None
+        given.append((int(real.sum()), len(real)))
+        return compute(self, x, experts, real)
+
+    def note(self: graphs.StepGraphs, step: HostStep) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchOps, "sparse_swiglu", noted)
+            given.clear()
+            result = run(self, step)
+        *layers, (last, _) = given
+        assert {real for real, _ in layers} == {len(step.ids) + len(step.decode_rows)} and last >= len(step.logits_indices)
+        padded.append(any(real < total for real, total in layers))
+        return result
+
+    monkeypatch.setattr(graphs.StepGraphs, "run", note)
+    assert load(Engine(model, graphs=True, sizes=SIZES, **limits)) == plain and any(padded) and not all(padded)
 
 
 class Launches(TorchDispatchMode):

@@ -21,6 +21,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 
@@ -114,6 +115,24 @@ def launch_float8() -> None:
             fp8.multiply_in_parts(x, weight)
 
 
+def launch_experts(capability: int, is_float8: bool) -> None:
+    """Each kind of step that has tiles of its own."""
+    from models.backends.ops import Experts
+    from models.backends.portable import moe
+    from models.backends.portable.tuned import EXPERT_TILES
+
+    def matrix(rows: int, columns: int) -> BlockScaled | torch.Tensor:
+        return BlockScaled.empty(rows, columns, torch.device("cpu")) if is_float8 else bf16(rows, columns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
+        experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 8)
+        for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
+            num_tokens = min(tiles.num_tokens, 1000)
+            real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
+            moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
+
+
 def launch_sampling() -> None:
     from models.backends.portable.sampling import TritonSampling
     from models.sampling import DrawParams
@@ -143,8 +162,10 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
     launch_tower()
     launch_sampling()
     launch_attention(capability)
+    launch_experts(capability, is_float8=False)
     if capability >= FLOAT8_FROM:
         launch_float8()
+        launch_experts(capability, is_float8=True)
     assert len({launch.name for launch in launches}) >= 10
     for launch in launches:
         launch.options["OVERLAP"] = capability >= 90

@@ -1,0 +1,342 @@
+"""Triton kernels of a mixture of SwiGLU experts: the router's choice, and products of tokens with the experts' matrices. Called by `ops`.
+
+For few tokens bound by memory: programs look through all choices for those of their expert, so that only experts that were chosen are
+read, once. For many tokens choices are sorted by expert into tiles, with atomic counts: their order within an expert may differ from run
+to run, which alters no row's numbers. What the experts give a token is left in parts for the residual. Nothing waits for the host.
+
+A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run all in Triton's interpreter.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from models.backends.ops import Experts
+from models.backends.portable.launch import capability_of, early_launch
+from models.backends.portable.text import quantized
+from models.backends.portable.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
+from models.layers.fp8 import BlockScaled, GroupScaled, Weight
+
+SORTED = 128  # choices of a program that sorts
+ROUTE_WARPS, SORT_WARPS = 1, 4
+
+
+@triton.jit
+def _route(
+    logits: tl.tensor,
+    is_real: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    ranks: tl.tensor,
+    counts: tl.tensor,
+    parts: tl.tensor,
+    first: tl.tensor,
+    num_experts: tl.tensor,
+    PADDED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
+
+    Those have no part but zeros. If COUNTED, each is given a rank among the choices of its expert.
+    """
+    token, expert, choice = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, CHOICES)
+    if OVERLAP:
+        gdc_wait()
+    logit = tl.load(logits + token * EXPERTS + expert, expert < EXPERTS, -float("inf")).to(tl.float32)
+    value = tl.exp(logit - tl.max(logit, 0))
+    value = tl.where(expert < EXPERTS, value / tl.sum(value, 0), -1.0)
+    best, weight = tl.full((CHOICES,), -1, tl.int32), tl.zeros((CHOICES,), tl.float32)
+    for k in tl.static_range(CHOSEN):
+        largest = tl.max(value, 0)
+        index = tl.min(tl.where(value == largest, expert, BLOCK - 1), 0)
+        best, weight = tl.where(choice == k, index, best), tl.where(choice == k, largest, weight)
+        value = tl.where(expert == index, -1.0, value)
+    weight = weight / tl.sum(weight, 0)
+    mine = (best >= first) & (best < first + num_experts)
+    if PADDED:
+        mine = mine & (tl.load(is_real + token) != 0)
+    best = tl.where(mine, best - first, -1)
+    mine = best >= 0
+    slot, inside = token * CHOSEN + choice, choice < CHOSEN
+    tl.store(chosen + slot, best, inside)
+    tl.store(weights + slot, weight.to(weights.dtype.element_ty), inside)
+    if COUNTED:
+        tl.store(ranks + slot, tl.atomic_add(counts + best, 1, mine), mine)
+    if tl.sum(mine.to(tl.int32), 0) < CHOSEN:
+        for k in tl.static_range(CHOSEN):
+            if tl.sum(tl.where(choice == k, mine.to(tl.int32), 0), 0) == 0:
+                place = (k * tl.num_programs(0) + token) * WIDTH
+                for start in range(0, WIDTH, STRIPE):
+                    column = start + tl.arange(0, STRIPE)
+                    tl.store(parts + place + column, tl.zeros((STRIPE,), parts.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _sort(
+    chosen: tl.tensor,
+    ranks: tl.tensor,
+    counts: tl.tensor,
+    slots: tl.tensor,
+    blocks: tl.tensor,
+    num_slots: tl.tensor,
+    num_blocks: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SORTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
+    expert = tl.arange(0, BLOCK)
+    slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
+    if OVERLAP:
+        gdc_wait()
+    count = tl.load(counts + expert, expert < EXPERTS, 0)
+    padded = (count + ROWS - 1) // ROWS * ROWS
+    end = tl.cumsum(padded, 0)
+    start = end - padded
+    mine = tl.load(chosen + slot, slot < num_slots, -1)
+    first = tl.sum(tl.where(mine[:, None] == expert[None, :], start[None, :], 0), 1)
+    tl.store(slots + first + tl.load(ranks + slot, mine >= 0, 0), slot, mine >= 0)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        index = tl.sum((end <= block * ROWS).to(tl.int32), 0)
+        rows = tl.sum(tl.where(expert == index, start + count - block * ROWS, 0), 0)
+        tl.store(blocks + 2 * block, index)
+        tl.store(blocks + 2 * block + 1, rows)
+
+
+@triton.jit
+def _multiply(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    matrices: tl.tensor,
+    scales: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    slot: tl.tensor,
+    inside: tl.tensor,
+    tile: tl.tensor,
+    num_tokens: tl.tensor,
+    scale_stride: tl.tensor,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values.
+
+    GATED: of tokens, with rows of the gate and of the other factor in turn, so that pairs lie side by side; their SwiGLU is stored for
+    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends.
+    """
+    column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    source, row = slot, column
+    if GATED:
+        source, row = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2
+    inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
+    factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
+    block_row = scales + (expert * (OUT // 128) + row // 128) * SCALES
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
+        values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
+        factor = tl.load(factors + step * DEPTH)
+        if SCALED:
+            input_scale = tl.load(x_scales + (step * DEPTH // 128) * scale_stride + source, inside, 0.0)
+            total += tl.dot(values, factor) * (input_scale[:, None] * tl.load(block_row + step * DEPTH // 128)[None, :])
+        else:
+            total = tl.dot(values, factor, total)
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS // 2, 2)))
+        half = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        place = out + slot.to(tl.int64)[:, None] * (OUT // 2) + half[None, :]
+        tl.store(place, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), inside[:, None])
+    else:
+        total *= tl.load(weights + slot, inside, 0.0).to(tl.float32)[:, None]
+        part = (slot % CHOSEN).to(tl.int64) * num_tokens + slot // CHOSEN
+        tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
+def _multiply_few(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    matrices: tl.tensor,
+    scales: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    chosen: tl.tensor,
+    num_slots: tl.tensor,
+    num_tokens: tl.tensor,
+    scale_stride: tl.tensor,
+    BY_SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Program (i, j): the j-th columns of expert i; or, if BY_SLOT, of the expert of choice i unless an earlier choice has the same."""
+    index, every = tl.program_id(0), tl.arange(0, SLOTS)
+    if OVERLAP:
+        gdc_wait()
+    expert_of = tl.load(chosen + every, every < num_slots, -1)
+    expert = index
+    if BY_SLOT:
+        expert = tl.load(chosen + index)
+    mine = (expert_of == expert).to(tl.int32)
+    count = tl.sum(mine, 0)
+    if BY_SLOT:
+        is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
+        count = tl.where(is_later | (expert < 0), 0, count)
+    rank = tl.cumsum(mine, 0) - 1
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
+        slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
+        _multiply(
+            x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
+            GATED, SCALED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+def _multiply_many(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    matrices: tl.tensor,
+    scales: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    slots: tl.tensor,
+    blocks: tl.tensor,
+    num_tokens: tl.tensor,
+    scale_stride: tl.tensor,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: some columns of one block of sorted choices; those of one block follow each other."""
+    TILES: tl.constexpr = OUT // COLUMNS
+    block, row = tl.program_id(0) // TILES, tl.arange(0, ROWS)
+    if OVERLAP:
+        gdc_wait()
+    expert, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    if count > 0:
+        slot = tl.load(slots + block * ROWS + row, row < count, 0)
+        _multiply(
+            x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
+            GATED, SCALED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The experts of each token, (T, K): int32, counted from this rank's first, or -1; and the router's weights."""
+
+    experts_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    num_experts: int
+    slots: torch.Tensor | None = None  # sorted by expert, each expert's from a multiple of a tile's rows on
+    blocks: torch.Tensor | None = None  # (B, 2): of each such tile the expert, and how many rows are left
+
+
+def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+    """(K, T, D) in x's dtype: see `Ops`; `logits_TE` are the router's. For contiguous tensors with at least one token."""
+    num_tokens, width = x_TD.shape
+    tiles = expert_tiles(num_tokens, isinstance(experts.gate_up, BlockScaled), capability_of(x_TD.device))
+    parts_KTD = x_TD.new_empty((experts.num_chosen, num_tokens, width))
+    choices = route(logits_TE, experts, real_T, parts_KTD, tiles.rows)
+    inner_SI = x_TD.new_empty((num_tokens * experts.num_chosen, experts.down.shape[1]))
+    _launch(x_TD, experts.gate_up, choices, inner_SI, tiles, is_gated=True)
+    _launch(inner_SI, experts.down, choices, parts_KTD, tiles, is_gated=False)
+    return parts_KTD
+
+
+def route(logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, parts_KTD: torch.Tensor, rows: int) -> Choices:
+    """What the router chooses, sorted into tiles of so many rows if it is much; parts that no expert of ours writes become zeros."""
+    num_tokens, num_experts = logits_TE.shape
+    assert logits_TE.is_contiguous() and parts_KTD.is_contiguous()
+    chosen = experts.num_chosen
+    ints = logits_TE.new_empty((2, num_tokens, chosen), dtype=torch.int32)
+    choices = Choices(ints[0], logits_TE.new_empty((num_tokens, chosen)), experts.count)
+    is_much = num_tokens * chosen > FEW_CHOICES
+    counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
+    options = early_launch(logits_TE)
+    _route[(num_tokens,)](
+        logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts, parts_KTD,
+        experts.first, experts.count, PADDED=real_T is not None, COUNTED=is_much, EXPERTS=num_experts,
+        BLOCK=triton.next_power_of_2(num_experts), CHOSEN=chosen, CHOICES=triton.next_power_of_2(chosen),
+        WIDTH=parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
+    )  # fmt: skip
+    if not is_much:
+        return choices
+    num_slots = num_tokens * chosen
+    num_blocks = triton.cdiv(num_slots, rows) + experts.count  # at most: each expert may have a tile that is not full
+    slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
+    _sort[(triton.cdiv(num_slots, SORTED),)](
+        ints[0], ints[1], counts, slots, blocks, num_slots, num_blocks,
+        EXPERTS=experts.count, BLOCK=triton.next_power_of_2(experts.count), ROWS=rows, SORTED=SORTED, num_warps=SORT_WARPS, **options,
+    )  # fmt: skip
+    return Choices(choices.experts_TK, choices.weights_TK, experts.count, slots, blocks)
+
+
+def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
+    """`_multiply` for every choice: x are tokens if it `is_gated`, else values of each choice."""
+    (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
+    rows_out = len(weight) // choices.num_experts
+    values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
+    columns, depth = math.gcd(rows_out, tiles.columns), math.gcd(width, tiles.depth)
+    options = dict(
+        GATED=is_gated, SCALED=isinstance(weight, BlockScaled), CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
+        ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
+    )  # fmt: skip
+    tensors = values, x_scales, matrices, scales, choices.weights_TK, out
+    num_tiles = rows_out // columns
+    if choices.slots is not None and choices.blocks is not None:
+        _multiply_many[(len(choices.blocks) * num_tiles,)](*tensors, choices.slots, choices.blocks, num_tokens, stride, **options)
+        return
+    num_slots = num_tokens * chosen
+    by_slot = num_slots < choices.num_experts
+    places = next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
+    grid = (num_slots if by_slot else choices.num_experts, num_tiles)
+    _multiply_few[grid](*tensors, choices.experts_TK, num_slots, num_tokens, stride, BY_SLOT=by_slot, SLOTS=places, **options)
+
+
+def _operands(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """x, its scales, the matrices, theirs, how many of these a row of blocks has, and how far apart columns of x's scales are."""
+    if not isinstance(weight, BlockScaled):
+        return x, x, weight, weight, 0, 0
+    rounded: GroupScaled = quantized(x)
+    return rounded.padded, rounded.scales, weight.values, weight.padded_scales, weight.padded_scales.shape[1], len(rounded.padded)

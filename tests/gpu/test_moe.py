@@ -1,0 +1,139 @@
+"""A few layers as wide as those of 30B-A3B on one GPU, bfloat16: kernels and graphs against transformers with the same random weights.
+
+Red when a kernel of the experts, a graph or padding disagrees with the reference. A router's near ties may go either way in bfloat16, and
+then a token has another expert: medians of tokens are compared, and kernels alone from the same choices on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
+
+from engine.worker import graphs
+from engine.worker.rows import Rows
+from models.backends.backend import Backend
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.backends.ops import Experts
+from models.backends.torch.linear import linear
+from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
+from models.config import ModelConfig
+from models.layers.fp8 import BlockScaled
+from models.parallel import TensorParallel
+from models.qwen3_vl_moe import Qwen3VLMoe
+from models.scaffold import SHAPES, write_model_folder
+from models.weights import fill
+from tests.gpu.generated import GeneratedSource
+from tests.gpu.test_model_parity import PROMPTS, host_step, runner_of, whole
+from tests.unit.models import reference
+from tests.unit.models.harness import Prompt
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
+
+TOLERANCE, FLOAT8_TOLERANCE = 2e-2, 1e-1
+DEVICE = torch.device("cuda")
+
+
+def median(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The median token's relative difference."""
+    return float(((ours.float() - theirs.float()).norm(dim=1) / theirs.float().norm(dim=1)).median())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("30B-A3B")
+    write_model_folder(made, replace(SHAPES["30B-A3B"], layers=4), weights="none", seed=0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(backend: Backend, folder: Path) -> Iterator[Qwen3VLMoe]:
+    ours = Qwen3VLMoe(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
+    with torch.inference_mode():
+        yield ours
+
+
+@pytest.fixture(scope="module")
+def expected(model: Qwen3VLMoe, folder: Path) -> dict[str, torch.Tensor]:
+    """The reference's logits of every token of every prompt; its model is gone afterwards."""
+    with DEVICE:
+        theirs = Qwen3VLMoeForConditionalGeneration._from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
+    source = GeneratedSource(model.config, DEVICE)
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            stored = source.read(name, (slice(None),))
+            tensor.copy_(stored.transpose(1, 2) if ".experts." in name else stored)
+    return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
+
+
+def make_experts(is_float8: bool) -> Experts:
+    """As those of a layer of 30B-A3B."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn((rows, columns), generator=generator, dtype=torch.bfloat16, device=DEVICE) * columns**-0.5
+
+    router, gate_up, down = normal(128, 2048), normal(128 * 2 * 768, 2048), normal(128 * 2048, 768)
+    if is_float8:
+        return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, 128, 8)
+    return Experts(router, gate_up, down, 0, 128, 8)
+
+
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_kernels_equal_the_reference(is_float8: bool) -> None:
+    """Every kind of tile, with padding that is not a number; the same twice, whatever the order of atomics."""
+    from models.backends.portable.moe import sparse_swiglu
+
+    experts = make_experts(is_float8)
+    for num_tokens in (1, 2, 7, 64, 128, 129, 300, 700, 2048):
+        generator = torch.Generator(DEVICE).manual_seed(num_tokens)
+        x = torch.randn((num_tokens, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
+        real = torch.arange(num_tokens, device=DEVICE) % 5 != 3
+        logits = linear(x, experts.router_ED)
+        reference_parts = torch_sparse_swiglu(x, experts, real)
+        x[~real], logits[~real] = torch.nan, torch.nan
+        found = sparse_swiglu(x, logits, experts, real)
+        assert not found[:, ~real].any()
+        assert median(found.sum(0)[real], reference_parts.sum(0)[real]) < (3e-2 if is_float8 else 1e-2), num_tokens
+        assert found.equal(sparse_swiglu(x, logits, experts, real)), num_tokens
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_logits_equal_transformers(model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
+    assert median(whole(model, backend, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
+
+
+def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    ours = Qwen3VLMoe(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
+    with torch.inference_mode():
+        ours.quantize_()
+        found = whole(ours, backend, Prompt.build(ours.config, PROMPTS["one image"]))
+    assert 5e-3 < median(found, expected["one image"]) < FLOAT8_TOLERANCE
+
+
+def test_graphs_with_padding_equal_transformers(model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor]) -> None:
+    """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows, teacher-forced."""
+    sizes = msgspec.structs.replace(
+        HOPPER_STEP_SIZES, decodes=(4,), mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
+    )
+    prompt = Prompt.build(model.config, PROMPTS["text"])
+    runner = runner_of(model, backend)
+    rows = Rows(4, 1024, 16, model.config.geometry, model.device)
+    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
+    assert make_attention is not None
+    scratch = runner.start(Prompt(prompt.ids[:1], [], []))
+    runner.step([(scratch, 1)], num_prefill_rows=1)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch.pages[0], 4)
+    step_graphs.capture()
+    session, found, ends = runner.start(prompt), [], []
+    for count in [50, 130, *[1] * 40]:
+        logits, _ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
+        found.append(logits[-1].clone())
+        session.computed += count
+        ends.append(session.computed - 1)
+    assert median(torch.stack(found), expected["text"][ends]) < TOLERANCE

@@ -1,0 +1,151 @@
+"""The experts' Triton kernels in Triton's interpreter against plain torch. Red when a choice, a row or a half of a pair is mixed up."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.backends.ops import Experts
+from models.backends.torch.linear import linear
+from models.backends.torch.moe import route as torch_route
+from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
+from models.layers.fp8 import BlockScaled, GroupScaled
+from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+
+NUM_EXPERTS, CHOSEN = 8, 2
+MANY = 24  # choices; with more they are sorted
+
+
+@starts_interpreter
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def _few_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.backends.portable import moe
+
+    monkeypatch.setattr(moe, "FEW_CHOICES", MANY)
+
+
+@pytest.fixture
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds what must not be read: NaN, or choices and tiles that there are not."""
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        made: torch.Tensor = new_empty(self, *args, **options)  # type: ignore[call-overload]
+        return made.fill_(torch.nan if made.is_floating_point() and made.itemsize > 1 else 100)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+def make_experts(width: int, inner: int, first: int = 0, count: int = NUM_EXPERTS, is_float8: bool = False) -> Experts:
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns) * columns**-0.5
+
+    gate_up, down = normal(count * 2 * inner, width), normal(count * width, inner)
+    if is_float8:
+        return Experts(normal(NUM_EXPERTS, width), BlockScaled.quantized(gate_up), BlockScaled.quantized(down), first, count, CHOSEN)
+    return Experts(normal(NUM_EXPERTS, width), gate_up, down, first, count, CHOSEN)
+
+
+def ours(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+    from models.backends.portable.moe import sparse_swiglu
+
+    return sparse_swiglu(x_TD, linear(x_TD, experts.router_ED), experts, real_T)
+
+
+def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
+    """Whatever comes."""
+
+
+def to_one(x_TD: torch.Tensor, experts: Experts) -> None:
+    """Every token goes to expert 3 first, most of them then to expert 5."""
+    x_TD[:, 0] = 9
+    experts.router_ED[3, 0], experts.router_ED[5, 0] = 50, 10
+
+
+Skew = Callable[[torch.Tensor, Experts], None]
+
+
+@interpreted
+@pytest.mark.usefixtures("_few_is_little", "_poisoned")
+@pytest.mark.parametrize("skew", [evenly, to_one])
+@pytest.mark.parametrize("num_tokens", [1, 3, 12, 13, 70])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool) -> None:
+    """One choice an expert, several tiles of one expert, experts with none; a single token; padding that would go anywhere."""
+    torch.manual_seed(num_tokens)
+    x, experts = torch.randn(num_tokens, 64), make_experts(64, 48)
+    skew(x, experts)
+    real = torch.arange(num_tokens) % 3 != 1 if is_padded else None
+    if real is not None:
+        x[~real] = torch.nan
+    found, expected = ours(x, experts, real), torch_sparse_swiglu(x.nan_to_num(0), experts, real)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.usefixtures("_few_is_little", "_poisoned")
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_ranks_share_the_experts(num_tokens: int) -> None:
+    """Red if an expert is counted from another one's matrix, or what belongs to another rank is not zero."""
+    torch.manual_seed(0)
+    x, whole = torch.randn(num_tokens, 64), make_experts(64, 32)
+    shares = []
+    for first, count in ((0, 3), (3, 5)):
+        end = first + count
+        gate_up, down = whole.gate_up[first * 64 : end * 64], whole.down[first * 64 : end * 64]  # type: ignore[index]
+        shares.append(ours(x, replace(whole, gate_up=gate_up, down=down, first=first, count=count), None))
+    assert all((share == 0).any() and (share != 0).any() for share in shares)
+    torch.testing.assert_close(shares[0] + shares[1], torch_sparse_swiglu(x, whole, None), rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.usefixtures("_few_is_little", "_poisoned")
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_float8(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if an expert's block gets another one's scale, or a token's group another token's."""
+    from models.backends.portable import moe
+
+    monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
+    torch.manual_seed(num_tokens)
+    experts = make_experts(256, 128, is_float8=True)
+    x = torch.randn(num_tokens, 256) * torch.logspace(-2, 2, 256)
+    for matrix in (experts.gate_up, experts.down):
+        assert isinstance(matrix, BlockScaled)
+        matrix.scales.mul_(torch.rand_like(matrix.scales) + 0.5)
+    found, expected = ours(x, experts, None), torch_sparse_swiglu(x, experts, None)
+    assert float((found - expected).norm() / expected.norm()) < 1e-2  # what lies between two float8 values may go either way
+
+
+@interpreted
+@pytest.mark.parametrize(("num_experts", "chosen"), [(8, 2), (128, 8), (60, 4), (5, 3)])
+def test_routes(num_experts: int, chosen: int) -> None:
+    """Numbers of experts that are not powers of two; equal logits, of which the first expert wins; very large ones."""
+    from models.backends.portable.moe import route
+
+    torch.manual_seed(0)
+    logits = torch.randn(9, num_experts).to(torch.bfloat16).float()  # ties; the interpreter cuts where a GPU rounds to bfloat16
+    logits[3], logits[4, 0], logits[5] = 0, 300, -300
+    experts = replace(make_experts(16, 8), count=num_experts, num_chosen=chosen)
+    choices = route(logits, experts, None, logits.new_empty(chosen, 9, 16), 16)
+    probabilities = logits.softmax(-1, dtype=torch.float32)
+    order = probabilities.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    assert choices.experts_TK.tolist() == order.tolist()
+    torch.testing.assert_close(choices.weights_TK, torch_route(logits, chosen)[0])
+
+
+@interpreted
+@pytest.mark.parametrize("num_tokens", [1, 129, 330])
+def test_large_tiles(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of GPUs with much shared memory, as they are."""
+    from models.backends.portable import moe
+    from models.backends.portable.tuned import expert_tiles
+
+    monkeypatch.setattr(moe, "expert_tiles", lambda count, is_float8, _: expert_tiles(count, is_float8, (9, 0)))
+    torch.manual_seed(0)
+    x, experts = torch.randn(num_tokens, 128), replace(make_experts(128, 256), num_chosen=4)
+    torch.testing.assert_close(ours(x, experts, None), torch_sparse_swiglu(x, experts, None), rtol=1e-4, atol=1e-5)

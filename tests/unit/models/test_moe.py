@@ -1,0 +1,420 @@
+"""Mixtures of experts against transformers with the same weights, in each layout of checkpoints, over ranks, in float8, with faults.
+
+Float32 on the CPU. Red when a change alters any number, or when a fault of the router would pass these comparisons.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import Qwen3VLMoeForConditionalGeneration
+
+import models.backends.torch.moe as torch_moe
+from models.backends.ops import Experts
+from models.backends.torch.ops import TorchOps
+from models.config import ModelConfig
+from models.hub import resolve
+from models.layers.fp8 import BlockScaled
+from models.layers.moe import SparseMoe
+from models.parallel import TensorParallel
+from models.qwen3_vl_moe import Qwen3VLMoe
+from models.scaffold import SHAPES, write_model_folder
+from models.scaffold.shapes import Experts as ExpertsShape
+from models.weights import fill, init_dummy_weights, load_weights
+from tests.unit.models import reference
+from tests.unit.models.harness import ONE_IMAGE, PROMPTS, TEXT, TORCH, PagedRunner, Prompt, TensorSource
+
+TINY = SHAPES["tiny-moe"]
+VARIANTS = {
+    "tiny": TINY,
+    "many": replace(TINY, experts=ExpertsShape(60, 4, 32)),
+    "wide": replace(TINY, hidden=256, experts=ExpertsShape(4, 3, 192)),
+}
+EXPERTS = "mlp.experts."
+Tensors = dict[str, torch.Tensor]
+
+
+def empty(folder: Path, tp: TensorParallel | None = None) -> Qwen3VLMoe:
+    return Qwen3VLMoe(ModelConfig.from_folder(folder), tp or TensorParallel.single(), TORCH, torch.float32)
+
+
+def load(folder: Path, tp: TensorParallel | None = None) -> Qwen3VLMoe:
+    model = empty(folder, tp)
+    load_weights(model, folder, lambda done, total: None)
+    return model
+
+
+def transformers_model(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
+    return Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The median token's: where two experts tie in float8, another one may be chosen."""
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def logits_of(model: Qwen3VLMoe, parts: list[object], chunk: int = 1 << 30) -> torch.Tensor:
+    prompt = Prompt.build(model.config, parts)  # type: ignore[arg-type]
+    runner = PagedRunner(model)
+    session = runner.start(prompt)
+    counts = [min(chunk, len(prompt.ids) - start) for start in range(0, len(prompt.ids), chunk)]
+    return torch.cat([runner.step([(session, count)], num_prefill_rows=1, want="all") for count in counts])
+
+
+def expected_logits(theirs: Qwen3VLMoeForConditionalGeneration, model: Qwen3VLMoe, parts: list[object]) -> torch.Tensor:
+    return reference.logits(theirs, model.config, Prompt.build(model.config, parts))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("moe")
+    write_model_folder(made, TINY, weights="random", seed=1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Qwen3VLMoe:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
+    return transformers_model(folder)
+
+
+@pytest.fixture(scope="module")
+def float8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("moe-fp8")
+    write_model_folder(made, TINY, weights="random", seed=1, is_fp8=True)
+    return made
+
+
+# ---- parity ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_every_token_equal_the_reference(tmp_path: Path, variant: str) -> None:
+    write_model_folder(tmp_path, VARIANTS[variant], weights="random", seed=2)
+    model, theirs = load(tmp_path), transformers_model(tmp_path)
+    for parts in PROMPTS.values() if variant == "tiny" else (ONE_IMAGE,):
+        assert relative(logits_of(model, parts), expected_logits(theirs, model, parts)) < 1e-4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["text", "one image"])
+def test_greedy_tokens_equal_the_reference_for_any_chunking(
+    ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, name: str
+) -> None:
+    prompt = Prompt.build(ours.config, PROMPTS[name])
+    expected = reference.greedy(theirs, ours.config, prompt, steps=24)
+    for chunk in (1 << 30, 64, 7):
+        assert PagedRunner(ours).greedy(prompt, steps=24, chunk=chunk) == expected, f"chunks of {chunk}"
+
+
+def test_what_is_cached_equals_what_is_fresh(ours: Qwen3VLMoe) -> None:
+    """A second session that shares the first one's pages and computes only what comes after them."""
+    prompt = Prompt.build(ours.config, ONE_IMAGE)
+    runner = PagedRunner(ours)
+    first = runner.start(prompt)
+    fresh = runner.prefill(first, chunk=1 << 30)
+    second = runner.start(prompt)
+    second.pages, second.computed = list(first.pages), len(prompt.ids) // 8 * 4
+    torch.testing.assert_close(runner.prefill(second, chunk=1 << 30), fresh, rtol=1e-3, atol=1e-3)
+
+
+# ---- faults of the router ----------------------------------------------------------------------------------------------------------
+
+
+def shift_experts(experts: Experts) -> Experts:
+    """Each expert has the matrices of the one before it."""
+    roll = lambda weight: torch.roll(weight, len(weight) // experts.count, 0)  # noqa: E731
+    return replace(experts, gate_up=roll(experts.gate_up), down=roll(experts.down))
+
+
+def transpose_an_expert(experts: Experts) -> Experts:
+    """Its matrices are filled with the same numbers, read in the other order."""
+    gate_up = experts.gate_up.unflatten(0, (experts.count, -1)).clone()  # type: ignore[union-attr]
+    gate_up[0] = gate_up[0].t().reshape(gate_up[0].shape)
+    return replace(experts, gate_up=gate_up.flatten(0, 1))
+
+
+def swap_halves(experts: Experts) -> Experts:
+    """Gate and the other factor."""
+    halves = experts.gate_up.unflatten(0, (experts.count, 2, -1)).flip(1)  # type: ignore[union-attr]
+    return replace(experts, gate_up=halves.flatten(0, 2))
+
+
+@pytest.mark.parametrize("fault", [shift_experts, transpose_an_expert, swap_halves])
+def test_wrong_experts_are_found(
+    ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, fault: Callable[[Experts], Experts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = TorchOps.sparse_swiglu
+    monkeypatch.setattr(TorchOps, "sparse_swiglu", lambda self, x, experts, real: compute(self, x, fault(experts), real))
+    assert relative(logits_of(ours, TEXT), expected_logits(theirs, ours, TEXT)) > 1e-2  # type: ignore[arg-type]
+
+
+def not_renormalised(logits: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.softmax(-1).topk(num_chosen)  # type: ignore[return-value]
+
+
+def worst(logits: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, experts = logits.softmax(-1).topk(num_chosen)
+    return (weights / weights.sum(-1, keepdim=True)).flip(-1), experts
+
+
+@pytest.mark.parametrize("fault", [not_renormalised, worst])
+def test_wrong_weights_are_found(
+    ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, fault: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_moe, "route", fault)
+    assert relative(logits_of(ours, TEXT), expected_logits(theirs, ours, TEXT)) > 1e-2  # type: ignore[arg-type]
+
+
+def test_padding_goes_to_no_expert(ours: Qwen3VLMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a token that is written to the padding's slot costs an expert's work, in any layer, or alters another token."""
+    prompt, runner = Prompt.build(ours.config, TEXT), PagedRunner(ours)  # type: ignore[arg-type]
+    session = runner.start(prompt)
+    batch = runner.batch([(session, len(prompt.ids))], num_prefill_rows=1, want="last")
+    runner.attention.plan(batch.attention)
+    expected = ours.logits(ours(batch, runner.attention))
+    given: list[torch.Tensor] = []
+    compute = TorchOps.sparse_swiglu
+
+    def noted(self: TorchOps, x: torch.Tensor, experts: Experts, real: torch.Tensor | None) -> object:
+        assert real is not None
+        addends = compute(self, x, experts, real)
+        assert not addends.parts_STD[:, ~real].any()
+        given.append(real)
+        return addends
+
+    monkeypatch.setattr(TorchOps, "sparse_swiglu", noted)
+    padding = int(batch.attention.slot_mapping_T[3])
+    ours(replace(batch, padding_slot=padding), runner.attention)
+    *layers, last = given
+    assert all((~real).nonzero().flatten().tolist() == [3] for real in layers) and last.tolist() == [True]
+    given.clear()
+    torch.testing.assert_close(ours.logits(ours(replace(batch, padding_slot=-1), runner.attention)), expected)
+
+
+# ---- layouts of checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def resaved(tensors: Tensors) -> Tensors:
+    """(experts, outputs, inputs), as transformers 5 has them."""
+    return {name: tensor.transpose(1, 2).contiguous() if EXPERTS in name else tensor for name, tensor in tensors.items()}
+
+
+def single(tensors: Tensors) -> Tensors:
+    """Each expert's matrices alone."""
+    made = {name: tensor for name, tensor in tensors.items() if EXPERTS not in name}
+    for name, tensor in resaved(tensors).items():
+        if EXPERTS in name:
+            prefix, _, kind = name.partition(EXPERTS)
+            suffix = "_scale_inv" if kind.endswith("_scale_inv") else ""
+            for expert, matrix in enumerate(tensor):
+                parts = {"gate": matrix.chunk(2)[0], "up": matrix.chunk(2)[1]} if kind.startswith("gate_up") else {"down": matrix}
+                made |= {f"{prefix}{EXPERTS}{expert}.{part}_proj.weight{suffix}": m.contiguous() for part, m in parts.items()}
+    return made
+
+
+def values_of(model: Qwen3VLMoe) -> list[torch.Tensor]:
+    """All parameters, with the values and scales of float8 matrices."""
+    scaled = [m for module in model.modules() for m in vars(module).values() if isinstance(m, BlockScaled)]
+    return [*model.parameters(), *(part for m in scaled for part in (m.values.view(torch.uint8), m.scales))]
+
+
+RANKS = [
+    TensorParallel.single(),
+    *(TensorParallel(rank, 2, None, whole_experts=whole) for rank in range(2) for whole in (False, True)),
+]
+
+
+@pytest.mark.parametrize("layout", [resaved, single])
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("tp", RANKS)
+def test_every_layout_gives_the_same(
+    folder: Path, float8_folder: Path, layout: Callable[[Tensors], Tensors], is_fp8: bool, tp: TensorParallel
+) -> None:
+    source = float8_folder if is_fp8 else folder
+    published, other, tensors = empty(source, tp), empty(source, tp), load_file(source / "model.safetensors")
+    for model, stored in ((published, tensors), (other, layout(tensors))):
+        for values in values_of(model):
+            values.fill_(torch.nan if values.is_floating_point() else 255)
+        fill(model, TensorSource(stored), lambda done, total: None)
+    for first, second in zip(values_of(published), values_of(other), strict=True):
+        assert first.equal(second) and (not first.is_floating_point() or first.isfinite().all())
+
+
+def test_what_transformers_saves_gives_the_same(ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, tmp_path: Path) -> None:
+    """Both in the layout that it writes today, and in that of its own parameters."""
+    theirs.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert all(first.equal(second) for first, second in zip(ours.parameters(), again.parameters(), strict=True))
+    own = empty(tmp_path / "saved")
+    fill(own, TensorSource({name: tensor.data for name, tensor in theirs.named_parameters()}), lambda done, total: None)
+    assert all(first.equal(second) for first, second in zip(ours.parameters(), own.parameters(), strict=True))
+
+
+def test_scales_may_lie_otherwise_than_values(float8_folder: Path) -> None:
+    tensors = load_file(float8_folder / "model.safetensors")
+    scales = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if name.endswith("proj_scale_inv") and EXPERTS in name}
+    models = [empty(float8_folder) for _ in range(2)]
+    for model, stored in zip(models, (tensors, tensors | scales), strict=True):
+        fill(model, TensorSource(stored), lambda done, total: None)
+    assert all(first.equal(second) for first, second in zip(*map(values_of, models), strict=True))
+
+
+FIRST = "model.language_model.layers.0.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {name: x for name, x in t.items() if name != f"{FIRST}down_proj"}, f"misses tensor {FIRST}down_proj"),
+        (lambda t: {name: x for name, x in single(t).items() if name != f"{FIRST}5.up_proj.weight"}, rf"misses tensor {FIRST}5\.up_proj"),
+        (lambda t: t | single(t), rf"tensor {FIRST}gate_up_proj can be read in more than one way"),
+        (lambda t: t | {f"{FIRST}down_proj": resaved(t)[f"{FIRST}down_proj"]}, rf"tensor {FIRST}(down|gate_up)_proj has shape"),
+        (lambda t: t | {f"{FIRST}down_proj": t[f"{FIRST}down_proj"][:-1]}, rf"tensor {FIRST}down_proj has shape"),
+        (lambda t: t | {f"{FIRST}9.up_proj.weight": torch.zeros(1)}, rf"has unexpected tensor {FIRST}9\.up_proj"),
+    ],
+)
+def test_what_fits_no_layout_or_two_is_refused(folder: Path, change: Callable[[Tensors], Tensors], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fill(empty(folder), TensorSource(change(load_file(folder / "model.safetensors"))), lambda done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob must be True"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers must be \[\]"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to num_experts"),
+    ],
+)
+def test_other_mixtures_are_refused(folder: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_published_sizes_have_dummies(tmp_path: Path) -> None:
+    for alias, hidden, layers, inner, is_fp8 in (("30B-A3B", 2048, 48, 768, False), ("235B-A22B-Thinking-FP8", 4096, 94, 1536, True)):
+        text = ModelConfig.from_folder(resolve(f"Qwen3-VL-{alias}", "dummy", tmp_path).folder).text
+        assert text.moe is not None
+        assert (text.hidden_size, text.num_layers, text.moe.intermediate_size, text.is_fp8) == (hidden, layers, inner, is_fp8)
+        assert (text.moe.num_experts, text.moe.num_experts_per_tok) == (128, 8)
+
+
+# ---- several ranks -----------------------------------------------------------------------------------------------------------------
+
+
+CUTS = ((False, False), (True, False), (False, True), (True, True))  # whole experts; float8
+
+
+def worker(rank: int, size: int, folders: tuple[Path, Path], out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
+    for whole_experts, is_fp8 in CUTS:
+        model = load(folders[is_fp8], TensorParallel(rank, size, dist.group.WORLD, whole_experts=whole_experts))
+        torch.save(logits_of(model, ONE_IMAGE, chunk=70), out / f"{rank}-{whole_experts}-{is_fp8}.pt")  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_the_logits_of_one(folder: Path, float8_folder: Path, tmp_path: Path) -> None:
+    """Two real processes, with a share of every expert or half of them whole. Red when a layer is cut at the wrong place."""
+    folders = folder, float8_folder
+    mp.spawn(worker, args=(2, folders, tmp_path), nprocs=2)
+    expected = [logits_of(load(source), ONE_IMAGE, chunk=70) for source in folders]  # type: ignore[arg-type]
+    for rank in range(2):
+        for whole_experts, is_fp8 in CUTS:
+            found = torch.load(tmp_path / f"{rank}-{whole_experts}-{is_fp8}.pt")
+            assert difference(found, expected[is_fp8]) < (1.5e-2 if is_fp8 else 1e-5)
+
+
+def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path) -> None:
+    text = ModelConfig.from_folder(folder).text
+    for tp, is_fp8, message in (
+        (TensorParallel(0, 3, None), False, r"moe_intermediate_size \(256\) does not divide over 3"),
+        (TensorParallel(0, 3, None, whole_experts=True), False, r"num_experts \(8\) does not divide over 3"),
+        (TensorParallel(0, 4, None), True, "64 x 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SparseMoe(replace(text, is_fp8=is_fp8), tp, TorchOps(), torch.float32, torch.device("cpu"))
+
+
+# ---- float8 ------------------------------------------------------------------------------------------------------------------------
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To float8 and back, 128 neighbouring values at a time."""
+    groups = x.reshape(-1, 128)
+    scale = groups.abs().max(dim=1, keepdim=True).values / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
+
+
+def rounding_experts(experts: torch.nn.Module, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """transformers' experts in few lines, with the inputs of products rounded."""
+    hidden, chosen, weights = args
+    out = torch.zeros_like(hidden)
+    for token in range(len(hidden)):
+        for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+            gate, up = F.linear(rounded(hidden[token]), experts.get_parameter("gate_up_proj")[expert]).chunk(2)
+            out[token] += weight * F.linear(rounded(F.silu(gate) * up), experts.get_parameter("down_proj")[expert])
+    return out
+
+
+def multiplied_out(tensors: Tensors, name: str) -> torch.Tensor:
+    """Values times scales, whatever the orientation that they share."""
+    scales = tensors[f"{name}_scale_inv"].float().repeat_interleave(128, -1).repeat_interleave(128, -2)
+    return tensors[name].float() * scales
+
+
+def test_float8_logits_equal_those_of_rounded_products(folder: Path, float8_folder: Path) -> None:
+    """Red if weights or inputs are scaled by another block's or group's scale, if a product is left out, or the router is rounded."""
+    ours, theirs, tensors = load(float8_folder), transformers_model(folder), load_file(float8_folder / "model.safetensors")
+    for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
+        matrix = multiplied_out(tensors, name)
+        theirs.get_parameter(name).data.copy_(matrix.transpose(1, 2) if EXPERTS in name else matrix)
+    unrounded = expected_logits(theirs, ours, ONE_IMAGE)  # type: ignore[arg-type]
+    for layer in theirs.model.language_model.layers:
+        for linear in [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]:
+            linear.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+        layer.mlp.experts.register_forward_hook(lambda module, args, _: rounding_experts(module, args))
+    expected, found = expected_logits(theirs, ours, ONE_IMAGE), logits_of(ours, ONE_IMAGE)  # type: ignore[arg-type]
+    assert difference(found, expected) < 1e-4
+    assert difference(found, unrounded) > 2e-2
+    assert difference(logits_of(ours, ONE_IMAGE, 37), found) < 1e-4  # type: ignore[arg-type]
+
+
+def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(folder: Path, float8_folder: Path) -> None:
+    model = load(folder)
+    model.quantize_()
+    for first, second in zip(values_of(model), values_of(load(float8_folder)), strict=True):
+        assert first.equal(second)
+
+
+def test_float8_dummies_are_made_in_float8(float8_folder: Path) -> None:
+    """Red if they are all zeros or not finite, differ from run to run, or have another scale than dummies in bfloat16."""
+    models = [empty(float8_folder) for _ in range(2)]
+    for model in models:
+        init_dummy_weights(model, seed=0)
+    assert all(first.equal(second) for first, second in zip(*map(values_of, models), strict=True))
+    for module in models[0].modules():
+        for matrix in vars(module).values():
+            if isinstance(matrix, BlockScaled):
+                assert float(matrix.dequantized().std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
+    logits = logits_of(models[0], TEXT)  # type: ignore[arg-type]
+    assert logits.isfinite().all() and 0.1 < logits.std() < 100
