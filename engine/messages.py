@@ -137,7 +137,7 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str | None = None
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
 
     token: bytes
