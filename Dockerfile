@@ -13,7 +13,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
     && useradd --uid 10001 --create-home engine
 WORKDIR /src
 COPY . .
-ENV FLASHINFER_WORKSPACE_BASE=/opt/engine/kernels HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton PATH=/opt/engine/bin:$PATH
+# FlashInfer keeps what it compiles in a folder named after the architectures: without a GPU it must be told them, or nothing is found later.
+ENV FLASHINFER_WORKSPACE_BASE=/opt/engine/kernels FLASHINFER_CUDA_ARCH_LIST=9.0a HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
+    PATH=/opt/engine/bin:$PATH
 RUN deploy/install.sh /opt/engine cuda
 WORKDIR /home/engine
 # The driver comes with the host; to load what was compiled, its stub is enough.

@@ -1,4 +1,4 @@
-"""Our probe results beside published figures of others and the compute bound: the README's table and plot.
+"""Our probe results beside published figures of others and the compute bound: the README's table and the plot of the notes.
 
     python -m bench.compare bench/results/h200/probe.json bench/results/h200/probe-64.json --plot bench/results/h200/compare.png
 

@@ -1,7 +1,7 @@
 """Waits until no client waits for an answer: what an orchestrator runs before it stops a replica. `python drain.py SECONDS`.
 
-New requests must already go elsewhere. `PORT` is the engine's, 8000 if unset; `ENGINE_API_KEY` its key. Ends in any case after SECONDS,
-and at once if the engine no longer answers.
+New requests must already go elsewhere. Reads `ENGINE_PORT` (8000 if unset) and `ENGINE_API_KEY`, as the engine does. Ends in any case
+after SECONDS, and at once if the engine no longer answers.
 """
 
 import json
@@ -17,7 +17,7 @@ EVERY_S = 0.5
 def open_streams() -> int:
     """Choices that a client waits for. OSError if the engine does not answer."""
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("ENGINE_API_KEY")) else {}
-    request = urllib.request.Request(f"http://127.0.0.1:{os.environ.get('PORT', '8000')}/load", headers=headers)
+    request = urllib.request.Request(f"http://127.0.0.1:{os.environ.get('ENGINE_PORT', '8000')}/load", headers=headers)
     with urllib.request.urlopen(request, timeout=4) as answer:
         return int(json.load(answer)["server_load"])
 

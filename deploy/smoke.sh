@@ -6,16 +6,16 @@ set -euo pipefail
 prefix=$(cd "$1" && pwd) picture=$(realpath "$2") answer=$3
 shift 3
 cd "$(mktemp -d)"
-port=${PORT:-8017}
+port=${ENGINE_PORT:-8017}
 "$prefix/bin/python" -m engine.cli serve --port "$port" "$@" &
 engine=$!
 trap 'kill "$engine" 2>/dev/null || true; wait "$engine" || true' EXIT
 for _ in $(seq 120); do
-  PORT=$port "$prefix/bin/python" "$prefix/deploy/healthcheck.py" && break
+  ENGINE_PORT=$port "$prefix/bin/python" "$prefix/deploy/healthcheck.py" && break
   kill -0 "$engine"
   sleep 1
 done
-PORT=$port "$prefix/bin/python" "$prefix/deploy/healthcheck.py"
+ENGINE_PORT=$port "$prefix/bin/python" "$prefix/deploy/healthcheck.py"
 url="data:image/png;base64,$(base64 -w0 "$picture")"
 printf '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "%s"}}, {"type": "text", "text": "What number is in the picture?"}]}]}' "$url" > body.json
 "$prefix/bin/python" - "$port" "$answer" << 'PYTHON'
@@ -25,7 +25,7 @@ said = json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]["me
 print("asked what number is in the picture, said:", said)
 sys.exit(said != sys.argv[2])
 PYTHON
-PORT=$port "$prefix/bin/python" "$prefix/deploy/drain.py" 10
+ENGINE_PORT=$port "$prefix/bin/python" "$prefix/deploy/drain.py" 10
 kill "$engine"
 trap - EXIT
 wait "$engine"

@@ -6,6 +6,7 @@
 | processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
 | processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
 | scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
+| processor -> rank 0   | Prefetch                      | a plain JPEG as a region: a hint                                           |
 | scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
 | worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
 | all -> launcher       | Status                        | progress, ready, failure                                                   |
@@ -185,6 +186,7 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     height: int
     width: int
     orientation: int = 1
+    ticket: int = 0  # of the Prefetch that announced it to rank 0, if there was one
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -265,6 +267,13 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats | None = None
     heartbeat: float = 0.0
     wanted: list[WantedPixels] = []
+
+
+class Prefetch(msgspec.Struct, tag=True, frozen=True):
+    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten."""
+
+    source: ImageSource
+    ticket: int
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
@@ -366,6 +375,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
+    out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
 
 
 Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some
@@ -392,3 +402,4 @@ class Status(msgspec.Struct, frozen=True):
 
 ToProcessor = Payload | Submit | Abort | EngineOutputs
 ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat
+ToWorker = StepPlan | Prefetch

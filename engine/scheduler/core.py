@@ -34,6 +34,7 @@ from engine.scheduler.state import State
 from engine.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
+OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
 
@@ -244,7 +245,9 @@ class SchedulerCore:
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
-            self._fail_image(step.encoded[image_id])
+            self._fail_image(step.made[image_id])
+        if any(result.out_of_memory for result in results):
+            self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
@@ -277,6 +280,19 @@ class SchedulerCore:
         self._outputs.append(output)
         if reason is not None:
             self._end(request)
+
+    def _give_up(self, step: PlannedStep) -> None:
+        """A step was not computed: its requests get an error, and those that go on from what it should have made, siblings' blocks or
+        images, in plans on their way. Its caches forget all of it."""
+        rids = {request.rid for request in step.requests}
+        for later in self._in_flight:
+            pairs = zip(later.step.requests, later.step.plan.chunks, strict=True)
+            rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
+        for digest in step.made.values():
+            self.state.forget_image(digest)
+        for rid in rids:
+            for request in self._live(rid):
+                self._fail(request, OUT_OF_MEMORY)
 
     def _fail_image(self, digest: bytes) -> None:
         """Every request that shares the image gets the client's error; its hash is forgotten."""

@@ -36,7 +36,7 @@ class PlannedStep:
 
     plan: StepPlan
     requests: list[Request]  # of plan.chunks, in their order
-    encoded: dict[int, bytes]  # image id -> hash
+    made: dict[int, bytes]  # image id -> hash, of what the step encodes or restores
 
 
 def plan(state: State) -> PlannedStep | None:
@@ -55,7 +55,7 @@ class _StepBuilder:
         self.admits: list[Admit] = []
         self.restores: list[Restore] = []
         self.encodes: list[Encode] = []
-        self.encoded: dict[int, bytes] = {}
+        self.made: dict[int, bytes] = {}
         self.prefills: list[tuple[Request, Chunk]] = []
         self.decodes: list[tuple[Request, Chunk]] = []
         self.unpins: list[tuple[Request, int]] = []
@@ -104,7 +104,7 @@ class _StepBuilder:
             chunks=[chunk for _, chunk in members],
         )
         self.state.note_plan(step)
-        return PlannedStep(step, [request for request, _ in members], self.encoded)
+        return PlannedStep(step, [request for request, _ in members], self.made)
 
     def _admit_waiting(self, before: tuple[float, int]) -> int:
         """First chunks of waiting requests before `before` in the order, and their number. One that cannot start holds up all behind it."""
@@ -296,10 +296,10 @@ class _StepBuilder:
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
         """An embedding that the device lacks comes from the host's copy or from the tower."""
+        self.made[entry.image_id] = span.hash
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
             return
         self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
-        self.encoded[entry.image_id] = span.hash
         self.num_encoder_tokens += span.length
         request.wire.stages.images_encoded += 1

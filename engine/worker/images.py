@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.messages import Encode, Restore, Save
+from engine.messages import Encode, Prefetch, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.contract import VisionLanguageModel
@@ -35,6 +35,9 @@ class Encoded:
     pixels: list[torch.Tensor]
     read_ms: float
     marks: Marks
+
+
+NOTHING_ENCODED = Encoded([], [], 0.0, Marks((), ()))
 
 
 class ImageCache:
@@ -92,6 +95,11 @@ class ImageCache:
         if restores:
             self._let_current_stream_wait()
 
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """As `ImageReader.prefetch`, for the tower's stream."""
+        with torch.cuda.stream(self._stream):
+            self._reader.prefetch(prefetch)
+
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
         reports it.
@@ -109,6 +117,13 @@ class ImageCache:
             self._gather(encodes, own)
         return encoded
 
+    def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
+        """What a step that was given up should have added are zeros, which take next to no memory, until a plan evicts them."""
+        zero = self._zeros(1)
+        counts = [(encode.image_id, self._num_tokens(encode)) for encode in encodes]
+        for image_id, num_tokens in [*counts, *((restore.image_id, restore.num_tokens) for restore in restores)]:
+            self.tensors[image_id] = zero.expand(-1, num_tokens, -1)
+
     def prepare(self, is_busy: bool) -> bool:
         """As `VisionLanguageModel.prepare`."""
         with torch.cuda.stream(self._stream):
@@ -117,7 +132,7 @@ class ImageCache:
     def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
         """The embeddings of these images in their order."""
         if not share:
-            return [], Encoded([], [], 0.0, Marks((), ()))
+            return [], NOTHING_ENCODED
         failed: list[int] = []
         kept: list[torch.Tensor] = []
         own: list[torch.Tensor] = []

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import ImageSource
+from engine.messages import ImageSource, Prefetch
+from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
 from models.backends.jpeg import JpegDecoder
 
 
@@ -21,28 +22,53 @@ class ImageReader:
         self._decoder = decoder
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._early: dict[int, tuple[torch.Tensor | None, bytes]] = {}  # by ticket, at most one: pixels, and what they are decoded from
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Reads an image for a plan that names its ticket; in place of the one before.
+
+        Its bytes may be another upload's by now, which nobody has checked: to decode such could take any time and memory. So they are
+        copied, and the copy is decoded only if it is a plain JPEG of the size that was announced.
+        """
+        if self._early and self._stream is not None:
+            self._stream.synchronize()  # nobody wanted it, so perhaps it is still being read
+        self._early.clear()
+        source, copy = prefetch.source, bytes(self._bytes(prefetch.source))
+        plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
+        stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
+        if plain is not None and (plain.height, plain.width) == stored:
+            (pixels,) = self._on_stream([source], [memoryview(copy)])
+            self._early[prefetch.ticket] = (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
+        missing = [source for source in sources if source.ticket not in self._early]
+        found = iter(self._on_stream(missing, [self._bytes(source) for source in missing]))
+        return [self._early.pop(source.ticket)[0] if source.ticket in self._early else next(found) for source in sources]
+
+    def _on_stream(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if self._stream is None:
-            return self._read(sources)
+            return self._read(sources, payloads)
         with torch.cuda.stream(self._stream):
-            pixels = self._read(sources)
+            pixels = self._read(sources, payloads)
             if any(source.orientation != 1 for source in sources):
                 self._stream.synchronize()  # what was turned was read from the decoder's own memory, which is free again now
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pixels
 
-    def _read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
+    def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
-        pairs = [(source, self._arena.view(source.region.offset, source.region.length)) for source in sources]
+        pairs = list(zip(sources, payloads, strict=True))
         decoded = iter(self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"]))
         return [
             self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source, payload) for source, payload in pairs
         ]
+
+    def _bytes(self, source: ImageSource) -> memoryview:
+        return self._arena.view(source.region.offset, source.region.length)
 
     def _rgb(self, source: ImageSource, payload: memoryview) -> torch.Tensor:
         flat = torch.frombuffer(payload, dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch
 
 from engine.config import num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag
-from engine.messages import DEPTH, StepPlan, StepResult, WorkerReady
+from engine.messages import DEPTH, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.pulse import Heart
@@ -28,14 +28,16 @@ IDLE_POLL_S = 1.0
 SPIN_S = 20e-6
 
 
-def run(runner: Runner, plans: Inbox[StepPlan], results: Outbox[WorkerReady | StepResult], stopping: StopFlag, heart: Heart) -> None:
+def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | StepResult], stopping: StopFlag, heart: Heart) -> None:
     """The loop: a step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     while not stopping.is_set():
         if not pending:
             heart.note("idle")
         plan = plans.recv_ready() if pending else plans.recv(timeout=IDLE_POLL_S)
-        if plan is not None:
+        if isinstance(plan, Prefetch):
+            runner.prefetch(plan)
+        elif plan is not None:
             heart.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
             heart.note("step")
@@ -63,7 +65,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stopping.set)
-    plans: Inbox[StepPlan] = Inbox(child.run_dir, child.role, StepPlan)
+    plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
         model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))

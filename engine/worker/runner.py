@@ -3,6 +3,7 @@
 Nothing here waits for the device: a launched step is a handle that is asked later whether it is done.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -10,9 +11,9 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, StepPlan, StepResult
+from engine.messages import Admit, Prefetch, StepPlan, StepResult
 from engine.worker.graphs import StepGraphs
-from engine.worker.images import Encoded, ImageCache
+from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.prompt import PromptScores, score_prompts
@@ -22,6 +23,8 @@ from engine.worker.stopwatch import Marks, Stopwatch
 from models.attention.paged import AttentionBackend
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class LaunchedStep:
     scores: PromptScores | None
     encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
+    out_of_memory: bool = False
 
     def result(self) -> StepResult:
         """Waits for the device, then says what came out."""
@@ -53,6 +57,7 @@ class LaunchedStep:
             forward_ms=forward_ms,
             logprobs=self.sampled.logprobs_per_draw(),
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
+            out_of_memory=self.out_of_memory,
         )
 
 
@@ -84,8 +89,19 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueues a whole step and returns at once (on a GPU)."""
+        """Enqueues a whole step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine; but not beside
+        other ranks, which may wait in a collective."""
         launched = time.monotonic()
+        try:
+            return self._launch(plan, launched)
+        except (torch.OutOfMemoryError, MemoryError):
+            if self._tp.size > 1:
+                raise
+            if self._on_gpu:
+                torch.cuda.synchronize()  # what the step has allocated so far may still be worked on
+        return self._give_up(plan, launched)
+
+    def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         self._images.save(plan.saves)
         self._images.evict(plan.evict)
         for admit in plan.admits:
@@ -108,6 +124,23 @@ class Runner:
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, encoded, marks)
+
+    def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
+        """A step that computes nothing. Plans on their way may name its images."""
+        logger.error("step %d ran out of memory and is given up", plan.step)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+        self._images.leave_out(plan.encodes, plan.restores)
+        watch = Stopwatch(self._on_gpu)
+        watch.mark()
+        watch.mark()
+        nothing = Sampled(torch.empty(0, dtype=torch.int64), None)
+        return LaunchedStep(plan.step, self._tp.rank, launched, nothing, None, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
+
+    @torch.inference_mode()
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Enqueues the reading of an image that a plan may come to name."""
+        self._images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:

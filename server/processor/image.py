@@ -24,6 +24,7 @@ from models.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.base64_text import decode_base64, decode_data_url
+from server.processor.early import EarlyReads
 from server.processor.fetch import Fetcher
 from server.processor.inspect import Header, Inspector
 from server.processor.pixels import DecodedSize, decode_rgb
@@ -39,9 +40,10 @@ NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is de
 class ImageTools:
     """What all images share: memory, threads, limits, and which files were decoded before. Make it inside a running event loop."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room):
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads):
         self.bodies = bodies
         self.room = room
+        self.early = early
         self.inspector = Inspector(config, checkpoint)
         self.fetcher = Fetcher(config)
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
@@ -84,6 +86,7 @@ class Image:
         self._index = 0  # in its request
         self._digest = b""  # of the encoded bytes
         self._header: Header | None = None  # when they are there
+        self._ticket = 0  # under which rank 0 reads it already
         self._encoded: Region | None = None
         self._pixels: Region | None = None
         self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
@@ -125,12 +128,15 @@ class Image:
 
     async def _encode(self) -> None:
         """payload or URL -> encoded"""
-        payload = self._ref.payload
+        payload, tools = self._ref.payload, self._tools
         if payload is not None:
-            self._digest, self._header = await self._take_payload(payload)
+            self._digest, header = await self._take_payload(payload)
         else:
             encoded = await self._fetch(self._ref.url or "")
-            self._digest, self._header = await _run(self._tools.media_pool, lambda: self._tools.inspector.inspect(encoded.view))
+            self._digest, header = await _run(tools.media_pool, lambda: tools.inspector.inspect(encoded.view))
+        self._header = header
+        if header.stays_encoded:
+            self._ticket = tools.early.announce(self._digest, self._jpeg_source(header))
 
     async def _take_payload(self, payload: WireRegion) -> tuple[bytes, Header]:
         """Base64 from a request body, decoded into our arena and looked at in one go."""
@@ -171,13 +177,18 @@ class Image:
         self.hash = inspector.identity(self._digest, geometry)
         size = None if header.stays_encoded else self._tools.known_size(self._digest)
         if header.stays_encoded:
-            self.source = _source("jpeg", encoded, header.height, header.width, header.orientation)
+            self.source = self._jpeg_source(header)
         elif size is not None:
             self.source = _source("file", encoded, size.height, size.width)
         else:
             await self._decode(encoded, self._tools.room.take(3 * header.height * header.width))
         self.grid = inspector.grid(geometry, self.source.height, self.source.width)
         self.num_tokens = geometry.num_tokens(self.grid)
+
+    def _jpeg_source(self, header: Header) -> ImageSource:
+        assert self._encoded is not None
+        region = WireRegion(PROCESSOR_ARENA, self._encoded.offset, self._encoded.used)
+        return ImageSource("jpeg", region, header.height, header.width, header.orientation, self._ticket)
 
     async def _make_pixels(self) -> None:
         """file -> rgb"""
@@ -211,8 +222,8 @@ async def release_all(images: Iterable[Image]) -> None:
     await asyncio.gather(*(image.release() for image in images))
 
 
-def _source(encoding: Literal["rgb", "jpeg", "file"], region: Region, height: int, width: int, orientation: int = 1) -> ImageSource:
-    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width, orientation)
+def _source(encoding: Literal["rgb", "file"], region: Region, height: int, width: int) -> ImageSource:
+    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width)
 
 
 def _start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -15,8 +15,9 @@ import uvloop
 
 from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
-from engine.messages import API_ARENA, PROCESSOR_ARENA, Abort, EngineOutputs, Events, Payload, Submit, ToProcessor, ToScheduler
+from engine.messages import API_ARENA, PROCESSOR_ARENA, Abort, EngineOutputs, Events, Payload, Prefetch, Submit, ToProcessor, ToScheduler
 from server.checkpoint import read_checkpoint
+from server.processor.early import EarlyReads
 from server.processor.image import ImageTools
 from server.processor.intake import Intake
 from server.processor.output import Output
@@ -41,7 +42,9 @@ class Processor:
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         warm_up(self._arena, bodies)
         self._requests: dict[int, Request] = {}
-        self._tools = ImageTools(child.config, checkpoint, bodies, Room(self._arena, lambda: self._num_holders > 1))
+        worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if child.runtime.device == "cuda" else None
+        room = Room(self._arena, lambda: self._num_holders > 1)
+        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker))
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._intake = Intake(child.config, folder, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)
@@ -52,6 +55,8 @@ class Processor:
         try:
             while True:
                 message = await self._inbox.recv()
+                if not self._num_holders:
+                    self._tools.early.arm()
                 match message:
                     case Payload():
                         self._intake.begin(message)

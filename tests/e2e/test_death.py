@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.serving import SMALL, Engine, is_alive, role_of
 
 DEADLINE_S = 15
+NOTICED_S = 25
 
 
 def shared_memory() -> set[str]:
@@ -68,3 +69,24 @@ def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
         engine.assert_gone()
         assert shared_memory() <= before
         engine.log_path.unlink()
+
+
+def test_an_idle_worker_that_is_stopped_is_noticed(tiny: Path) -> None:
+    """Red if an engine of which a process is stopped looks healthy for as long as nobody asks it for anything."""
+    engine = Engine(tiny, [])
+    try:
+        worker = next(pid for pid in engine.children if role_of(pid) == "worker")
+        assert httpx.get(f"{engine.url}/health").status_code == 200
+        os.kill(worker, signal.SIGSTOP)
+        deadline = time.monotonic() + NOTICED_S
+        while httpx.get(f"{engine.url}/health").status_code == 200:
+            assert time.monotonic() < deadline, "nobody noticed"
+            time.sleep(0.2)
+        os.kill(worker, signal.SIGCONT)
+        deadline = time.monotonic() + DEADLINE_S
+        while httpx.get(f"{engine.url}/health").status_code != 200:
+            assert time.monotonic() < deadline, "what goes on is not seen to"
+            time.sleep(0.2)
+    finally:
+        engine.kill()
+    engine.log_path.unlink()

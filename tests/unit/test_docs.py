@@ -2,16 +2,24 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from engine.config import EngineConfig
 from engine.flags import make_parser
+from engine.params import MAX_TOP_LOGPROBS
+from server.api import schema
+from server.api.status import Status
+from server.http.app import ENDPOINTS
+from server.http.body import MAX_TEXT_BYTES
+from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]
@@ -75,7 +83,7 @@ def test_a_missing_path_would_be_found() -> None:
 def test_generated_pages_are_what_the_code_says(name: str) -> None:
     """Red if a flag or a field changes and its page does not: run `python docs/generate.py`."""
     page = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
-    assert page == generator().PAGES[name]().splitlines()
+    assert page == generator().PAGES[name]().splitlines(), "run python docs/generate.py"
 
 
 def test_advice_is_for_flags_that_exist() -> None:
@@ -116,3 +124,43 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     """Red if a page is written that no reader of the site can find."""
     listed = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     assert listed == {page.name for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Red for a link or an anchor between pages that leads nowhere, or a file that a page includes and that is gone."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    run = subprocess.run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "one bad request fails alone" in (tmp_path / "site/security/index.html").read_text(encoding="utf-8")
+    assert not list((tmp_path / "site").rglob("generate*"))
+
+
+def limits() -> dict[str, str]:
+    """Of docs/api.md: the first cell of each row of its limits -> the second."""
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Limits")[2].partition("\n## ")[0]
+    return {cells[0]: cells[1] for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)}
+
+
+def test_limits_of_the_api_page_are_those_of_the_code() -> None:
+    """Red if a default or a fixed limit changes and a client's author reads the old one."""
+    config, page = EngineConfig(), limits()
+    assert page["body"] == f"{config.max_body_bytes >> 20} MiB"
+    assert page["of it, besides images"] == f"{MAX_TEXT_BYTES >> 20} MiB"
+    assert page["time of a body"].startswith(f"{config.body_timeout} s")
+    assert page["images of a request"] == f"{config.max_images_per_request}"
+    assert page["pixels of an image"] == f"{config.max_image_pixels // 10**6} million"
+    assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
+    assert page["a download"].startswith(f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects")
+    assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
+    assert page["answers to a request (`n`)"] == f"{schema.MAX_ANSWERS}"
+    assert page["most likely tokens reported beside each"] == f"{MAX_TOP_LOGPROBS}"
+    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_PROMPTS
+    assert page["messages; tools; stop strings; prompts of a text completion"] == "; ".join(f"{count:,}" for count in counts)
+
+
+def test_every_endpoint_is_on_the_api_page() -> None:
+    """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
+    told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
+    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/"}
+    assert told == {path.replace("{name:path}", "NAME") for path in routes}

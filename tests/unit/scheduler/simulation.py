@@ -84,6 +84,7 @@ class SimulatedWorker:
         self.block_size = block_size
         self.rng = rng
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.written: list[dict[tuple[int, int], bytes]] = []  # by each step
         self.images: dict[int, bytes] = {}
         self.host: list[tuple[bytes, int] | None] = [None] * host_bytes  # of each byte: which image's, and which one of its bytes
         self.lengths: dict[bytes, int] = {}  # image tokens, by hash
@@ -94,12 +95,13 @@ class SimulatedWorker:
     def execute(self, step: PlannedStep, sequences: dict[Key, "Sequence"]) -> list[list[int]]:
         """The ids that each sampled chunk draws."""
         plan = step.plan
+        self.written.append({})
         self._move_images(plan)
         for admit in plan.admits:
             self.tables[admit.row] = list(admit.blocks)
         for encode in plan.encodes:
             assert encode.image_id not in self.images
-            digest = step.encoded[encode.image_id]
+            digest = step.made[encode.image_id]
             assert digest not in self.images.values(), "encoded although cached"
             assert encode.source == make_source(digest, "rgb"), "encoded without its pixels"
             self.images[encode.image_id] = digest
@@ -154,7 +156,17 @@ class SimulatedWorker:
             if position < start:
                 assert self.slots.get(slot) == meanings[position], f"token {position} reads KV of something else"
             else:
-                self.slots[slot] = meanings[position]
+                self._write(slot, meanings[position])
+
+    def _write(self, slot: tuple[int, int], meaning: bytes) -> None:
+        self.slots[slot] = self.written[-1][slot] = meaning
+
+    def lose(self, step: PlannedStep) -> None:
+        """The step was given up: nothing of it is there, unless a later one has put something else in its place."""
+        for slot, meaning in self.written[step.plan.step].items():
+            if self.slots[slot] == meaning:
+                del self.slots[slot]
+        self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
 
     def _guess(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
@@ -162,7 +174,7 @@ class SimulatedWorker:
         before = sequence.meanings()[end - 1]
         for position, draft in enumerate(drafts, end):
             before = sequence.meaning(before, position, draft)
-            self.slots[self.tables[row][position // self.block_size], position % self.block_size] = before
+            self._write((self.tables[row][position // self.block_size], position % self.block_size), before)
 
     def _verify(self, sequence: "Sequence", drafts: tuple[int, ...]) -> list[int]:
         """The drafts up to the first one that does not hold, and one token more. A sampler may refuse one that is as good as any."""
@@ -230,6 +242,8 @@ class Simulation:
         self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
+        self.give_up_rate = 0.0  # of steps that run out of memory
+        self.given_up: set[int] = set()
         self.draft_rate = 0.0  # of requests for which somebody guesses before a step, also while their results are on the way
         self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
         self.num_cut = 0  # requests of which some tokens were drawn behind their end
@@ -256,8 +270,10 @@ class Simulation:
             if not request.drafts and self.rng.random() < self.draft_rate:
                 request.drafts = self.sequences[key_of(request.rid, request.index)].guess(self.rng)
         while self.core.num_in_flight < DEPTH and (step := self.core.next_step()) is not None:
-            failed = [image_id for image_id, digest in step.encoded.items() if digest in self.bad_images]
+            failed = [image_id for image_id, digest in step.made.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
+            if self.rng.random() < self.give_up_rate:
+                self.given_up.add(step.plan.step)
             self.core.state.check()
             self._check_budgets(step)
             self._check_drafts(step)
@@ -276,9 +292,16 @@ class Simulation:
             flat, counts = [token for drawn in tokens for token in drawn], [len(drawn) for drawn in tokens]
             counts = counts if max(counts, default=1) > 1 else []
             result = StepResult(rank, step.plan.step, flat if rank == 0 else [], failed_here, 1.0, 2.0, num_tokens=counts)
+            if step.plan.step in self.given_up:
+                result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)
+        if step.plan.step in self.given_up:
+            self.worker.lose(step)
+            later = (pair for after, *_ in self.in_flight for pair in zip(after.requests, after.plan.chunks, strict=True))
+            readers = [request for request, chunk in later if any(ref.image_id in step.made for ref in chunk.visual)]
+            assert all(request.status is Status.STOPPING for request in [*step.requests, *readers]), "goes on from what was not computed"
         self._count_drafts(step, tokens)
-        assert not any(self.core.state.images.knows(step.encoded[image_id]) for image_id in failed), "an image that failed is kept"
+        assert not any(self.core.state.images.knows(step.made[image_id]) for image_id in failed), "an image that failed is kept"
         self.core.state.check()
         self._take()
         return True

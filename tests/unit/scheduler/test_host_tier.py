@@ -174,7 +174,7 @@ def test_an_image_that_failed_is_forgotten_by_both_tiers() -> None:
     sim.bad_images = {digest}
     first = sim.core.next_step()
     assert first is not None
-    sim.in_flight.append((first, sim.worker.execute(first, sim.sequences), list(first.encoded)))
+    sim.in_flight.append((first, sim.worker.execute(first, sim.sequences), list(first.made)))
     show(sim, 1, b"b", files=False)
     second = sim.core.next_step()
     assert second is not None and len(second.plan.saves) == 1 and digest in sim.core.state.images.host

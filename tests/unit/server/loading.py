@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.messages import API_ARENA, MediaRef, Region
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
+from server.processor.early import EarlyReads
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.room import Room
 
@@ -24,7 +25,7 @@ class Loading:
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
         room = Room(self.arena, is_shared=lambda: False)
-        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room)  # type: ignore[arg-type]
+        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, EarlyReads(None))  # type: ignore[arg-type]
         self._images: list[Image] = []
 
     async def close(self) -> None:

@@ -1,10 +1,15 @@
 """What the worker reads images from: encodings that a plan may name."""
 
+import io
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from engine.arena import ArenaView, create_memfd
-from engine.messages import ImageSource, Region
+from engine.messages import ImageSource, Prefetch, Region
 from engine.worker.jpeg import ImageReader
 from models.backends.torch.jpeg import PillowDecoder
 
@@ -16,3 +21,64 @@ def test_a_plan_without_pixels_is_a_bug() -> None:
     reader = ImageReader(ArenaView(create_memfd("arena", 4096), 4096), PillowDecoder(1, CPU), CPU)
     with pytest.raises(AssertionError, match="without its pixels"):
         reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
+
+
+class Announced:
+    """An arena with JPEGs at given places, a reader of it, and how often it decoded."""
+
+    def __init__(self) -> None:
+        self.arena = ArenaView(create_memfd("arena", 1 << 20), 1 << 20, writable=True)
+        self.num_decoded = 0
+        self._pillow = PillowDecoder(1, CPU)
+        self.reader = ImageReader(self.arena, self, CPU)
+
+    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
+        self.num_decoded += len(payloads)
+        return self._pillow.decode(payloads)
+
+    def put(self, offset: int, data: bytes) -> Region:
+        self.arena.view(offset, len(data))[:] = data
+        return Region(1, offset, len(data))
+
+
+def jpeg(seed: int, height: int = 40, width: int = 56, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", **options)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def test_an_announced_image_is_read_once() -> None:
+    """Red if a plan's images come in another order, or one that is there already is decoded again."""
+    there = Announced()
+    sources = [ImageSource("jpeg", there.put(20_000 * i, jpeg(i)), 40, 56, ticket=7 * (i == 1)) for i in range(3)]
+    expected = there.reader.read([ImageSource("jpeg", source.region, 40, 56) for source in sources])
+    there.num_decoded = 0
+    there.reader.prefetch(Prefetch(sources[1], 7))
+    there.put(20_000, jpeg(9))  # the copy counts
+    assert all(torch.equal(a, b) for a, b in zip(there.reader.read(sources), expected, strict=True))  # type: ignore[arg-type]
+    assert there.num_decoded == 3
+
+
+@pytest.mark.parametrize("data", [jpeg(1, 64, 64), jpeg(1, progressive=True), b"\xff\xd8 anything \xff\xd9", b"\0" * 500])
+def test_bytes_that_nobody_has_checked_are_not_decoded(data: bytes) -> None:
+    """Red if a client can have the worker decode what was refused, by letting it lie where an announced image was."""
+    there = Announced()
+    region = there.put(0, data)
+    there.reader.prefetch(Prefetch(ImageSource("jpeg", region, 40, 56), 3))
+    assert there.num_decoded == 0
+    good = ImageSource("jpeg", there.put(0, jpeg(2)), 40, 56, ticket=3)
+    (pixels,) = there.reader.read([good])
+    assert pixels is not None and pixels.shape == (40, 56, 3) and there.num_decoded == 1
+
+
+def test_the_next_announcement_takes_the_place_of_one_that_nobody_wanted() -> None:
+    there = Announced()
+    first, second = (ImageSource("jpeg", there.put(20_000 * i, jpeg(i)), 40, 56, ticket=1 + i) for i in range(2))
+    there.reader.prefetch(Prefetch(first, 1))
+    there.reader.prefetch(Prefetch(second, 2))
+    assert there.num_decoded == 2
+    there.reader.read([second])
+    assert there.num_decoded == 2
+    there.reader.read([first])
+    assert there.num_decoded == 3

@@ -1,0 +1,53 @@
+"""Which images rank 0 is told of before there is a plan. Red if a busy engine's worker is kept from its plans, or known images are read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.messages import ImageSource, Prefetch, Region
+from server.processor.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
+
+SOURCE = ImageSource("jpeg", Region(1, 0, 1000), 720, 1280)
+
+
+@pytest.fixture
+def sent() -> list[Prefetch]:
+    return []
+
+
+@pytest.fixture
+def early(sent: list[Prefetch]) -> EarlyReads:
+    worker: Any = SimpleNamespace(send=sent.append)
+    return EarlyReads(worker)
+
+
+def test_the_first_new_image_of_an_idle_engine(early: EarlyReads, sent: list[Prefetch]) -> None:
+    assert early.announce(b"a", SOURCE) == 0  # nobody said that the engine is idle
+    early.arm()
+    assert early.announce(b"a", SOURCE) == 0  # seen before, so it is encoded as a rule
+    ticket = early.announce(b"b", SOURCE)
+    assert ticket and sent == [Prefetch(SOURCE, ticket)]
+    assert early.announce(b"c", SOURCE) == 0  # one is enough: the others are read while the device works on it
+    early.arm()
+    assert early.announce(b"d", SOURCE) == ticket + 1
+
+
+def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch]) -> None:
+    early.arm()
+    assert early.announce(b"a", ImageSource("jpeg", Region(1, 0, 1000), 8000, 8000)) == 0
+    assert early.announce(b"b", ImageSource("jpeg", Region(1, 0, MAX_BYTES + 1), 720, 1280)) == 0
+    assert not sent and early.announce(b"c", SOURCE)
+
+
+def test_what_is_remembered_is_bounded(early: EarlyReads) -> None:
+    for i in range(NUM_REMEMBERED + 1):
+        early.announce(i.to_bytes(4, "little"), SOURCE)
+    early.arm()
+    assert early.announce((0).to_bytes(4, "little"), SOURCE)
+
+
+def test_without_a_gpu_nobody_is_told() -> None:
+    early = EarlyReads(None)
+    early.arm()
+    assert early.announce(b"a", SOURCE) == 0

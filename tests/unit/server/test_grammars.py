@@ -1,0 +1,76 @@
+"""A grammar's way through the real processor: compiled by its child, handed to the scheduler in the arena, refused where it is none."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xgrammar
+
+from engine.grammar.vocabulary import read_vocabulary
+from engine.ipc import Outbox
+from engine.messages import ChatPrompt, EngineRequest, OutputOptions, Region, RequestOutput, Stages, Submit, ToProcessor
+from engine.params import Grammar, SamplingParams
+from tests.unit.server.stack import FakeScheduler, Stack
+
+MESSAGES = b'[{"role": "user", "content": "hi"}]'
+FIRST_RID = 1 << 40  # none of the api's: it ignores what comes of these
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "thinking"])
+def running(request: pytest.FixtureRequest, model_folder: Path, thinking_folder: Path) -> Iterator[tuple[Stack, Path]]:
+    folder = thinking_folder if request.param else model_folder
+    stack = Stack(folder)
+    yield stack, folder
+    stack.close()
+
+
+def submit(stack: Stack, rid: int, grammar: Grammar | None) -> None:
+    processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
+    processor.send(Submit(rid, ChatPrompt(MESSAGES), [], SamplingParams(), OutputOptions(), Stages(), grammar=grammar))
+    processor.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
+    """Red if rank 0 could not read a grammar, if it holds before the thoughts end, if its region is lost or its child outlives it."""
+    stack, folder = running
+    found: list[bytes] = []
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        found.append(b"" if request.grammar is None else scheduler.bytes_at(Region(*region_of(request))))
+        scheduler.send([RequestOutput(request.rid, [5], "stop", stages=Stages())], [request.rid])
+
+    stack.scheduler.script = script
+    assert not children_of(stack.processes["processor"].pid)
+    for rid, grammar in enumerate((Grammar("regex", "[ab]+c"), Grammar("regex", "(["), None, Grammar("regex", "[ab]+c")), FIRST_RID):
+        submit(stack, rid, grammar)
+    stack.wait_until(lambda: len(found) == 3, seconds=60)
+    requests = {request.rid - FIRST_RID: request for request in stack.scheduler.requests}
+    assert requests.keys() == {0, 2, 3} and sum(not data for data in found) == 1
+    vocabulary = read_vocabulary(folder)
+    end = vocabulary.decoded_vocab.index(b"</think>")
+    for rid in (0, 3):
+        grammar = requests[rid].grammar
+        assert grammar is not None and grammar.after == (end if folder.name.startswith("thinking") else None)
+    for data in filter(None, found):
+        matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary))
+        assert matcher.accept_string("abbac") and not matcher.accept_string("c")
+    stack.settle()
+    (compiler,) = children_of(stack.processes["processor"].pid)
+    os.kill(stack.processes["processor"].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{compiler}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{compiler}/stat").exists()
+
+
+def region_of(request: EngineRequest) -> tuple[int, int, int]:
+    assert request.grammar is not None
+    region = request.grammar.region
+    return region.arena, region.offset, region.length
