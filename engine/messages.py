@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import Grammar, OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
 from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
@@ -89,19 +89,6 @@ class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
     """Token ids, within the vocabulary."""
 
     ids: list[int]
-
-
-class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
-
-    stop: list[str] = []
-    include_stop: bool = False  # a stop string is the end of the text instead of behind it
-    skip_special_tokens: bool = True
-    calls: Literal["none", "one", "all"] = "none"
-    must_call: bool = False  # nothing but calls
-    called: str | None = None  # of this function only
-    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
-    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
 
 
 class Submit(msgspec.Struct, tag=True):

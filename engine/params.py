@@ -77,3 +77,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+class OutputOptions(msgspec.Struct, frozen=True):
+    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+
+    stop: list[str] = []
+    include_stop: bool = False  # a stop string is the end of the text instead of behind it
+    skip_special_tokens: bool = True
+    calls: Literal["none", "one", "all"] = "none"
+    must_call: bool = False  # nothing but calls
+    called: str | None = None  # of this function only
+    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
+    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space

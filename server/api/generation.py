@@ -18,10 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.messages import (
-    OutputOptions,
     Submit,
 )
-from engine.params import SamplingParams
+from engine.params import OutputOptions, SamplingParams
 from engine.stats import Stages
 from server.api.fields import UnknownFields
 from server.api.schema import GenerationRequest

@@ -5,8 +5,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.messages import OutputOptions, Submit, TextPrompt, TokenPrompt
-from engine.params import SamplingParams
+from engine.messages import (
+    Submit,
+    TextPrompt,
+    TokenPrompt,
+)
+from engine.params import OutputOptions, SamplingParams
 from server.api.chat import chat_prompt
 from server.api.conversation import read_conversation
 from server.api.generation import Endpoint, Job, Service, stages_of

@@ -8,8 +8,7 @@
 import json
 from typing import Any
 
-from engine.messages import OutputOptions
-from engine.params import Grammar
+from engine.params import Grammar, OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.messages import CallDelta, OutputOptions
+from engine.messages import (
+    CallDelta,
+)
+from engine.params import OutputOptions
 from server.processor.calls import CallSplitter, Schemas
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 

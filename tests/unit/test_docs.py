@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.flags import make_parser
-from engine.params import MAX_TOP_LOGPROBS
+from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api import schema
 from server.api.status import Status
 from server.http.app import ENDPOINTS
@@ -152,10 +152,11 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
     assert page["a download"].startswith(f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects")
     assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
-    assert page["answers to a request (`n`)"] == f"{schema.MAX_ANSWERS}"
-    assert page["most likely tokens reported beside each"] == f"{MAX_TOP_LOGPROBS}"
-    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_PROMPTS
-    assert page["messages; tools; stop strings; prompts of a text completion"] == "; ".join(f"{count:,}" for count in counts)
+    answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {schema.MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
+    assert page["answers (`n`); log-probabilities beside a token; biased tokens; bad words"] == answers
+    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
+    listed = "; ".join(f"{count:,}" for count in counts)
+    assert page["messages; tools; stop strings; stop tokens; prompts of a text completion"] == listed
 
 
 def test_every_endpoint_is_on_the_api_page() -> None:

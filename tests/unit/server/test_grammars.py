@@ -11,8 +11,16 @@ import xgrammar
 
 from engine.grammar.vocabulary import read_vocabulary
 from engine.ipc import Outbox
-from engine.messages import ChatPrompt, EngineRequest, OutputOptions, Region, RequestOutput, Stages, Submit, ToProcessor
-from engine.params import Grammar, SamplingParams
+from engine.messages import (
+    ChatPrompt,
+    EngineRequest,
+    Region,
+    RequestOutput,
+    Stages,
+    Submit,
+    ToProcessor,
+)
+from engine.params import Grammar, OutputOptions, SamplingParams
 from tests.unit.server.stack import FakeScheduler, Stack
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'

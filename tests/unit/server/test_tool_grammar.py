@@ -9,8 +9,7 @@ import xgrammar
 
 from engine.grammar.compile import compiled
 from engine.grammar.vocabulary import read_vocabulary
-from engine.messages import OutputOptions
-from engine.params import Grammar
+from engine.params import Grammar, OutputOptions
 from server.errors import RequestError
 from server.processor.calls import CallSplitter
 from server.processor.grammar import answer_grammar
