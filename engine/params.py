@@ -92,7 +92,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
 
     token: bytes

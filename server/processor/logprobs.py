@@ -24,5 +24,6 @@ def of_prompt(table: TokenTable, ids: Sequence[int], found: PromptLogprobs | Non
     values = np.frombuffer(found.logprobs, np.float32).tolist()
     top_ids = np.frombuffer(found.top_ids, np.int32).reshape(len(values), found.num_top).tolist()
     top_values = np.frombuffer(found.top_logprobs, np.float32).reshape(len(values), found.num_top).tolist()
+    spelling = table.spelling
     for token_id, value, some_ids, some_values in zip(ids[1:], values, top_ids, top_values, strict=True):
-        yield of_token(table, token_id, TokenLogprobs(value, some_ids, some_values))
+        yield Logprob(spelling(token_id), value, list(zip(map(spelling, some_ids), some_values, strict=True)))
