@@ -167,4 +167,4 @@ def test_a_single_token_takes_all_addends(num_parts: int) -> None:
         if num_parts:
             residual.add_(Addends(parts))
         found.append((ops.linear(ops.normed(residual, norm, 1e-6), weight), residual.sum_TD))
-    torch.testing.assert_close(*zip(*found, strict=True), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
