@@ -44,6 +44,9 @@ class DeferredResidual:
         assert self._addends_STD is None
         self.sum_TD = self.sum_TD[tokens_S]
 
+    def num_addends(self) -> int:
+        return 0 if self._addends_STD is None else len(self._addends_STD)
+
     def take_addends(self) -> torch.Tensor | None:
         """(S, T, D) or None; whoever takes them adds them to `sum_TD`."""
         addends_STD, self._addends_STD = self._addends_STD, None
@@ -63,13 +66,13 @@ class Normed:
         return rms_norm_quantized(self._residual.sum_TD, *self._norm, self._residual.take_addends())
 
     def single(self) -> tuple[torch.Tensor, tuple[torch.Tensor, float]] | None:
-        """The stream and the norm's weight and eps, if it has one token."""
+        """The stream and the norm's weight and eps, if it has one token and lacks no more than one addend: a norm adds up many at once."""
         stream_TD = self._residual.sum_TD
-        if len(stream_TD) > 1:
+        if len(stream_TD) > 1 or self._residual.num_addends() > 1:
             return None
         addends_STD = self._residual.take_addends()
-        for addend_TD in () if addends_STD is None else addends_STD:
-            stream_TD.add_(addend_TD)
+        if addends_STD is not None:
+            stream_TD.add_(addends_STD[0])
         return stream_TD, self._norm
 
 
@@ -101,7 +104,7 @@ class TritonOps:
             if (single := x_TX.single()) is not None:
                 return gemv(single[0], weight_DX, single[0].dtype, single[1], out_TD)
             x_TX = x_TX.values()
-        elif len(x_TX) == 1:
+        if len(x_TX) == 1:
             return gemv(x_TX, weight_DX, x_TX.dtype, out_1N=out_TD)
         return torch.mm(x_TX, weight_DX.t(), out=out_TD)
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.backends.ops import Experts
+from models.backends.ops import Addends, Experts
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import route as torch_route
 from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
+from models.backends.torch.ops import TorchOps
 from models.layers.fp8 import BlockScaled, GroupScaled
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
@@ -149,3 +150,21 @@ def test_large_tiles(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x, experts = torch.randn(num_tokens, 128), replace(make_experts(128, 256), num_chosen=4)
     torch.testing.assert_close(ours(x, experts, None), torch_sparse_swiglu(x, experts, None), rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("num_parts", [0, 1, 8])
+def test_a_single_token_takes_all_addends(num_parts: int) -> None:
+    """Red if one of the parts that experts leave is lost, or added twice, where one token is normalised and multiplied in one kernel."""
+    from models.backends.portable.fp8 import TritonFp8
+    from models.backends.portable.ops import TritonOps
+
+    torch.manual_seed(0)
+    x, parts, norm, weight = torch.randn(1, 256), torch.randn(num_parts, 1, 256), torch.randn(256), torch.randn(64, 256)
+    found = []
+    for ops in (TritonOps(TritonFp8(), 304), TorchOps()):
+        residual = ops.residual(x.clone())
+        if num_parts:
+            residual.add_(Addends(parts))
+        found.append((ops.linear(ops.normed(residual, norm, 1e-6), weight), residual.sum_TD))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
