@@ -4,6 +4,7 @@ Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG
 engine.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -37,8 +38,9 @@ class ImageReader:
         plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
         stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
         if plain is not None and (plain.height, plain.width) == stored:
-            (pixels,) = self._on_stream([source], [memoryview(copy)])
-            self._early[prefetch.ticket] = (pixels, copy)
+            with contextlib.suppress(torch.OutOfMemoryError, MemoryError):  # its plan may find room
+                (pixels,) = self._on_stream([source], [memoryview(copy)])
+                self._early[prefetch.ticket] = (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.

@@ -72,6 +72,21 @@ def test_bytes_that_nobody_has_checked_are_not_decoded(data: bytes) -> None:
     assert pixels is not None and pixels.shape == (40, 56, 3) and there.num_decoded == 1
 
 
+def test_a_hint_that_finds_no_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if what is only a hint ends the worker."""
+    there = Announced()
+    source = ImageSource("jpeg", there.put(0, jpeg(0)), 40, 56, ticket=1)
+
+    def full(payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(there, "decode", full)
+        there.reader.prefetch(Prefetch(source, 1))
+    (pixels,) = there.reader.read([source])
+    assert pixels is not None and there.num_decoded == 1
+
+
 def test_the_next_announcement_takes_the_place_of_one_that_nobody_wanted() -> None:
     there = Announced()
     first, second = (ImageSource("jpeg", there.put(20_000 * i, jpeg(i)), 40, 56, ticket=1 + i) for i in range(2))
