@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(ready_text(url, runtime, time.monotonic() - started), flush=True)
         family.watch()
     except Interrupted:
-        logger.info("stopping")
+        drain(family, config.shutdown_timeout)
         return 0
     except ChildDied as death:
         logger.error("%s", death)
@@ -60,6 +60,17 @@ def main(argv: list[str] | None = None) -> int:
         _on_interrupt(signal.SIG_IGN)
         family.stop()
     return 0
+
+
+def drain(family: Family, timeout: float) -> None:
+    """New requests are refused, running ones may end; a second signal ends the wait."""
+    logger.info("stopping: running requests have %d s to end; a second signal stops at once", timeout)
+    try:
+        _on_interrupt(_interrupt)
+        family.drain(timeout)
+        _on_interrupt(signal.SIG_IGN)
+    except Interrupted:
+        logger.info("stopping now")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -71,6 +71,15 @@ class Family:
         while True:
             self._next_status()
 
+    def drain(self, timeout: float) -> None:
+        """Has the api refuse new requests, and waits until the running ones have ended, then it ends itself; or until any child ends."""
+        for child in self._children:
+            if child.role == "api":
+                child.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and all(child.process.poll() is None for child in self._children):
+            time.sleep(POLL_S)
+
     def stop(self) -> None:
         """Ends every child, the api first so that clients get their errors, and removes the run directory."""
         api = [child for child in self._children if child.role == "api"]

@@ -48,6 +48,7 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
     "/detokenize": DetokenizeEndpoint,
 }
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
+DRAIN_POLL_S = 0.05
 GRACE_S = 3  # for writing the last errors out
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
@@ -150,10 +151,18 @@ async def serve(child: Child) -> None:
         api.client.refuse_all(SHUTTING_DOWN)
         server.should_exit = True
 
+    async def drain() -> None:
+        api.client.refuse_new(SHUTTING_DOWN)
+        while api.client.num_streams:
+            await asyncio.sleep(DRAIN_POLL_S)
+        stop()
+
     def stop_from_thread() -> None:
         loop.call_soon_threadsafe(stop)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
+    draining: list[asyncio.Task[None]] = []  # the loop itself keeps no task alive
+    loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
     host, port = listener.getsockname()[:2]

@@ -163,8 +163,12 @@ class Client:
             self._arena.check()
         self._heartbeat = max(self._heartbeat, message.heartbeat)
 
+    def refuse_new(self, error: ErrorInfo) -> None:
+        """From now on no stream is opened, and health is bad; those that are open go on."""
+        self._refusal = error
+
     def refuse_all(self, error: ErrorInfo) -> None:
         """Ends every stream with `error` and refuses new ones: the server is going down."""
-        self._refusal = error
+        self.refuse_new(error)
         for rid, stream in self._streams.items():
             stream.push(Event(rid, error=error))

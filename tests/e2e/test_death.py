@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import SMALL, Engine, is_alive, role_of
+from tests.e2e.serving import SMALL, Engine, chat_body, is_alive, role_of
 
 DEADLINE_S = 15
 NOTICED_S = 25
@@ -69,6 +69,42 @@ def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
         engine.assert_gone()
         assert shared_memory() <= before
         engine.log_path.unlink()
+
+
+def read_stream(engine: Engine, num_tokens: int, ended: list[str]) -> None:
+    """Streams a long answer; how it ended."""
+    body = chat_body("Hello", max_tokens=num_tokens, ignore_eos=True, stream=True)
+    with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, num_signals: int) -> None:
+    """Red if SIGTERM cuts a stream, takes new requests meanwhile, looks healthy, or a second one has to wait."""
+    engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
+    try:
+        ended: list[str] = []
+        num_tokens = 300 if num_signals == 1 else 4000
+        client = threading.Thread(target=read_stream, args=(engine, num_tokens, ended))
+        client.start()
+        while not engine.metric("vllm:num_requests_running"):
+            time.sleep(0.05)
+        engine.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        if not ended:
+            assert engine.client.get("/health").status_code == 503
+            assert engine.chat("Hello").status_code == 503
+        if num_signals == 2:
+            engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(DEADLINE_S) == 0, engine.log()
+        client.join(DEADLINE_S)
+        engine.assert_gone()
+    finally:
+        engine.kill()
+    assert (ended == ["whole"]) == (num_signals == 1)
+    assert "Traceback" not in engine.log()
+    engine.log_path.unlink()
 
 
 def test_an_idle_worker_that_is_stopped_is_noticed(tiny: Path) -> None:
