@@ -121,6 +121,8 @@ def find_problem(config: EngineConfig) -> str | None:
     for flag, path in (("chat-template", config.chat_template), ("ssl-certfile", config.ssl_certfile), ("ssl-keyfile", config.ssl_keyfile)):
         if path is not None and not os.path.isfile(path):
             return f"--{flag}: there is no file {path}"
+    if config.api_key is not None and not config.api_key.strip():
+        return "--api-key must not be empty: leave it out to serve without a key"
     if config.port > MAX_PORT:
         return f"--port must be at most {MAX_PORT}"
     if not 0 < config.gpu_memory_utilization <= 1:

@@ -49,6 +49,17 @@ def test_bad_values_name_their_flag(arguments: list[str], capsys: pytest.Capture
     assert stopped.value.code == 2 and arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_key_is_not_no_key(empty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a secret that was not filled in opens the server to everybody."""
+    with pytest.raises(SystemExit):
+        parse_args(["--api-key", empty])
+    monkeypatch.setenv("ENGINE_API_KEY", empty)
+    with pytest.raises(SystemExit):
+        parse_args([])
+    assert capsys.readouterr().err.count("--api-key must not be empty") == 2
+
+
 def test_the_environment_gives_an_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a key must be shown in the process list."""
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
