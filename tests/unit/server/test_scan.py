@@ -43,9 +43,8 @@ URIS = st.builds(
     st.text('ABCab+/=\n\\"é', max_size=40),
 )
 BARE = st.builds(lambda repeats, rest: "iVBORw0KGg+/" * repeats + rest, st.integers(15, 20), st.text('AB+/=\n\\"é', max_size=8))
-TEXTS = st.one_of(
-    st.text(max_size=20), URIS, BARE, st.sampled_from(["data", "data:", "data:image/png", "data:image/png;base64,", 'say "data:x;base64,y"'])
-)
+SAMPLES = ["data", "data:", "data:image/png", "data:image/png;base64,", 'say "data:x;base64,y"']
+TEXTS = st.one_of(st.text(max_size=20), URIS, BARE, st.sampled_from(SAMPLES))
 VALUES = st.recursive(TEXTS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)), max_leaves=12)
 CUTS = st.lists(st.integers(0, 600), max_size=12)
 
