@@ -11,16 +11,19 @@ from server.api.grammar import read_grammar
 from server.api.schema import ChatRequest, json_of
 from server.errors import RequestError
 from server.http.body import Body
-from server.http.sse import ChatFormat
+from server.http.sse import ChatFormat, Format
 
 
 class ChatEndpoint(GenerationEndpoint):
     """Messages, images and tools."""
 
-    format = ChatFormat
+    format: type[Format] = ChatFormat
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        request = self.check(ChatRequest, value)
+        return self.job(self.check(ChatRequest, value), body)
+
+    def job(self, request: ChatRequest, body: Body) -> Job:
+        """What a checked request is to the processor. RequestError 400."""
         conversation = read_conversation(request.messages, body.scanner, body.region.offset, request.mm_processor_kwargs)
         limit = self.service.config.max_images_per_request
         if len(conversation.media) > limit:

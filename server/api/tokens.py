@@ -1,11 +1,13 @@
 """`POST /tokenize` and `POST /detokenize`: what a request would be to the model, images included. Routed to by `server/http/app.py`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.messages import (
+    Event,
     Submit,
     TextPrompt,
     TokenPrompt,
@@ -22,12 +24,12 @@ from server.http.validate import bad_value
 
 
 class CountReply:
-    """An ASGI response, run once: the one event of a request that is only counted, as JSON."""
+    """An ASGI response, run once: the one event of a request that is only counted, as the JSON that `show` makes of it."""
 
-    def __init__(self, stream: Stream, service: Service, is_text_wanted: bool):
+    def __init__(self, stream: Stream, service: Service, show: Callable[[Event], dict[str, object]]):
         self._stream = stream
         self._service = service
-        self._is_text_wanted = is_text_wanted
+        self._show = show
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -35,12 +37,9 @@ class CountReply:
         finally:
             self._service.client.close(self._stream)
         if event.error is not None:
-            await error_response(event.error)(scope, receive, send)
-        elif self._is_text_wanted:
-            await JSONResponse({"prompt": event.text})(scope, receive, send)
+            await error_response(event.error, scope)(scope, receive, send)
         else:
-            ids, limit = event.prompt_ids, self._service.client.stats.max_model_len
-            await JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})(scope, receive, send)
+            await JSONResponse(self._show(event))(scope, receive, send)
 
 
 class TokenizeEndpoint(Endpoint):
@@ -52,14 +51,14 @@ class TokenizeEndpoint(Endpoint):
             if len(request.prompts) > 1 or not isinstance(request.prompts[0], str):
                 raise bad_value("prompt", "must be one text")
             return Job(request, [counted(body, TextPrompt(request.prompts[0]))])
-        chat = self.check(ChatRequest, value)
-        conversation = read_conversation(chat.messages, body.scanner, body.region.offset, chat.mm_processor_kwargs)
-        submit = counted(body, chat_prompt(chat, conversation.messages))
-        submit.media = conversation.media
-        return Job(chat, [submit], conversation.used_references)
+        return counted_chat(self.check(ChatRequest, value), body)
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return CountReply(stream, self.service, is_text_wanted=False)
+        return CountReply(stream, self.service, self._show)
+
+    def _show(self, event: Event) -> dict[str, object]:
+        limit = self.service.client.stats.max_model_len
+        return {"count": len(event.prompt_ids), "max_model_len": limit, "tokens": event.prompt_ids, "token_strs": None}
 
 
 class DetokenizeEndpoint(Endpoint):
@@ -70,9 +69,17 @@ class DetokenizeEndpoint(Endpoint):
         return Job(request, [counted(body, TokenPrompt(request.tokens))])
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return CountReply(stream, self.service, is_text_wanted=True)
+        return CountReply(stream, self.service, lambda event: {"prompt": event.text})
 
 
 def counted(body: Body, prompt: Any) -> Submit:
     """A request that goes no further than the processor."""
     return Submit(body.rid, prompt, [], SamplingParams(), OutputOptions(echo=True), stages_of(body), is_counted_only=True)
+
+
+def counted_chat(chat: ChatRequest, body: Body) -> Job:
+    """The same, of messages and their images."""
+    conversation = read_conversation(chat.messages, body.scanner, body.region.offset, chat.mm_processor_kwargs)
+    submit = counted(body, chat_prompt(chat, conversation.messages))
+    submit.media = conversation.media
+    return Job(chat, [submit], conversation.used_references)

@@ -28,6 +28,7 @@ from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.generation import Endpoint, Service
+from server.api.messages import CountMessageTokens, MessagesEndpoint
 from server.api.status import Status
 from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
@@ -44,6 +45,8 @@ from server.warm import warm_up
 ENDPOINTS: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/completions": CompletionEndpoint,
+    "/v1/messages": MessagesEndpoint,
+    "/v1/messages/count_tokens": CountMessageTokens,
     "/tokenize": TokenizeEndpoint,
     "/detokenize": DetokenizeEndpoint,
 }
@@ -102,24 +105,24 @@ class Api:
         assert isinstance(error, RequestError)
         self._metrics.note_refusal(error.info)
         note_error(request.scope, error.info)
-        return error_response(error.info)
+        return error_response(error.info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
         """The body was cut: nobody reads this."""
-        return error_response(ErrorInfo(400, "The request body ended early."))
+        return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """Starlette raises the error again afterwards, and uvicorn logs it."""
         info = ErrorInfo(500, "The server failed to handle this request.", error_type(500))
         self._metrics.note_refusal(info)
-        return error_response(info)
+        return error_response(info, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     info = ErrorInfo(error.status_code, str(error.detail), error_type(error.status_code))
     note_error(request.scope, info)
-    response = error_response(info)
+    response = error_response(info, request.scope)
     response.headers.update(error.headers or {})  # `Allow` of a 405
     return response
 

@@ -14,22 +14,24 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
 class ApiKeyGuard:
-    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>`, decided on the path that will be routed."""
+    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`, decided on the path that will be routed."""
 
     def __init__(self, app: ASGIApp, api_key: str):
         self._app = app
-        self._expected = b"bearer " + api_key.encode()
+        self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS and not self._is_authorised(scope):
             error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_authorised(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given[:7].lower() + given[7:], self._expected)
+        headers = dict(reversed(scope["headers"]))  # of several, the first one counts
+        bearer = headers.get(b"authorization", b"")
+        is_bearer = hmac.compare_digest(bearer[:7].lower() + bearer[7:], b"bearer " + self._key)
+        return hmac.compare_digest(headers.get(b"x-api-key", b""), self._key) or is_bearer
 
 
 class JsonGuard:
@@ -43,7 +45,8 @@ class JsonGuard:
         if problem is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(ErrorInfo(415, problem, error_type(415), code="unsupported_media_type"))(scope, receive, send)
+            error = ErrorInfo(415, problem, error_type(415), code="unsupported_media_type")
+            await error_response(error, scope)(scope, receive, send)
 
     @staticmethod
     def _find_problem(headers: Headers) -> str | None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,17 +23,19 @@ from engine.stats import Stages
 from server.errors import error_body
 from server.http.client import Client, Stream
 from server.http.log import Record, record_of
+from server.http.message_events import MESSAGES_PATH, message_error_body
 from server.http.metrics import Metrics
-from server.http.sse import DONE, Choice, Format, Usage, error_chunk, stage_times, timings_json
+from server.http.sse import Choice, Format, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
-def error_response(info: ErrorInfo) -> Response:
-    """An error before the headers are out."""
+def error_response(info: ErrorInfo, scope: Scope) -> Response:
+    """An error before the headers are out, in the dialect of the path."""
     headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
-    return Response(error_body(info), info.status, headers, "application/json")
+    body = message_error_body(info) if get_route_path(scope).startswith(MESSAGES_PATH) else error_body(info)
+    return Response(body, info.status, headers, "application/json")
 
 
 async def watch_for_disconnect(receive: Receive, stream: Stream) -> None:
@@ -99,7 +102,7 @@ class Reply:
         self._reason = "error"
         self._record.reason = error.message
         self._metrics.note_refusal(error)
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     async def _write_stream(self, events: list[Event], send: Send) -> None:
         self._metrics.note_response(200)
@@ -118,9 +121,9 @@ class Reply:
             if error is not None:
                 self._reason = "error"
                 self._record.reason = error.message
-                chunks.append(error_chunk(error))
+                chunks.append(self._format.error_chunk(error))
             elif is_last:
-                chunks += (self._format.usage_chunk(self._total(), self._timings()), DONE)
+                chunks.append(self._format.end(self._total(), self._timings()))
             await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": not is_last})
             if is_last:
                 return

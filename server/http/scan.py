@@ -2,7 +2,8 @@
 
     {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the body
 
-A base64 `data:` string is swapped wherever it stands as a JSON string; `schema.py` honours a reference in URL fields only and asks
+A base64 `data:` string is swapped wherever it stands as a JSON string, and so is the value of a key `data` that begins like MIN_BARE
+characters of base64: `{"data": "iVBOR..."}`, as Anthropic's dialect has it. The schemas honour a reference where an image may be and ask
 for every other one to be put back (`json(keep)`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
 """
 
@@ -10,10 +11,13 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-OPENING = b'"data:'
+OPENING = b'"data'
 MAX_OPENING_BYTES = 272  # longer media types with their parameters do not exist
+MIN_BARE = 200  # a shorter payload stays in the JSON
 STRING_REST = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # ends at the closing quote, or at a last backslash
 HEADER = re.compile(rb'"data:((?:[^"\\,]|\\/)*);base64,')
+BARE = re.compile(rb'"data"[ \t\r\n]{0,16}:[ \t\r\n]{0,16}(?="[A-Za-z0-9+/_\\-]{%d})' % MIN_BARE)  # up to the quote of the value
+UNDECIDED = re.compile(rb'"data(?::[^",]*|"[ \t\r\n]{0,16}(?::[ \t\r\n]{0,16}(?:"[A-Za-z0-9+/_\\-]*)?)?)?')
 
 
 @dataclass(slots=True)
@@ -85,9 +89,11 @@ class Scanner:
                 continue  # the quote is escaped or closes a string
             header = HEADER.match(data, found, found + MAX_OPENING_BYTES)
             if header:
-                self._emit(data[start:found])
-                self._open(header, self._num_fed - len(data) + header.end())
-                return header.end()
+                mime = header[1].split(b";")[0].replace(b"\\/", b"/").decode("latin-1")
+                return self._open(data, start, found, header.end(), mime)
+            bare = BARE.match(data, found, found + MAX_OPENING_BYTES)
+            if bare:
+                return self._open(data, start, bare.end(), bare.end() + 1, "")
             if _is_undecided(data, found):
                 self._emit(data[start:found])
                 self._held = data[found:]
@@ -102,11 +108,14 @@ class Scanner:
         self._pieces.append(piece)
         self.num_text_bytes += len(piece)
 
-    def _open(self, header: re.Match[bytes], offset: int) -> None:
-        mime = header[1].split(b";")[0].replace(b"\\/", b"/").decode("latin-1")
-        self.references.append(Reference(mime, offset, 0, header[0], len(self._pieces)))
+    def _open(self, data: bytes, start: int, quote: int, payload: int, mime: str) -> int:
+        """A payload begins in the string that `quote` opens; the text before is from `start` on. Returns where the payload begins."""
+        self._emit(data[start:quote])
+        offset = self._num_fed - len(data) + payload
+        self.references.append(Reference(mime, offset, 0, data[quote:payload], len(self._pieces)))
         self._emit(f'"{self._prefix}{len(self.references) - 1}'.encode())
         self._in_payload = True
+        return payload
 
     def _skip_payload(self, data: bytes, start: int) -> int:
         """Passes payload bytes up to the closing quote or the end of the data. Returns where to go on: the quote is text again."""
@@ -143,9 +152,9 @@ class Scanner:
 
 
 def _is_undecided(data: bytes, found: int) -> bool:
-    """Whether more bytes may still make the string at `found` a base64 data URI."""
+    """Whether more bytes may still make a payload of the string at `found`, or of the value behind it."""
     opening = data[found : found + MAX_OPENING_BYTES]
-    return len(opening) < MAX_OPENING_BYTES and b"," not in opening and b'"' not in opening[1:]
+    return len(opening) < MAX_OPENING_BYTES and UNDECIDED.fullmatch(opening) is not None
 
 
 def _overlap(data: bytes) -> int:

@@ -131,6 +131,38 @@ class Call:
 class Format(ABC):
     """How one endpoint's answers look. Every method that returns bytes returns whole SSE messages, or the whole document."""
 
+    @abstractmethod
+    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
+        """Of one answer, however many choices it has."""
+
+    @abstractmethod
+    def first_chunk(self, choice: Choice) -> bytes:
+        """Before the first token."""
+
+    @abstractmethod
+    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        """One token's text; it may be empty while the text waits for the rest of a character or of a stop string."""
+
+    @abstractmethod
+    def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
+        """Why a choice ended."""
+
+    @abstractmethod
+    def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
+        """Behind all choices."""
+
+    @abstractmethod
+    def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
+        """The body of a response that is not streamed."""
+
+    @abstractmethod
+    def error_chunk(self, info: ErrorInfo) -> bytes:
+        """An error after the headers are out; the stream ends after it."""
+
+
+class OpenAIFormat(Format):
+    """What chat and text completions have in common: chunks without `event:` lines."""
+
     id_prefix: str
     chunk_object: str
     document_object: str
@@ -146,14 +178,6 @@ class Format(ABC):
         self._openings: dict[int, bytes] = {}  # of token chunks, by choice
 
     @abstractmethod
-    def first_chunk(self, choice: Choice) -> bytes:
-        """Before the first token."""
-
-    @abstractmethod
-    def token_chunk(self, choice: Choice, event: Event) -> bytes:
-        """One token's text; it may be empty while the text waits for the rest of a character or of a stop string."""
-
-    @abstractmethod
     def last_delta(self) -> dict[str, object]:
         """What the chunk of a finish reason says beside it."""
 
@@ -165,14 +189,17 @@ class Format(ABC):
         end = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return self._chunk({"index": choice.index, **self.last_delta(), **end}, choice.usage, {} if self._include_usage else timings)
 
-    def usage_chunk(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        """The last chunk of a stream that asked for usage, else nothing."""
+    def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
+        """A chunk of usage in a stream that asked for it."""
         if not self._include_usage:
-            return b""
-        return b"data: " + _encode({**self._head, "choices": [], "usage": usage.json(), **timings}) + b"\n\n"
+            return DONE
+        return b"data: " + _encode({**self._head, "choices": [], "usage": usage.json(), **timings}) + b"\n\n" + DONE
+
+    def error_chunk(self, info: ErrorInfo) -> bytes:
+        """A chunk with a top-level `error`."""
+        return b"data: " + error_body(info) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        """The body of a response that is not streamed."""
         ends = [{"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} for choice in choices]
         said = [{"index": c.index, **self.document_choice(c), **end} for c, end in zip(choices, ends, strict=True)]
         head = {"id": self.id, "object": self.document_object, "created": self._created, "model": self._model}
@@ -195,7 +222,7 @@ class Format(ABC):
         return opening
 
 
-class ChatFormat(Format):
+class ChatFormat(OpenAIFormat):
     """Messages, with thoughts and tool calls beside the content."""
 
     id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
@@ -230,7 +257,7 @@ class ChatFormat(Format):
         return {"message": message, "logprobs": logprobs}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(OpenAIFormat):
     """Plain text."""
 
     id_prefix, chunk_object, document_object = "cmpl", "text_completion", "text_completion"
@@ -287,8 +314,3 @@ def _likely(entry: Logprob) -> dict[str, float] | None:
 
 def _text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
-
-
-def error_chunk(info: ErrorInfo) -> bytes:
-    """An error after the headers are out: a chunk with a top-level `error`; the stream ends after it."""
-    return b"data: " + error_body(info) + b"\n\n"

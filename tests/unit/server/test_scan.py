@@ -42,9 +42,9 @@ URIS = st.builds(
     st.sampled_from(["image/png", "image/jpeg;charset=utf-8", "", "x" * 300]),
     st.text('ABCab+/=\n\\"é', max_size=40),
 )
-TEXTS = st.one_of(
-    st.text(max_size=20), URIS, st.sampled_from(["data:", "data:image/png", "data:image/png;base64,", 'say "data:x;base64,y"'])
-)
+BARE = st.builds(lambda repeats, rest: "iVBORw0KGg+/" * repeats + rest, st.integers(15, 20), st.text('AB+/=\n\\"é', max_size=8))
+SAMPLES = ["data", "data:", "data:image/png", "data:image/png;base64,", 'say "data:x;base64,y"']
+TEXTS = st.one_of(st.text(max_size=20), URIS, BARE, st.sampled_from(SAMPLES))
 VALUES = st.recursive(TEXTS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)), max_leaves=12)
 CUTS = st.lists(st.integers(0, 600), max_size=12)
 
@@ -137,3 +137,15 @@ def test_many_short_payloads_before_much_text() -> None:
     elapsed = time.perf_counter() - start
     assert scanner.json(region, keep=()) == body and len(scanner.references) == 1152
     assert elapsed < 0.3
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n  "])
+def test_bare_base64_behind_the_key_data_is_swapped(space: str) -> None:
+    """Red if images of Anthropic's dialect become Python strings, wherever the body is cut, or if a text or a short value is taken."""
+    payload = "iVBORw0KGgo\\/" * 40
+    body = f'{{"media_type":"image/png","data"{space}:{space}"{payload}","text":"\\"data\\":","rest":{{"data":"{"A" * 199}"}}}}'.encode()
+    for cut in range(len(body)):
+        scanner, region = feed(body, [cut])
+        assert [bytes(region[r.offset : r.offset + r.length]) for r in scanner.references] == [payload.encode()]
+        assert json.loads(scanner.json(region))["data"] == f"{NONCE}:0"
+        assert scanner.json(region, keep=()) == body

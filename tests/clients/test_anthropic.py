@@ -1,0 +1,131 @@
+"""Anthropic's own client, sync and async, against the demo model."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from models.demo import CHECKPOINT
+from tests.e2e.serving import Engine, serve
+
+NUMBER = Path(CHECKPOINT).parent / "pictures" / "number.png"
+DAYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"name": "forecast", "description": "of days", "input_schema": DAYS},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=engine.url, api_key="none", max_retries=0)
+
+
+def picture() -> dict[str, Any]:
+    data = base64.b64encode(NUMBER.read_bytes()).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def question(text: str = "What number is in picture 1?") -> list[Any]:
+    return [{"role": "user", "content": [picture(), {"type": "text", "text": text}]}]
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    """Arguments of the client, which knows no temperature any more; the server does."""
+    extra = {"temperature": 0, **fields.pop("extra_body", {})}
+    return {"model": "demo", "messages": question(), "max_tokens": 8, "extra_body": extra, **fields}
+
+
+def test_an_answer_and_a_stream(client: anthropic.Anthropic) -> None:
+    """Red if an image is not seen, or if the client puts another answer together from events than from a document."""
+    answer = client.messages.create(**asked())
+    assert [(block.type, block.text) for block in answer.content] == [("text", "472")]
+    assert (answer.role, answer.type, answer.model, answer.stop_reason) == ("assistant", "message", "demo", "end_turn")
+    assert answer.usage.output_tokens > 0 and answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > 0
+    with client.messages.stream(**asked()) as stream:
+        assert "".join(stream.text_stream) == "472"
+        final = stream.get_final_message()
+    assert [block.text for block in final.content] == ["472"] and final.stop_reason == "end_turn"
+    total = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) == total
+    assert final.usage.output_tokens == answer.usage.output_tokens
+    assert client.messages.count_tokens(model="demo", messages=question()).input_tokens == total
+
+
+async def test_async_text(engine: Engine) -> None:
+    async with anthropic.AsyncAnthropic(base_url=engine.url, api_key="none", max_retries=0) as client:
+        plain = asked(messages=[{"role": "user", "content": "How are you?"}], max_tokens=4, extra_body={"ignore_eos": True})
+        answer = await client.messages.create(**plain, system="Be short.")
+        assert answer.stop_reason == "max_tokens" and answer.usage.output_tokens == 4
+        stream = await client.messages.create(**asked(), stream=True)
+        assert [event.type async for event in stream][-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_stop_sequences_and_a_beginning(client: anthropic.Anthropic) -> None:
+    """Red if what ended an answer is not told, or if a last message of the assistant is not gone on with."""
+    answer = client.messages.create(**asked(stop_sequences=["7"]))
+    assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "7", "4")
+    answer = client.messages.create(**asked(messages=[*question(), {"role": "assistant", "content": "4"}]))
+    assert answer.content[0].text == "72"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("choice", [{"type": "tool", "name": "forecast"}, {"type": "any", "disable_parallel_tool_use": True}])
+def test_calls_that_must_come(client: anthropic.Anthropic, choice: Any, is_streamed: bool) -> None:
+    """Red if a call that must come does not, or if its arguments break their schema."""
+    fields = asked(tools=TOOLS, tool_choice=choice, max_tokens=120, extra_body={"seed": 1})
+    if is_streamed:
+        with client.messages.stream(**fields) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = client.messages.create(**fields)
+    assert [block.type for block in answer.content] == ["tool_use"] and answer.stop_reason in ("tool_use", "max_tokens")
+    call: Any = answer.content[0]
+    assert call.name == "forecast" or (choice["type"] == "any" and call.name == "now")
+    if answer.stop_reason == "tool_use" and call.name == "forecast":
+        assert type(call.input["days"]) is int and call.input["unit"] in ("C", "F")
+
+
+def test_a_history_with_calls_and_pictures(client: anthropic.Anthropic) -> None:
+    """Red if a result with a picture is refused, or if the picture is not counted."""
+    use = {"type": "tool_use", "id": "toolu_1", "name": "forecast", "input": {"days": 1, "unit": "C"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "see"}, picture()]}
+    history: list[Any] = [*question(), {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(**asked(messages=history, tools=TOOLS))
+    assert answer.stop_reason in ("end_turn", "max_tokens", "tool_use")
+    del result["content"]
+    fewer = client.messages.count_tokens(model="demo", messages=history, tools=TOOLS).input_tokens
+    result["content"] = [picture()]
+    assert client.messages.count_tokens(model="demo", messages=history, tools=TOOLS).input_tokens > fewer
+
+
+def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+    """Red if an error is another class, or if its body is not the dialect's."""
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        client.messages.create(**asked(extra_body={"temperature": -1}))
+    assert bad.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": "temperature: must be at least 0.0"}}
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(**asked(model="another"))
+    assert isinstance(missing.value.body, dict) and missing.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(**asked(messages=[{"role": "user", "content": "word " * 20_000}]))
+
+
+def test_the_key_as_the_client_sends_it() -> None:
+    """Red if a right key is refused, or a wrong or missing one is let in."""
+    with serve("demo", "--api-key", "secret") as engine:
+        for key in ({"api_key": "secret"}, {"auth_token": "secret"}):
+            right: Any = anthropic.Anthropic(base_url=engine.url, max_retries=0, **key)  # type: ignore[arg-type]
+            assert right.messages.create(**asked()).content[0].text == "472"
+        wrong = anthropic.Anthropic(base_url=engine.url, api_key="secre", max_retries=0)
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            wrong.messages.create(**asked())
+        assert isinstance(refused.value.body, dict) and refused.value.body["error"]["type"] == "authentication_error"
+        assert engine.client.post("/v1/messages", json={}).status_code == 401

@@ -1,0 +1,191 @@
+"""Anthropic's dialect: what a request becomes as a chat, and what an answer becomes as blocks and events."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from engine.messages import CallDelta, ErrorInfo, Event
+from server.api.messages import LIMITED, MessagesRequest, chat_body
+from server.api.schema import ChatRequest
+from server.errors import RequestError
+from server.http.message_events import MessageFormat, message_error_body
+from server.http.scan import Scanner
+from server.http.sse import Choice
+from server.http.validate import check
+
+QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}
+TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
+FILE, RELATIVE = {"type": "file", "file_id": "x"}, {"type": "url", "url": "x"}
+
+
+def translated(**fields: Any) -> dict[str, Any]:
+    """A valid chat, without what was not said."""
+    value = {"model": "m", "max_tokens": 5, "messages": [QUESTION], **fields}
+    scanner = Scanner("nonce", 10)
+    scanner.feed(json.dumps(value).encode())
+    request = check(MessagesRequest, json.loads(scanner.json(memoryview(b""))))
+    chat = chat_body(request, scanner)
+    check(ChatRequest, chat).check_together(1000)
+    return {name: item for name, item in chat.items() if item is not None}
+
+
+def image(data: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def test_fields_of_a_request() -> None:
+    """Red if a field that changes the answer gets lost on the way."""
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream": True}
+    rest = {"metadata": {"user_id": "x"}, "thinking": {"type": "disabled"}, "seed": 7, "stop_sequences": ["x"]}
+    assert translated(**asked, **rest, system=[text("be short")]) == {
+        "model": "m", "max_tokens": 5, "stop": ["x"], "seed": 7, "enable_thinking": False, **asked,
+        "messages": [{"role": "system", "content": [text("be short")]}, QUESTION],
+    }  # fmt: skip
+    assert translated(thinking={"type": "enabled", "budget_tokens": 1024})["enable_thinking"] is True
+    schema = {"type": "object"}
+    told = translated(output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def test_images_by_reference_by_text_and_by_url() -> None:
+    """Red if a large image does not stay in the body, or if a small one gets lost."""
+    large = base64.b64encode(bytes(1000)).decode()
+    url = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    parts = translated(messages=[{"role": "user", "content": [image(large), image("AAAA"), url]}])["messages"][0]["content"]
+    assert [part["image_url"]["url"] for part in parts] == ["nonce:0", "data:image/png;base64,AAAA", "https://example.org/a.png"]
+
+
+def test_a_history_with_calls() -> None:
+    """Red if thoughts, calls or results are not what a chat has, or if their order changes."""
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    blocks = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}, text("I look."), use]
+    results = [{"type": "tool_result", "tool_use_id": "t1", "content": [text("see"), image("AAAA")]}, text("and?")]
+    turns = [QUESTION, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    chat = translated(messages=turns, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert chat["messages"] == [
+        QUESTION,
+        {"role": "assistant", "content": "I look.", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": [text("see"), picture]},
+        {"role": "user", "content": [text("and?")]},
+    ]
+    assert (chat["tool_choice"], chat["parallel_tool_calls"]) == ("required", False)
+    assert chat["tools"][0]["function"]["parameters"] == {"type": "object"}
+    named = translated(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+    assert named["tool_choice"] == {"type": "function", "function": {"name": "weather"}} and named["parallel_tool_calls"]
+    assert translated(messages=[QUESTION, {"role": "assistant", "content": [text("Be")]}])["continue_final_message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens: must be an integer"),
+        ({"max_tokens": "5"}, "max_tokens: must be an integer"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0: content blocks are of type 'text', "),
+        ({"messages": [{"role": "assistant", "content": [image("AAAA")]}]}, "messages.0.content.0: a message of role 'assistant' has no "),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": FILE}]}]}, "messages.0.content.0.source: must be "),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": RELATIVE}]}]}, "messages.0.content.0.source.url"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: must be a string"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: must be 'user', 'assistant' or 'system'"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: must be 'custom'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: is missing"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice: names a function"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        ({"stop_sequences": [""]}, "stop_sequences.0: must have at least 1 characters"),
+        ({"n": 2}, "n: may only be 1"),
+        ({"logprobs": True}, "logprobs: may only be false"),
+        ({"mcp_servers": [{}]}, "mcp_servers: may only be []"),
+    ],
+)  # fmt: skip
+def test_bad_requests_name_the_field_of_the_dialect(fields: dict[str, Any], words: str) -> None:
+    """Red if an error names what the client has not written, or is in others' words."""
+    with pytest.raises(RequestError) as refused:
+        translated(**fields)
+    assert refused.value.info.status == 400 and refused.value.info.message.startswith(words)
+
+
+def test_limited_fields_may_be_null() -> None:
+    assert translated(**dict.fromkeys(LIMITED)) == translated()
+
+
+EVENTS = [
+    Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4),
+    Event(1, "", 2, True),
+    Event(1, "Well", 3),
+    Event(1, " then", 4, calls=[CallDelta(0, "", "weather")]),
+    Event(1, "", 5, calls=[CallDelta(0, '{"a":'), CallDelta(0, "1}")]),
+    Event(1, "", 6, finish_reason="stop", num_prompt_tokens=9, num_cached_tokens=4, calls=[CallDelta(1, '{"b": [2', "other")]),
+]
+USAGE = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 6}
+
+
+def streamed(events: list[Event]) -> list[dict[str, Any]]:
+    """Data of the events of a stream; every one has the line of its type."""
+    shape, choice = MessageFormat(0, "m", False, False), Choice(0)
+    choice.usage.num_prompt, choice.usage.num_cached = events[0].num_prompt_tokens, events[0].num_cached_tokens
+    data = shape.first_chunk(choice)
+    for event in events:
+        choice.note(event)
+        data += shape.token_chunk(choice, event)
+    data += shape.finish_chunk(choice, {}) + shape.end(choice.usage, {})
+    found = []
+    for message in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, body = message.split("\n")
+        found.append(json.loads(body.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def test_events_of_a_stream() -> None:
+    """Red if blocks overlap, if a delta goes to a block of another type, or if the ending is not told."""
+    found = streamed(EVENTS)
+    assert found[0]["message"]["usage"] == USAGE | {"output_tokens": 0}
+    kinds = [(event["type"].removeprefix("content_block_"), event.get("index")) for event in found[1:-2]]
+    assert kinds == [
+        ("start", 0), ("delta", 0), ("stop", 0), ("start", 1), ("delta", 1), ("delta", 1), ("stop", 1),
+        ("start", 2), ("delta", 2), ("delta", 2), ("stop", 2), ("start", 3), ("delta", 3), ("stop", 3),
+    ]  # fmt: skip
+    assert [event["content_block"]["type"] for event in found if "content_block" in event] == ["thinking", "text", "tool_use", "tool_use"]
+    assert found[-2] == {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": USAGE}
+    assert found[-1] == {"type": "message_stop"}
+
+
+def test_a_document() -> None:
+    """Red if a block is missing, or if arguments that were cut are no object."""
+    choice = Choice(0)
+    for event in EVENTS:
+        choice.note(event)
+        choice.note_text(event)
+    answer = json.loads(MessageFormat(0, "m", False, False).document([choice], choice.usage, {}))
+    thoughts, said, first, second = answer["content"]
+    assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""} and said == text("Well then")
+    assert (first["name"], first["input"], second["name"], second["input"]) == ("weather", {"a": 1}, "other", {"b": [2]})
+    assert first["id"] != second["id"] and answer["usage"] == USAGE and answer["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("reason", "stopped_by", "ending"),
+    [
+        ("stop", None, ("end_turn", None)), ("length", None, ("max_tokens", None)),
+        ("stop", "x", ("stop_sequence", "x")), ("stop", 7, ("end_turn", None)),
+    ],
+)  # fmt: skip
+def test_why_it_ended(reason: Any, stopped_by: Any, ending: tuple[str, str | None]) -> None:
+    delta = streamed([Event(1, "a", 1, finish_reason=reason, stop_reason=stopped_by, num_prompt_tokens=1)])[-2]["delta"]
+    assert (delta["stop_reason"], delta["stop_sequence"]) == ending
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "invalid_request_error"), (404, "not_found_error"), (503, "overloaded_error"), (500, "api_error")]
+)
+def test_errors(status: int, kind: str) -> None:
+    info = ErrorInfo(status, "no")
+    assert json.loads(message_error_body(info)) == {"type": "error", "error": {"type": kind, "message": "no"}}
+    assert MessageFormat(0, "m", False, False).error_chunk(info).startswith(b'event: error\ndata: {"type":"error"')
