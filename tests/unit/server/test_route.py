@@ -270,7 +270,7 @@ async def test_session_and_image_decide_where_a_request_goes() -> None:
         assert all(replica.num_requests for replica in running.replicas)
 
 
-async def test_the_image_key_is_found_in_a_body_of_single_bytes() -> None:
+async def test_the_image_key_is_found_in_a_body_split_anywhere() -> None:
     """Red if bytes that were read to know the key are lost, doubled or reordered on their way."""
     seen: list[bytes] = []
 
@@ -554,9 +554,9 @@ LOADS = ((IN_TURN, 40, 50), (IN_TURN, 40, 100), (AT_RANDOM, 4, 50), (AT_RANDOM, 
 
 
 @pytest.mark.parametrize(("work", "num_clients", "capacity"), LOADS)
-async def test_conversations_hit_as_often_as_on_one_replica_with_all_the_cache(work: list[list[int]], num_clients: int, capacity: int) -> None:
-    """Red if conversations wander or crowd: 200 of them have >= 95 % of the hits of one cache of four times the size, although there
-    are more images than all caches hold. (At random with more requests at once, the bound on load costs some.)"""
+async def test_conversations_hit_as_often_as_on_one_replica_with_all_caches(work: list[list[int]], num_clients: int, capacity: int) -> None:
+    """Red if conversations wander or crowd: 200 of them have >= 95 % of the hits of one cache of four times the size, although
+    there are more images than all caches hold. (At random, and more at once, the bound on load costs some.)"""
     caches = [ImageCache(capacity) for _ in range(REPLICAS)]
     single = ImageCache(REPLICAS * capacity)
 
