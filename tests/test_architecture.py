@@ -129,7 +129,7 @@ def test_files_are_short() -> None:
 
 def test_functions_are_short() -> None:
     """Red if functions outgrow the house numbers."""
-    lengths = {f"{relative(path)}:{node.name}": length(node) for path, node in functions()}
+    lengths = {f"{relative(path)}:{node.lineno} {node.name}": length(node) for path, node in functions()}  # names may come twice
     assert not {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES}
     assert statistics.median(lengths.values()) <= MAX_MEDIAN_FUNCTION_LINES
     assert statistics.quantiles(lengths.values(), n=10)[-1] <= MAX_P90_FUNCTION_LINES

@@ -43,25 +43,10 @@ def _scores_update(
 
 @triton.jit
 def _attend(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    units: tl.tensor,
-    pages: tl.tensor,
-    partials: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
-    FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-) -> None:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, units: tl.tensor, pages: tl.tensor, partials: tl.tensor, sums: tl.tensor,
+    scale: tl.tensor, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's.
 
     The last key of a group is its last token's alone, the one before belongs to the last two, and so on; only its last part has them.

@@ -1,7 +1,6 @@
 """`VarlenAttention` on torch's own kernels, images of one size as one dense batch. Made by the backend.
 
-cuDNN's is the fastest on an H200 (338 to 361 TFLOP/s with heads of 72, flash 190 to 243); where it does not know a shape, torch takes the
-next one.
+In the order of KERNELS, which is that of their speed on an H200; where one does not know a shape, torch takes the next.
 """
 
 from collections.abc import Sequence
