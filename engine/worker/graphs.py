@@ -30,7 +30,7 @@ from models.contract import VisionLanguageModel
 from models.step_sizes import StepSizes
 
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
-WARM_UPS = 2
+FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels that only they have
 PAGE_BYTES = 4
 BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
 SLACK = 4096  # for their alignment
@@ -212,11 +212,13 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._num_warm_ups = FIRST_WARM_UPS
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
         """Returns how to run `forward` again, and where its result will be."""
-        for _ in range(WARM_UPS):
+        for _ in range(self._num_warm_ups):
             forward()
+        self._num_warm_ups = 1
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

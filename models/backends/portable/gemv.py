@@ -19,6 +19,26 @@ def _fetch(place: tl.tensor, row: tl.tensor, column: tl.tensor, OUT: tl.constexp
 
 
 @triton.jit
+def _norm(
+    value: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    column: tl.tensor,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> tl.tensor:
+    """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if KEPT:
+        kept = value.to(normed.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed + column, kept, mask=column < WIDTH)
+        value = kept.to(tl.float32)
+    return value
+
+
+@triton.jit
 def _gemv(
     x: tl.tensor,
     norm_weight: tl.tensor,
@@ -46,8 +66,7 @@ def _gemv(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    gate = _fetch(place, row, column, OUT, WIDTH)
-    up = gate
+    gate = up = _fetch(place, row, column, OUT, WIDTH)
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
     if OVERLAP:
@@ -55,13 +74,7 @@ def _gemv(
         gdc_launch_dependents()
     value = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-        value = value * scale * tl.load(norm_weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    if KEPT:
-        kept = value.to(normed.dtype.element_ty)
-        if tl.program_id(0) == 0:
-            tl.store(normed + column, kept, mask=column < WIDTH)
-        value = kept.to(tl.float32)
+        value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)
     for _ in range(tl.program_id(0) * ROWS, OUT, step):
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):

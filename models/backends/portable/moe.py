@@ -23,6 +23,7 @@ from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 
 SORTED = 128  # choices of a program that sorts
 ROUTE_WARPS, SORT_WARPS = 1, 4
+TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
 
 
 @triton.jit
@@ -118,6 +119,16 @@ def _sort(
 
 
 @triton.jit
+def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, scale: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+    """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
+    if TURNED:
+        product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
+    else:
+        product = tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
+    return product
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -133,6 +144,7 @@ def _multiply(
     scale_stride: tl.tensor,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
@@ -145,7 +157,8 @@ def _multiply(
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values.
 
     GATED: of tokens, with rows of the gate and of the other factor in turn, so that pairs lie side by side; their SwiGLU is stored for
-    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends.
+    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: few ROWS are the
+    columns of the hardware's product, which has 64 rows at least.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     source, row = slot, column
@@ -154,15 +167,18 @@ def _multiply(
     inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
     factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
     block_row = scales + (expert * (OUT // 128) + row // 128) * SCALES
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((COLUMNS, ROWS) if TURNED else (ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
         values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
         factor = tl.load(factors + step * DEPTH)
         if SCALED:
             input_scale = tl.load(x_scales + (step * DEPTH // 128) * scale_stride + source, inside, 0.0)
-            total += tl.dot(values, factor) * (input_scale[:, None] * tl.load(block_row + step * DEPTH // 128)[None, :])
+            scale = tl.load(block_row + step * DEPTH // 128)
+            total += _scaled_dot(values, factor, input_scale, scale, TURNED)
         else:
             total = tl.dot(values, factor, total)
+    if TURNED:
+        total = tl.trans(total)
     if GATED:
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS // 2, 2)))
         half = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
@@ -172,19 +188,6 @@ def _multiply(
         total *= tl.load(weights + slot, inside, 0.0).to(tl.float32)[:, None]
         part = (slot % CHOSEN).to(tl.int64) * num_tokens + slot // CHOSEN
         tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
-
-
-@triton.jit
-def _prefetch(
-    matrices: tl.tensor, expert: tl.tensor, tile: tl.tensor, WIDTH: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr
-) -> None:
-    """Has COLUMNS of the OUT rows of an expert's matrix, WIDTH values each, brought into the L2. Expert -1 is none: then some other's."""
-    LINE: tl.constexpr = 128 * 8 // matrices.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
-    LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
-    row = tl.maximum(expert, 0).to(tl.int64) * OUT + tile * COLUMNS + tl.arange(0, COLUMNS)
-    for line in tl.static_range(LINES):
-        place = (matrices + row * WIDTH + line * LINE).to(tl.int64)
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
@@ -203,6 +206,7 @@ def _multiply_few(
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
@@ -213,17 +217,10 @@ def _multiply_few(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (i, j): the j-th columns of expert i; or, if BY_SLOT, of the expert of choice i unless an earlier choice has the same.
-
-    With OVERLAP the second product starts while the first one ends, which began when the choices were there: what a program will read of
-    its expert's matrix is on its way into the L2 while it waits for the first.
-    """
+    """Program (i, j): the j-th columns of expert i; or, if BY_SLOT, of the expert of choice i unless an earlier choice has the same."""
     index, every = tl.program_id(0), tl.arange(0, SLOTS)
     if OVERLAP:
-        if BY_SLOT and not GATED:
-            _prefetch(matrices, tl.load(chosen + index), tl.program_id(1), WIDTH, OUT, COLUMNS)
         gdc_wait()
-        gdc_launch_dependents()
     expert_of = tl.load(chosen + every, every < num_slots, -1)
     expert = index
     if BY_SLOT:
@@ -240,7 +237,7 @@ def _multiply_few(
         slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
         _multiply(
             x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
-            GATED, SCALED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
         )  # fmt: skip
 
 
@@ -258,6 +255,7 @@ def _multiply_many(
     scale_stride: tl.tensor,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
@@ -278,7 +276,7 @@ def _multiply_many(
         slot = tl.load(slots + block * ROWS + row, row < count, 0)
         _multiply(
             x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
-            GATED, SCALED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
         )  # fmt: skip
 
 
@@ -338,9 +336,10 @@ def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor
     (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
     rows_out = len(weight) // choices.num_experts
     values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
-    columns, depth = math.gcd(rows_out, tiles.columns), math.gcd(width, tiles.depth)
+    columns, depth, is_scaled = math.gcd(rows_out, tiles.columns), math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
     options = dict(
-        GATED=is_gated, SCALED=isinstance(weight, BlockScaled), CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
+        GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
     )  # fmt: skip
     tensors = values, x_scales, matrices, scales, choices.weights_TK, out

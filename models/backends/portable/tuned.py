@@ -60,8 +60,15 @@ class GemvTiles:
 
 
 GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: all programs' are enough to keep the memory busy, and fit registers
+LONG_BLOCK = 4096  # of a vector that need not be whole
 FEW_ROWS = 1024  # of a result: programs with one row each fill the device
-GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {}  # by rows of the result, values of the vector, and whether it is gated: an H200
+GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
+    (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
+    (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
+    (2048, 6144, False): GemvTiles(4, 2048, 4, 8),
+    (5120, 2048, False): GemvTiles(4, 2048, 4, 8),  # 30B-A3B
+    (2048, 4096, False): GemvTiles(2, 4096, 8, 4),
+}
 
 
 def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTiles:
@@ -69,7 +76,7 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTil
     if (num_out, width, gated) in GEMV_TILES:
         return GEMV_TILES[num_out, width, gated]
     whole = 1 << (width - 1).bit_length()
-    block = whole if is_whole or whole <= 4096 else min((4096, 2048), key=lambda size: -(-width // size) * size)
+    block = whole if is_whole else min(whole, LONG_BLOCK)
     rows = 1 if num_out <= FEW_ROWS else max(1, min(4, GEMV_VALUES // (block * (1 + gated))) // (1 + gated))
     return GemvTiles(rows, block)
 
@@ -93,7 +100,7 @@ ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
     (False, False): (
         ExpertTiles(1, 16, 64, 128, 4, 3),
-        ExpertTiles(16, 16, 128, 128, 4, 3),
+        ExpertTiles(16, 16, 128, 128, 4, 4),
         ExpertTiles(128, 16, 64, 64, 4, 4),
         ExpertTiles(320, 32, 128, 128, 4, 3),
         ExpertTiles(768, 64, 128, 64, 4, 3),
@@ -102,8 +109,10 @@ EXPERT_TILES = {  # by whether there is little shared memory, as above, and whet
     (False, True): (
         ExpertTiles(1, 16, 64, 128, 4, 3),
         ExpertTiles(16, 16, 128, 128, 4, 4),
-        ExpertTiles(128, 16, 256, 128, 8, 3),
-        ExpertTiles(ANY, 64, 128, 128, 4, 4),
+        ExpertTiles(128, 16, 256, 128, 8, 4),
+        ExpertTiles(320, 16, 128, 128, 4, 3),
+        ExpertTiles(768, 64, 128, 128, 4, 4),
+        ExpertTiles(ANY, 64, 128, 128, 8, 3),
     ),
     (True, False): (ExpertTiles(128, 16, 128, 64, 4, 3), ExpertTiles(320, 32, 128, 64, 4, 3), ExpertTiles(ANY, 64, 128, 64, 4, 3)),
     (True, True): (ExpertTiles(128, 16, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 4, 3)),
