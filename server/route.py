@@ -12,6 +12,8 @@ import logging
 import math
 import re
 import signal
+import socket
+import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ HEALTH_SECONDS = 5
 CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica keeps idle connections (5 s): none is closed while a request is being written to it
 DRAIN_SECONDS = 30
+BACKLOG = 2048
 HOP_BY_HOP = {
     "connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -232,10 +235,10 @@ class Proxy:
             logger.warning("%s %s", backend.url, "takes requests" if backend.healthy else "takes no requests")
 
     async def _health(self, request: web.Request) -> web.Response:
-        fields = "url", "healthy", "num_in_flight", "num_keys"
+        fields = "url", "healthy", "num_in_flight", "num_keys", "num_taken"
         backends = self.balancer.backends
         healthy = any(backend.healthy for backend in backends)
-        states = [dict(zip(fields, (b.url, b.healthy, b.num_in_flight, b.num_keys), strict=True)) for b in backends]
+        states = [dict(zip(fields, (b.url, b.healthy, b.num_in_flight, b.num_keys, b.num_taken), strict=True)) for b in backends]
         return web.json_response({"status": "ok" if healthy else "unavailable", "backends": states}, status=200 if healthy else 503)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -299,15 +302,21 @@ def make_runner(proxy: Proxy) -> web.AppRunner:
     )
 
 
-async def serve(host: str, port: int, urls: Sequence[str]) -> None:
+async def serve(args: argparse.Namespace) -> None:
     """Runs until SIGINT or SIGTERM; then takes no new connection and lets running requests end for 30 s."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    urls = list(dict.fromkeys(args.backends))
     runner = make_runner(Proxy(urls))
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
-    print(f"routing on http://{host}:{port} to {len(urls)} backends", flush=True)
+    tls = None
+    if args.ssl_certfile:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+    listener = socket.socket(fileno=args.fd) if args.fd is not None else socket.create_server((args.host, args.port))
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
+    print(f"routing on {runner.sites.copy().pop().name} to {len(urls)} backends", flush=True)
     await stop.wait()
     await runner.cleanup()
 
@@ -325,9 +334,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--backends", type=backend_url, nargs="+", required=True, metavar="URL", help="the servers")
+    parser.add_argument("--fd", type=int, help="listen on this bound socket, which is inherited, instead of --host and --port")
+    parser.add_argument("--ssl-certfile", help="serve https with this certificate (PEM); default: http")
+    parser.add_argument("--ssl-keyfile", help="its private key, if the certificate's file does not hold it")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    uvloop.run(serve(args.host, args.port, list(dict.fromkeys(args.backends))))
+    uvloop.run(serve(args))
 
 
 if __name__ == "__main__":
