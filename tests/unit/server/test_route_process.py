@@ -30,7 +30,8 @@ def certificate(tmp_path: Path) -> Path:
     path = tmp_path / "certificate.pem"
     subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", path, "-out", tmp_path / "alone"]
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files], check=True, capture_output=True)
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
+    subprocess.run(command, check=True, capture_output=True)
     path.write_bytes(path.read_bytes() + (tmp_path / "alone").read_bytes())
     return path
 
