@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -143,6 +144,7 @@ class Child:
         runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
         setup_logging(role, runtime.config.log_level)
         die_with_parent(signal.SIGTERM)
+        raise_file_limit()
         return cls(role, runtime)
 
     def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
@@ -185,6 +187,12 @@ class Child:
 def die_with_parent(sig: signal.Signals) -> None:
     """Asks the kernel to send `sig` when the parent dies, also while this process is stuck in native code. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
+
+
+def raise_file_limit() -> None:
+    """As many open files as this user may have; by default they are a few, for programs of the eighties that use select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def setup_logging(role: str, level: str) -> None:

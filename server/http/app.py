@@ -5,12 +5,15 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 
 import asyncio
 import contextlib
+import functools
+import logging
 import select
 import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -34,9 +37,10 @@ from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
 from server.http.client import Client
+from server.http.connection import Door
 from server.http.direct import DirectProtocol
 from server.http.guards import ApiKeyGuard, JsonGuard
-from server.http.log import RequestLog, note_error
+from server.http.log import RequestLog, Sparing, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.http.reply import error_response
@@ -53,7 +57,6 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 DRAIN_POLL_S = 0.05
 GRACE_S = 3  # for writing the last errors out
-KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
@@ -142,12 +145,14 @@ async def serve(child: Child) -> None:
     listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect
     api = Api(child)
     warm_up(api.arena)
+    http: Any = functools.partial(DirectProtocol, Door(child.config))
     config = uvicorn.Config(
-        api.build(), loop="uvloop", http=DirectProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG, root_path=child.config.root_path,
+        api.build(), loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        timeout_keep_alive=child.config.idle_timeout, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG, root_path=child.config.root_path,
         ssl_certfile=child.config.ssl_certfile, ssl_keyfile=child.config.ssl_keyfile,
     )  # fmt: skip
     server = Server(config)
+    logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

@@ -19,6 +19,7 @@ from server.api import schema
 from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
+from server.http.connection import MAX_HEAD_BYTES
 from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,8 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     assert page["body"] == f"{config.max_body_bytes >> 20} MiB"
     assert page["of it, besides images"] == f"{MAX_TEXT_BYTES >> 20} MiB"
     assert page["time of a body"].startswith(f"{config.body_timeout} s")
+    assert page["head of a request, its URL included"] == f"{MAX_HEAD_BYTES >> 10} KiB; {config.header_timeout} s"
+    assert page["connections; a pause between two requests"] == f"{config.max_connections:,}; {config.idle_timeout} s"
     assert page["images of a request"] == f"{config.max_images_per_request}"
     assert page["pixels of an image"] == f"{config.max_image_pixels // 10**6} million"
     assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
