@@ -37,7 +37,7 @@ from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import answer_grammar
 from server.processor.image import Image, ImageTools, release_all
-from server.processor.prompt import PromptBuilder
+from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Request
 
@@ -176,7 +176,8 @@ class Intake:
         def job() -> list[int]:
             if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
                 return submit.prompt.ids
-            return self._prompts.encode(submit.prompt, len(submit.media))
+            limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
+            return self._prompts.encode(submit.prompt, len(submit.media), limit)
 
         if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
             return job()
@@ -210,9 +211,7 @@ class Intake:
 
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt >= self.max_model_len:
-            limit = f"This model's maximum context length is {self.max_model_len} tokens, answer included."
-            words = f"{limit} However, your prompt has {num_prompt} tokens. Please reduce its length."
-            raise RequestError(400, words, "messages", "context_length_exceeded")
+            raise too_long(self.max_model_len, str(num_prompt))
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest]", strays: list[Image]) -> None:
         """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here. Strays, which

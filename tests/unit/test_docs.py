@@ -20,6 +20,7 @@ from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES
+from server.http.validate import MAX_VALUES
 from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     config, page = EngineConfig(), limits()
     assert page["body"] == f"{config.max_body_bytes >> 20} MiB"
     assert page["of it, besides images"] == f"{MAX_TEXT_BYTES >> 20} MiB"
+    assert page["lists, objects and members in it"] == f"{MAX_VALUES:,}"
     assert page["time of a body"].startswith(f"{config.body_timeout} s")
     assert page["head of a request, its URL included"] == f"{MAX_HEAD_BYTES >> 10} KiB; {config.header_timeout} s"
     assert page["connections; a pause between two requests"] == f"{config.max_connections:,}; {config.idle_timeout} s"
