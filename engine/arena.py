@@ -54,6 +54,7 @@ class ArenaView:
     """A mapped arena, to read or write ranges that somebody else's message names."""
 
     def __init__(self, fd: int, size: int, writable: bool = False):
+        self.fd = fd
         self.size = size
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self._view = memoryview(self._map)

@@ -104,6 +104,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     max_images_per_request: Annotated[int, "images in one request"] = 128
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
+    max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
+    max_decode_bytes: Annotated[int, "memory that images of more than 8 megapixels may take together while they are decoded"] = 2 * GIB
+    decode_timeout: Annotated[int, "seconds that one of those may take to decode"] = 30
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
     allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (

@@ -37,6 +37,7 @@ from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import answer_grammar
 from server.processor.image import Image, ImageTools, release_all
+from server.processor.inspect import Allowance
 from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Request
@@ -63,6 +64,7 @@ class Intake:
     ):
         self.max_model_len = max_model_len
         self._max_requests = config.max_queued_requests
+        self._max_request_pixels = config.max_request_pixels
         self._requests = requests
         self._tools = tools
         self._prompts = prompts
@@ -132,10 +134,11 @@ class Intake:
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""
         submit, images = request.submit, request.images
+        allowance = Allowance(self._max_request_pixels)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
-                    group.create_task(image.load(i, ref))
+                    group.create_task(image.load(i, ref, allowance))
                 encode = group.create_task(self._encode(submit))
                 compiled = group.create_task(self._compile(submit))
         except BaseExceptionGroup as failures:

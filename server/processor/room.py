@@ -13,13 +13,13 @@ class Room:
     """Regions of one arena. `is_shared` says whether there is anybody who may give some back."""
 
     def __init__(self, arena: Arena, is_shared: Callable[[], bool]):
-        self._arena = arena
+        self.arena = arena
         self._is_shared = is_shared
         self._came = asyncio.Event()
 
     def take(self, capacity: int) -> Region:
         """Raises ArenaFull or ArenaTooSmall."""
-        return Region(self._arena, capacity)
+        return Region(self.arena, capacity)
 
     def give_back(self, region: Region) -> None:
         """Once for a region, when no thread reads or writes it any more. Whoever waits tries again."""
