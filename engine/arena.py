@@ -90,6 +90,11 @@ class Regions:
         """Where the allocated regions begin."""
         return set(self._allocated)
 
+    @property
+    def num_free(self) -> int:
+        """Bytes in all free ranges together."""
+        return sum(self._free_ends) - sum(self._free_starts)
+
     def can_hold(self, length: int) -> bool:
         """Whether a region of `length` bytes fits when nothing else is allocated."""
         return _aligned(length) <= self.size
@@ -167,6 +172,11 @@ class Arena(ArenaView):
 
     def is_empty(self) -> bool:
         return self._regions.is_empty()
+
+    @property
+    def num_free(self) -> int:
+        """Bytes in all free ranges together."""
+        return self._regions.num_free
 
     def alloc(self, length: int) -> int:
         """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""

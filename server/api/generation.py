@@ -31,6 +31,7 @@ from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.metrics import Metrics
 from server.http.reply import Reply, ReplyOptions
+from server.http.shares import Shares
 from server.http.sse import Format
 from server.http.validate import check, read_object
 
@@ -48,6 +49,7 @@ class Service:
     model_names: tuple[str, ...]  # the first one stands in answers
     max_model_len: int  # as asked for: the engine says what fits
     arena: Arena
+    shares: Shares
     client: Client
     metrics: Metrics
 
@@ -94,10 +96,11 @@ class Endpoint(ABC):
             raise overloaded("The engine is still starting.", retry_after=5)
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        with service.client.reading():
+        address = request.client.host if request.client is not None else ""
+        with service.client.reading(), service.shares.claim(address) as claim:
             try:
                 direct = direct_reader(request.scope)
-                body = await read_body(request.receive, length, direct, service.arena, service.config, service.client)
+                body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
                 return await self._submit(body)
             except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
                 service.client.check_open()

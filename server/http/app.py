@@ -44,6 +44,7 @@ from server.http.log import RequestLog, Sparing, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.http.reply import error_response
+from server.http.shares import Shares
 from server.warm import warm_up
 
 ENDPOINTS: dict[str, type[Endpoint]] = {
@@ -71,8 +72,8 @@ class Api:
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
-        limit = runtime.max_model_len
-        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, self.client, self._metrics)
+        limit, shares = runtime.max_model_len, Shares(self.arena)
+        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
 
     def build(self) -> ASGIApp:
         """The ASGI application."""

@@ -177,7 +177,7 @@ def test_bodies_that_never_fit(stack: Stack) -> None:
 def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
     """Red if lack of room right now is refused for good, or waited for."""
     waiting = RawClient(stack)
-    waiting.send(b"{", length=15 * MIB)
+    waiting.send(b"{", length=13 * MIB)
     time.sleep(0.1)
     response = stack.http.post("/v1/chat/completions", content=b" " * (2 * MIB))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
