@@ -75,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     max_queue_seconds: Annotated[int | None, "a request that waits longer for its first step is 503; default: it waits"] = None
+    request_timeout: Annotated[int | None, "seconds that any request may take, running too; default: what its field `timeout` says"] = None
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[

@@ -113,11 +113,18 @@ class Endpoint(ABC):
             job = await self._parse(body)
             if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
+            self._limit_time(job, body)
             job.submits[0].body = body.region.offset if job.used or body.num_announced else None
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
         return self.reply(stream, job, body)
+
+    def _limit_time(self, job: Job, body: Body) -> None:
+        """By the client's word and the operator's, from the last byte of the body on."""
+        limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
+        for submit in job.submits if limits else ():
+            submit.deadline = body.received + min(limits)
 
     async def _parse(self, body: Body) -> Job:
         """A reference that stands anywhere but in a URL field is turned back into its text first."""

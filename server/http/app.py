@@ -107,9 +107,10 @@ class Api:
 
     async def _on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        self._metrics.note_refusal(error.info)
-        note_error(request.scope, error.info)
-        return error_response(error.info, request.scope)
+        info = self.client.advise(error.info)
+        self._metrics.note_refusal(info)
+        note_error(request.scope, info)
+        return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
         """The body was cut: nobody reads this."""

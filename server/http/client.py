@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import Iterator
 
+import msgspec
 from starlette.requests import ClientDisconnect
 
 from engine.arena import Arena
@@ -24,6 +27,8 @@ from engine.stats import EngineStats
 from server.errors import RequestError
 
 HEARTBEAT_STALE_S = 15.0
+NUM_ENDS = 64
+MAX_RETRY_S = 60
 
 
 class Stream:
@@ -90,6 +95,7 @@ class Client:
         self._streams: dict[int, Stream] = {}
         self._heartbeat = 0.0
         self._refusal: ErrorInfo | None = None
+        self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
 
     @property
     def num_streams(self) -> int:
@@ -152,9 +158,11 @@ class Client:
     def dispatch(self, message: Events) -> None:
         """Hands events to their streams; those of a closed stream are dropped."""
         for event in message.events:
+            if event.finish_reason is not None:
+                self._ends.append(time.monotonic())
             stream = self._streams.get(event.rid)
             if stream is not None:
-                stream.push(event)
+                stream.push(event if event.error is None else msgspec.structs.replace(event, error=self.advise(event.error)))
         for offset in message.released_bodies:
             self._arena.free(offset)
             self.num_bodies -= 1
@@ -162,6 +170,15 @@ class Client:
             self.stats = message.stats
             self._arena.check()
         self._heartbeat = max(self._heartbeat, message.heartbeat)
+
+    def advise(self, error: ErrorInfo) -> ErrorInfo:
+        """An error of overload says when to come back: when what waits now has been answered, if that goes on as it did of late."""
+        if error.code != "overloaded" or len(self._ends) < 2:
+            return error
+        seconds_per_answer = (time.monotonic() - self._ends[0]) / len(self._ends)
+        num_waiting = max(self.stats.num_waiting, len(self._streams) - self.stats.num_running)
+        seconds = min(MAX_RETRY_S, math.ceil(num_waiting * seconds_per_answer))
+        return msgspec.structs.replace(error, retry_after=max(error.retry_after or 1, seconds))
 
     def refuse_new(self, error: ErrorInfo) -> None:
         """From now on no stream is opened, and health is bad; those that are open go on."""

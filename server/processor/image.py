@@ -86,6 +86,7 @@ class Image:
     def __init__(self, tools: ImageTools, ref: MediaRef):
         self._tools = tools
         self._ref = ref
+        self.num_bytes = 0 if ref.payload is None else _decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
         self._index = 0  # in its request
         self._digest = b""  # of the encoded bytes
         self._header: Header | None = None  # when they are there
@@ -147,7 +148,7 @@ class Image:
     async def _take_payload(self, payload: WireRegion) -> tuple[bytes, Header]:
         """Base64 from a request body, decoded into our arena and looked at in one go."""
         text = self._tools.bodies.view(payload.offset, payload.length)
-        encoded = self._encoded = self._tools.room.take(3 * (payload.length // 4 + 1))
+        encoded = self._encoded = self._tools.room.take(_decoded_bytes(payload))
         room = encoded.room
 
         def job() -> tuple[int, tuple[bytes, Header]]:
@@ -190,7 +191,8 @@ class Image:
             self.source = _source("file", encoded, *inspector.size_for_workers(geometry, size.height, size.width))
         else:
             self._tools.decoders.check(header)
-            size = await self._decode(encoded, self._tools.room.take(self._num_pixel_bytes(header)))
+            self.num_bytes = self._num_pixel_bytes(header)
+            size = await self._decode(encoded, self._tools.room.take(self.num_bytes))
         self.grid = inspector.grid(geometry, size.height, size.width)
         self.num_tokens = geometry.num_tokens(self.grid)
 
@@ -239,6 +241,11 @@ async def release_all(images: Iterable[Image]) -> None:
 
 def _source(encoding: Literal["rgb", "file"], region: Region, height: int, width: int) -> ImageSource:
     return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width)
+
+
+def _decoded_bytes(payload: WireRegion) -> int:
+    """What base64 of this length may become."""
+    return 3 * (payload.length // 4 + 1)
 
 
 def _start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
+from engine.arena import ArenaFull
 from engine.config import EngineConfig
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.ipc import Outbox
 from engine.messages import (
     PROCESSOR_ARENA,
+    TIMED_OUT,
     Abort,
     ChatPrompt,
     CompiledGrammar,
@@ -102,7 +104,7 @@ class Intake:
         answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
         request = Request(submit, images, answers)
         self._requests[submit.rid] = request
-        request.task = asyncio.create_task(self._build(request))
+        request.task = asyncio.create_task(self._prepare(request))
         self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
 
     def abort(self, message: Abort) -> None:
@@ -131,6 +133,17 @@ class Intake:
 
         self._tasks.create_task(end())
 
+    async def _prepare(self, request: Request) -> EngineRequest:
+        """Until its deadline, if it has one."""
+        deadline = request.submit.deadline
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
+                return await self._build(request)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise RequestError(TIMED_OUT.status, TIMED_OUT.message, code=TIMED_OUT.code) from None
+
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""
         submit, images = request.submit, request.images
@@ -142,6 +155,8 @@ class Intake:
                 encode = group.create_task(self._encode(submit))
                 compiled = group.create_task(self._compile(submit))
         except BaseExceptionGroup as failures:
+            if isinstance(failures.exceptions[0], ArenaFull):
+                self._tools.room.check(sum(image.num_bytes for image in images))
             raise failures.exceptions[0] from None
         if submit.output.echo:
             for answer in request.answers:
@@ -172,6 +187,7 @@ class Intake:
             cache_salt=submit.cache_salt,
             n=submit.n,
             priority=submit.priority,
+            deadline=submit.deadline,
             grammar=self._keep_grammar(request, compiled.result()),
         )
 
