@@ -32,6 +32,7 @@ WHEN = {
     "access_log": "Off where the proxy has a log already.",
     "log_level": "`debug` for a report of a bug.",
     "max_queue_seconds": "Where a late answer is worth nothing: others come sooner.",
+    "wedge_timeout": "0 to look at a wedge with a debugger.",
     "request_timeout": "Where clients give up without saying so.",
     "num_gpu_blocks_override": "Never, outside of tests.",
     "block_size": "Hardly ever: smaller ones find more of a prefix and cost more of a plan.",

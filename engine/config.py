@@ -8,7 +8,7 @@ import msgspec
 VERSION = "0.2.0"  # of the package, of `/version`: the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
-MAY_BE_ZERO = frozenset({"port", "shutdown_timeout", "max_images_per_request", "image_host_cache_bytes"})  # any other number is at least 1
+MAY_BE_ZERO = frozenset({"port", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"})  # others: 1
 
 CHILD_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # grows its segments instead of leaving holes between image sizes
@@ -60,6 +60,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     access_log: Annotated[bool, "one line of the log for every request"] = True
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests have to end after SIGTERM or Ctrl-C; a second one stops at once"] = 30
+    wedge_timeout: Annotated[
+        int, "seconds without progress after which the engine ends itself, for a supervisor to start it again; 0: it never does"
+    ] = 120
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128

@@ -6,6 +6,7 @@ what is in flight. The launcher holds the write end of a pipe (the lifeline): it
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import resource
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 LINGER_MS = 500
+DUMP_SIGNAL = signal.SIGUSR2  # a child writes on stderr where each of its threads is, also if its interpreter is stuck
 
 
 class Runtime(msgspec.Struct, frozen=True):
@@ -145,6 +147,7 @@ class Child:
         setup_logging(role, runtime.config.log_level)
         die_with_parent(signal.SIGTERM)
         raise_file_limit()
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
         return cls(role, runtime)
 
     def arena_view(self, arena: int, writable: bool = False) -> ArenaView:

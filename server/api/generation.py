@@ -25,7 +25,7 @@ from engine.stats import Stages
 from server.api.fields import UnknownFields
 from server.api.schema import GenerationRequest
 from server.checkpoint import Checkpoint, SamplingDefaults
-from server.errors import RequestError, overloaded
+from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
@@ -92,8 +92,7 @@ class Endpoint(ABC):
 
     async def _accept(self, request: Request) -> ASGIApp:
         service = self.service
-        if not service.client.started:
-            raise overloaded("The engine is still starting.", retry_after=5)
+        service.client.check_open()
         header = request.headers.get("content-length")
         length = int(header) if header else None
         address = request.client.host if request.client is not None else ""

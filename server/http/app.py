@@ -57,6 +57,7 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
 }
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 DRAIN_POLL_S = 0.05
+ALIVE_S = 1.0
 GRACE_S = 3  # for writing the last errors out
 BACKLOG = 2048
 
@@ -68,7 +69,7 @@ class Api:
         self._child = child
         self.arena = Arena(child.runtime.arena_fds[API_ARENA], child.arena_size(API_ARENA))
         outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
-        self.client = Client(outbox, self.arena)
+        self.client = Client(outbox, self.arena, child.config.max_queued_requests)
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
@@ -104,6 +105,13 @@ class Api:
                 self._child.ready(url)
             if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
+
+    async def tell_the_launcher(self) -> None:
+        """That all is well, while it is, for ever."""
+        while True:
+            if self.client.healthy or not self.client.started:
+                self._child.progress("")
+            await asyncio.sleep(ALIVE_S)
 
     async def _on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -180,7 +188,9 @@ async def serve(child: Child) -> None:
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     pump = asyncio.create_task(api.pump(inbox, url))
     pump.add_done_callback(lambda task: stop())
+    telling = asyncio.create_task(api.tell_the_launcher())
     await server.serve(sockets=[listener])
+    telling.cancel()
     if pump.done():
         pump.result()
     pump.cancel()

@@ -24,9 +24,9 @@ from engine.messages import (
     ToProcessor,
 )
 from engine.stats import EngineStats
-from server.errors import RequestError
+from server.errors import RequestError, overloaded
 
-HEARTBEAT_STALE_S = 15.0
+HEARTBEAT_STALE_S = 8.0
 NUM_ENDS = 64
 MAX_RETRY_S = 60
 
@@ -85,7 +85,8 @@ class Client:
     A body named in a Submit, or in `abandon`, belongs to the processor until `released_bodies` names it, also when the client has gone.
     """
 
-    def __init__(self, outbox: Outbox[ToProcessor], arena: Arena):
+    def __init__(self, outbox: Outbox[ToProcessor], arena: Arena, max_requests: int):
+        self._max_requests = max_requests
         self.stats = EngineStats()
         self.num_bodies = 0  # handed to the processor, not yet released
         self.num_reading = 0  # held by this process before the processor has them
@@ -133,8 +134,7 @@ class Client:
             self.num_reading -= 1
 
     def submit(self, messages: list[Submit]) -> Stream:
-        """Sends requests with new ids, the choices of one client. Raises RequestError while the server shuts down; a body is then still
-        the caller's."""
+        """Sends requests with new ids, the choices of one client. RequestError as `check_open`; a body is then still the caller's."""
         self.check_open()
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         for message in messages:
@@ -144,9 +144,16 @@ class Client:
         return stream
 
     def check_open(self) -> None:
-        """Raises RequestError while the server shuts down."""
+        """RequestError 503 while the server starts, shuts down, or has made no progress for a while, and if it has been handed as many
+        requests as it may have: whether anybody takes them from there is another matter."""
+        if not self.started:
+            raise overloaded("The engine is still starting.", retry_after=5)
         if self._refusal is not None:
             raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
+        if not self.healthy:
+            raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
+        if len(self._streams) >= self._max_requests:
+            raise overloaded("The server has as many requests as it can queue.")
 
     def close(self, stream: Stream) -> None:
         """The client has its answer or is gone; in the latter case the engine is told to stop."""

@@ -58,7 +58,7 @@ def test_the_operators_limit_holds_for_all(model_folder: Path) -> None:
 
 def test_retry_after_follows_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if everybody is told to come back in a second although minutes of work wait."""
-    client = Client(cast(Any, None), cast(Any, None))
+    client = Client(cast(Any, None), cast(Any, None), 10)
     now = 100.0
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
     assert client.advise(OVERLOADED).retry_after == 1  # nothing is known
