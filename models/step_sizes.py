@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 LONG_STEP = 16  # tokens: sizes of long chunks are multiples
+LONGEST = 3072  # tokens: a longer chunk is rare, and starts late by less than its part
 LONG_PADDING = 32  # a long chunk is padded by this part of its tokens at most
 
 
@@ -45,7 +46,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def for_layers(self, num_parameters: int, max_tokens: int) -> "StepSizes":
         """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`."""
-        return msgspec.structs.replace(self, largest_prompt=min(self.launch_work // num_parameters, max_tokens))
+        return msgspec.structs.replace(self, largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST))
 
     def chunks_by_rows(self, max_num_seqs: int) -> dict[int, list[int]]:
         """Numbers of decode rows, ascending, of graphs with prompts -> `chunks`."""

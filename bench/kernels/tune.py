@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from bench.kernels.__main__ import model_config
 from bench.kernels.timing import L2_BYTES, seconds_per_call
@@ -47,7 +46,7 @@ class Product:
             gemv.gemv_add_(x, weight, out)
 
     def candidates(self) -> Iterator[GemvTiles]:
-        whole = triton.next_power_of_2(self.width)
+        whole = 1 << (self.width - 1).bit_length()
         blocks = (whole,) if self.is_whole else sorted({min(whole, size) for size in (1024, 2048, 4096)})
         for block, rows, (warps, programs) in itertools.product(blocks, (1, 2, 4, 8), ((8, 4), (4, 8))):
             if GEMV_VALUES // 8 <= rows * block * (1 + self.gated) <= GEMV_VALUES:

@@ -15,7 +15,7 @@ STEP_SIZES = StepSizes(
     mixed_decodes=(8, 16, 24, 32, 48, 64, 96, 128),
     small_chunks=(16, 64),
     largest_chunk=512,
-    launch_work=250_000_000_000,
+    launch_work=230_000_000_000,
 )
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too

@@ -16,7 +16,7 @@ STEP_SIZES = StepSizes(
     mixed_decodes=(8, 16, 32, 48, 64, 96, 128),
     small_chunks=(16, 64),
     largest_chunk=512,
-    launch_work=250_000_000_000,  # see the tuned numbers of `hopper`
+    launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
 )
 
 
