@@ -66,7 +66,8 @@ def _gemv(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    gate = up = _fetch(place, row, column, OUT, WIDTH)
+    gate = _fetch(place, row, column, OUT, WIDTH)
+    up = gate
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
     if OVERLAP:
