@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -59,6 +60,7 @@ class Job:
     request: GenerationRequest
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
+    echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
 
 
 class Endpoint(ABC):
@@ -151,7 +153,11 @@ class GenerationEndpoint(Endpoint):
             timings=bool(request.timings),
             num_images=len(job.submits[0].media),
         )
-        return Reply(stream, service.client, service.metrics, self.format, reply_options)
+        return Reply(stream, service.client, service.metrics, self.format_of(job), reply_options)
+
+    def format_of(self, job: Job) -> Callable[..., Format]:
+        """How the answer to this one looks."""
+        return self.format
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:

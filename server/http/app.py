@@ -29,6 +29,7 @@ from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.generation import Endpoint, Service
 from server.api.messages import CountMessageTokens, MessagesEndpoint
+from server.api.responses import ResponsesEndpoint
 from server.api.status import Status
 from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
@@ -45,6 +46,7 @@ from server.warm import warm_up
 ENDPOINTS: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/completions": CompletionEndpoint,
+    "/v1/responses": ResponsesEndpoint,
     "/v1/messages": MessagesEndpoint,
     "/v1/messages/count_tokens": CountMessageTokens,
     "/tokenize": TokenizeEndpoint,

@@ -8,6 +8,7 @@ The client may leave at any time, also before the first event: a watcher listens
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette._utils import get_route_path
@@ -63,7 +64,7 @@ class ReplyOptions:
 class Reply:
     """An ASGI response, run once. Gives its stream back to the client table however it ends."""
 
-    def __init__(self, stream: Stream, client: Client, metrics: Metrics, format: type[Format], options: ReplyOptions):
+    def __init__(self, stream: Stream, client: Client, metrics: Metrics, format: Callable[..., Format], options: ReplyOptions):
         self._stream = stream
         self._client = client
         self._metrics = metrics
