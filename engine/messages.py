@@ -1,15 +1,15 @@
 """Every message that crosses a process boundary: typed, msgpack, pointers instead of pixels. Read by all four processes.
 
-| edge                  | message                       | carries                                                                    |
-|-----------------------|-------------------------------|----------------------------------------------------------------------------|
-| api -> processor      | Payload, Submit, Abort        | the small JSON of a request; its media as regions of the api arena or URLs |
-| processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
-| processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
-| scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
-| processor -> rank 0   | Prefetch                      | a plain JPEG as a region: a hint                                           |
-| scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
-| worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
-| all -> launcher       | Status                        | progress, ready, failure                                                   |
+| edge                   | message                              | carries                                                                  |
+|------------------------|--------------------------------------|--------------------------------------------------------------------------|
+| api -> processor       | Payload, Submit, Abort, Forget       | a request's small JSON; its media as regions of the api arena or URLs    |
+| processor -> api       | Events                               | text, terminal events, bodies of the api arena that may be reused        |
+| processor -> scheduler | EngineRequest, Pixels, Abort, Forget | prompt ids as a region, image spans with their bytes as regions          |
+| scheduler -> processor | EngineOutputs                        | token ids, terminal events, regions that may be reused, images to decode |
+| processor -> rank 0    | Prefetch                             | a plain JPEG as a region: a hint                                         |
+| scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
+| worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
+| all -> launcher        | Status                               | progress, ready, failure                                                 |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
@@ -53,7 +53,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch.
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch, or
+    neither: then it is the one that came under this `name`, which nobody but this client can say.
 
     Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
 
@@ -61,6 +62,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     url: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    name: bytes | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -115,6 +117,12 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
     index: int | None = None  # of the answer that is meant; None: all
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Requests that follow find no beginning in the prefix cache, and, if `images`, no embedding: what runs goes on."""
+
+    images: bool
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -379,6 +387,6 @@ class Status(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat
+ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Beat
 ToWorker = StepPlan | Prefetch

@@ -128,6 +128,12 @@ class SchedulerCore:
         for request in requests:
             self._fail(request, pixels.error)
 
+    def forget_all(self, images: bool) -> None:
+        """Empties the prefix cache and, if `images`, the embeddings that no request has pinned. Who holds blocks keeps them."""
+        self.state.blocks.forget_all()
+        if images:
+            self.state.images.forget_unpinned()
+
     def next_step(self) -> PlannedStep | None:
         """Plans a step that the caller must send to every rank; None if nothing can run now."""
         step = policy.plan(self.state)

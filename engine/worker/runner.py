@@ -153,7 +153,7 @@ class Runner:
         if admit.grammar is not None and self._tp.rank == 0:
             region, after = admit.grammar.region, admit.grammar.after
             data = bytes(self._prompts.view(region.offset, region.length))
-        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids)
+        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
     def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None]:
         """Forward and sample; the tokens also go to the rows, for the next step."""

@@ -30,6 +30,7 @@ from server.errors import RequestError, overloaded
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
+from server.http.guards import credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import Reply, ReplyOptions
 from server.http.sse import Format
@@ -100,6 +101,7 @@ class Endpoint(ABC):
             try:
                 direct = direct_reader(request.scope)
                 body = await read_body(request.receive, length, direct, service.arena, service.config, service.client)
+                body.credentials = credentials_of(request.scope)
                 return await self._submit(body)
             except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
                 service.client.check_open()
@@ -177,6 +179,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
         repetition_penalty=request.repetition_penalty or 1.0,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         min_tokens=request.min_tokens or 0,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=request.num_logprobs,
     )
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from engine.params import MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.validate import Strict, bad_value
 
@@ -46,7 +46,7 @@ class ImageUrl(PixelLimits):
 
     model_config = ConfigDict(extra="allow")
 
-    url: str
+    url: str | None
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -63,15 +63,18 @@ class RefusalPart(Strict):
 
 
 class ImagePart(PixelLimits):
+    """With a `uuid`, the URL may be null the next time."""
+
     model_config = ConfigDict(extra="allow")
 
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl
+    uuid: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
     @field_validator("image_url", mode="before")
     @classmethod
     def _from_bare_string(cls, value: object) -> object:
-        return {"url": value} if isinstance(value, str) else value
+        return {"url": value} if isinstance(value, str | None) else value
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None]:
         """What stands nearest to the image counts, `others` last."""
@@ -193,6 +196,7 @@ class GenerationRequest(Strict):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -217,9 +221,10 @@ class GenerationRequest(Strict):
 
     def check_together(self, vocab_size: int) -> None:
         """What no single field shows. RequestError 400."""
-        for i, token_id in enumerate(self.stop_token_ids or ()):
-            if token_id >= vocab_size:
-                raise bad_value(f"stop_token_ids.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
+            for i, token_id in enumerate(ids or ()):
+                if token_id >= vocab_size:
+                    raise bad_value(f"{field}.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
         for name in self.logit_bias or ():
             if not (name.isascii() and name.isdigit() and int(name) < vocab_size):
                 raise bad_value("logit_bias", f"'{name[:64]}' is no token id less than {vocab_size}")
@@ -360,6 +365,8 @@ def check_tool_choice(choice: object, names: list[str]) -> None:
 
 
 def _check_image(part: ImagePart, path: str) -> None:
+    if part.image_url.url is None and part.uuid is None:
+        raise bad_value(f"{path}.image_url", "may be null beside a `uuid` only")
     for extra, prefix in ((part.image_url.model_extra, f"{path}.image_url"), (part.model_extra, path)):
         for name, value in (extra or {}).items():
             if name in LIMITED_IN_IMAGES:

@@ -13,7 +13,7 @@ from engine.messages import (
     TokenPrompt,
 )
 from engine.params import OutputOptions, SamplingParams
-from server.api.chat import chat_prompt
+from server.api.chat import chat_prompt, source_of
 from server.api.conversation import read_conversation
 from server.api.generation import Endpoint, Job, Service, stages_of
 from server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -79,7 +79,7 @@ def counted(body: Body, prompt: Any) -> Submit:
 
 def counted_chat(chat: ChatRequest, body: Body) -> Job:
     """The same, of messages and their images."""
-    conversation = read_conversation(chat.messages, body.scanner, body.region.offset, chat.mm_processor_kwargs)
+    conversation = read_conversation(chat.messages, source_of(chat, body), chat.mm_processor_kwargs)
     submit = counted(body, chat_prompt(chat, conversation.messages))
     submit.media = conversation.media
     return Job(chat, [submit], conversation.used_references)

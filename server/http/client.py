@@ -15,6 +15,7 @@ from engine.messages import (
     ErrorInfo,
     Event,
     Events,
+    Forget,
     Payload,
     Region,
     Submit,
@@ -136,6 +137,10 @@ class Client:
             self.num_bodies += message.body is not None
             self._streams[message.rid] = stream
         return stream
+
+    def forget(self, images: bool) -> None:
+        """What is submitted later finds empty caches."""
+        self._outbox.send(Forget(images))
 
     def check_open(self) -> None:
         """Raises RequestError while the server shuts down."""
