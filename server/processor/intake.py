@@ -211,7 +211,7 @@ class Intake:
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt >= self.max_model_len:
             limit = f"This model's maximum context length is {self.max_model_len} tokens, answer included."
-            words = f"{limit} However, your prompt has {num_prompt} tokens. Please reduce its length."
+            words = f"{limit} However, your prompt is too long: it has {num_prompt} tokens."  # words that client libraries look for
             raise RequestError(400, words, "messages", "context_length_exceeded")
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest]", strays: list[Image]) -> None:

@@ -1,24 +1,15 @@
 """OpenAI's own client on `/v1/responses`, sync and async, against the demo model."""
 
-import base64
 import json
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 
-from models.demo import CHECKPOINT
+from tests.clients.asking import DAYS, data_url
 from tests.e2e.serving import Engine
 
-NUMBER = Path(CHECKPOINT).parent / "pictures" / "number.png"
-DAYS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
-    "required": ["days", "unit"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
     {"type": "function", "name": "forecast", "parameters": DAYS, "strict": True},
     {"type": "function", "name": "now", "parameters": None, "strict": None},
@@ -32,7 +23,7 @@ def client(engine: Engine) -> openai.OpenAI:
 
 
 def picture() -> dict[str, Any]:
-    return {"type": "input_image", "image_url": "data:image/png;base64," + base64.b64encode(NUMBER.read_bytes()).decode()}
+    return {"type": "input_image", "image_url": data_url()}
 
 
 def question(text: str = "What number is in picture 1?") -> list[Any]:

@@ -206,6 +206,7 @@ def test_a_prompt_that_is_too_long_in_words_that_clients_know(stack: Stack, path
     body = {"messages": [{"role": "user", "content": "word " * 9000}]} if "chat" in path else {"prompt": "word " * 9000}
     error = stack.http.post(path, json=body).json()["error"]
     assert error["code"] == "context_length_exceeded" and "maximum context length is 4096 tokens" in error["message"]
+    assert "prompt is too long" in error["message"]
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------------------------
