@@ -340,6 +340,12 @@ class CompletionRequest(GenerationRequest):
                 raise bad_value("prompt", f"holds token ids outside of the vocabulary of {vocab_size}")
 
 
+class TokenizeRequest(GenerationRequest):
+    """The body of `POST /tokenize` without messages."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+
+
 class DetokenizeRequest(GenerationRequest):
     """The body of `POST /detokenize`."""
 

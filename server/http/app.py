@@ -29,6 +29,7 @@ from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.generation import Endpoint, Service
 from server.api.messages import CountMessageTokens, MessagesEndpoint
+from server.api.openapi import Description
 from server.api.responses import ResponsesEndpoint
 from server.api.status import Status
 from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
@@ -36,6 +37,7 @@ from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.direct import DirectProtocol
+from server.http.docs_page import DocsPage
 from server.http.guards import ApiKeyGuard, JsonGuard
 from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
@@ -79,7 +81,9 @@ class Api:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.router.routes += [Route(path, endpoint(self._service), methods=["POST"]) for path, endpoint in ENDPOINTS.items()]
         app.router.routes += Status(self._service).routes()
-        app.add_route("/", Page().show, methods=["GET"])
+        description = Description(self._service)
+        pages = {"/": Page().show, "/openapi.json": description.show, "/docs": DocsPage(description.document).show}
+        app.router.routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
