@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import Experts
 from models.backends.portable.launch import capability_of, early_launch
@@ -53,6 +53,7 @@ def _route(
     token, expert, choice = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     logit = tl.load(logits + token * EXPERTS + expert, expert < EXPERTS, -float("inf")).to(tl.float32)
     value = tl.exp(logit - tl.max(logit, 0))
     value = tl.where(expert < EXPERTS, value / tl.sum(value, 0), -1.0)
@@ -173,6 +174,19 @@ def _multiply(
         tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
 
 
+@triton.jit
+def _prefetch(
+    matrices: tl.tensor, expert: tl.tensor, tile: tl.tensor, WIDTH: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr
+) -> None:
+    """Has COLUMNS of the OUT rows of an expert's matrix, WIDTH values each, brought into the L2. Expert -1 is none: then some other's."""
+    LINE: tl.constexpr = 128 * 8 // matrices.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
+    row = tl.maximum(expert, 0).to(tl.int64) * OUT + tile * COLUMNS + tl.arange(0, COLUMNS)
+    for line in tl.static_range(LINES):
+        place = (matrices + row * WIDTH + line * LINE).to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_few(
     x: tl.tensor,
@@ -199,10 +213,17 @@ def _multiply_few(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (i, j): the j-th columns of expert i; or, if BY_SLOT, of the expert of choice i unless an earlier choice has the same."""
+    """Program (i, j): the j-th columns of expert i; or, if BY_SLOT, of the expert of choice i unless an earlier choice has the same.
+
+    With OVERLAP the second product starts while the first one ends, which began when the choices were there: what a program will read of
+    its expert's matrix is on its way into the L2 while it waits for the first.
+    """
     index, every = tl.program_id(0), tl.arange(0, SLOTS)
     if OVERLAP:
+        if BY_SLOT and not GATED:
+            _prefetch(matrices, tl.load(chosen + index), tl.program_id(1), WIDTH, OUT, COLUMNS)
         gdc_wait()
+        gdc_launch_dependents()
     expert_of = tl.load(chosen + every, every < num_slots, -1)
     expert = index
     if BY_SLOT:
