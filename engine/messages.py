@@ -109,6 +109,7 @@ class Submit(msgspec.Struct, tag=True):
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
     grammar_field: str = ""  # of the client's request, for errors
+    pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the prompt is framed by the tokenizer
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -148,6 +149,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
     logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
+    pooled: bytes = b""  # float32, of a request that wants that instead of text
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
     index: int = 0  # of the answer
 
@@ -244,6 +246,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
     index: int = 0
+    pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -362,6 +365,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
+    pooled: dict[int, bytes] = {}  # the same
     out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
 
 

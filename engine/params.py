@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
     Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
-    No token but `allowed_token_ids` is drawn, if there are some.
+    With `pooled_ids` nothing but the prompt is of interest: the logits of these tokens behind it are reported, or, if there are none, its
+    last hidden state. No token but `allowed_token_ids` is drawn, if there are some.
     `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits;
     `prompt_logprobs` for those of the prompt's tokens: such a request takes nothing from the prefix cache.
     """
@@ -59,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooled_ids: tuple[int, ...] | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -272,9 +272,11 @@ class SchedulerCore:
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if kept:
-                self._deliver(request, kept, known[: len(kept)], reason)
+                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""))
 
-    def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
+    def _deliver(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None, pooled: bytes
+    ) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
@@ -282,8 +284,8 @@ class SchedulerCore:
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs, request.index)
-        self._outputs.append(output)
+        numbers = logprobs, prompt_logprobs
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, request.index, pooled))
         if reason is not None:
             self._end(request)
 

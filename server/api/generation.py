@@ -83,9 +83,13 @@ class Endpoint(ABC):
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Everything that can be told of a request by itself. RequestError 400."""
         request = check(model, value)
-        self._unknown.check(request.model_extra or {})
+        self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
         return request
+
+    def note_unknown(self, extra: dict[str, Any]) -> None:
+        """Fields that no schema here has. RequestError 400 for one that would change the answer."""
+        self._unknown.check(extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._accept(Request(scope, receive))
@@ -114,7 +118,9 @@ class Endpoint(ABC):
             job = await self._parse(body)
             if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
-            job.submits[0].body = body.region.offset if job.used or body.num_announced else None
+            if job.used or body.num_announced:
+                for submit in job.submits:  # the last one that has read it lets go of it
+                    submit.body = body.region.offset
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body

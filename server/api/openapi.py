@@ -18,6 +18,7 @@ from engine.config import VERSION
 from server.api import fields, messages, responses
 from server.api.generation import Service
 from server.api.messages import CountRequest, MessagesRequest
+from server.api.pooling import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
 from server.api.responses import ResponsesRequest
 from server.api.schema import MAX_PROMPTS, MAX_STOPS, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -125,6 +126,20 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "How long a prompt in Anthropic's dialect is", (CountRequest,), {"messages": TURNS},
         limited=(messages.LIMITED, fields.LIMITED),
     ),
+    Operation("post", "/v1/embeddings", "A vector of a text, or of messages with images", (EmbeddingRequest,), {"input": "a cat"}),
+    *(
+        Operation(
+            "post", path, "Documents by how well they answer a query", (RerankRequest,),
+            {"query": "Which one is grey?", "documents": ["a cat", {"content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]},
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    *(
+        Operation(
+            "post", path, "How well one text answers another", (ScoreRequest,), {"text_1": "a pet", "text_2": ["a cat", "a car"]},
+        )
+        for path in ("/score", "/v1/score")
+    ),
     Operation("post", "/tokenize", "Token ids of messages, or of a text", (ChatRequest, TokenizeRequest), {"messages": MESSAGES}),
     Operation("post", "/detokenize", "The text of token ids", (DetokenizeRequest,), {"tokens": [5, 6, 7]}),
     Operation("post", "/reset_prefix_cache", "Later requests find no beginning computed", answers=()),
@@ -150,20 +165,22 @@ class Description:
     """The document, made once."""
 
     def __init__(self, service: Service):
-        self.document = describe(service.model_names, service.checkpoint.vocab_size)
+        checkpoint = service.checkpoint
+        self.document = describe(service.model_names, checkpoint.vocab_size, checkpoint.hidden_size)
         self._content = json.dumps(self.document).encode()
 
     async def show(self, request: Request) -> Response:
         return Response(self._content, media_type="application/json")
 
 
-def describe(model_names: tuple[str, ...], vocab_size: int) -> Schema:
+def describe(model_names: tuple[str, ...], vocab_size: int, hidden_size: int) -> Schema:
     """OpenAPI 3.1 of a server that serves these names."""
     models = {model for operation in OPERATIONS for model in operation.models}
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template="#/components/schemas/{model}")
     schemas = definitions["$defs"]
     for schema in schemas.values():
         _correct(schema["title"], schema, vocab_size)
+    _correct_embeddings(schemas["EmbeddingRequest"], vocab_size, hidden_size)
     for operation in OPERATIONS:
         for model in operation.models:
             _add_limited(schemas[model.__name__], operation)
@@ -200,6 +217,16 @@ def _correct(title: str, schema: Schema, vocab_size: int) -> None:
         properties["prompt"] = {"anyOf": [NAME, token_ids, *batches]}
     if title == "Message" and "tool_call_id" in properties:
         schema["anyOf"] = CONTENT_OR_ROLE
+
+
+def _correct_embeddings(schema: Schema, vocab_size: int, hidden_size: int) -> None:
+    properties = schema["properties"]
+    token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": vocab_size}, "minItems": 1}
+    inputs = {"type": "array", "items": {"anyOf": [TEXT, token_ids]}, "minItems": 1, "maxItems": MAX_INPUTS}
+    properties["input"] = {"anyOf": [TEXT, token_ids, inputs]}
+    properties["dimensions"]["anyOf"][0]["maximum"] = hidden_size
+    is_input = {"required": ["input"], "properties": {"messages": NULL}}
+    schema["anyOf"] = [is_input, {"required": ["messages"], "properties": {"messages": {"not": NULL}, "input": False}}]
 
 
 def _add_limited(schema: Schema, operation: Operation) -> None:

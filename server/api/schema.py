@@ -283,10 +283,7 @@ class ChatRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        for i, message in enumerate(self.messages):
-            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                if isinstance(part, ImagePart):
-                    _check_image(part, f"messages.{i}.content.{j}")
+        check_images(self.messages)
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
@@ -368,6 +365,14 @@ def check_tool_choice(choice: object, names: list[str]) -> None:
         raise bad_value("tool_choice", "needs tools")
     if named is not None and named not in names:
         raise bad_value("tool_choice", "names a function that is not among the tools")
+
+
+def check_images(messages: list[Message]) -> None:
+    """What no type says of image parts. RequestError 400."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                _check_image(part, f"messages.{i}.content.{j}")
 
 
 def _check_image(part: ImagePart, path: str) -> None:

@@ -30,6 +30,7 @@ from server.api.completions import CompletionEndpoint
 from server.api.generation import Endpoint, Service
 from server.api.messages import CountMessageTokens, MessagesEndpoint
 from server.api.openapi import Description
+from server.api.pooling import EmbeddingsEndpoint, RerankEndpoint, ScoreEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.status import Status
 from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
@@ -51,6 +52,12 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
     "/v1/responses": ResponsesEndpoint,
     "/v1/messages": MessagesEndpoint,
     "/v1/messages/count_tokens": CountMessageTokens,
+    "/v1/embeddings": EmbeddingsEndpoint,
+    "/rerank": RerankEndpoint,
+    "/v1/rerank": RerankEndpoint,
+    "/v2/rerank": RerankEndpoint,
+    "/score": ScoreEndpoint,
+    "/v1/score": ScoreEndpoint,
     "/tokenize": TokenizeEndpoint,
     "/detokenize": DetokenizeEndpoint,
 }

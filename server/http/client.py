@@ -83,7 +83,8 @@ class Client:
 
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena):
         self.stats = EngineStats()
-        self.num_bodies = 0  # handed to the processor, not yet released
+        self.num_bodies = 0  # handed to the processor, not yet released; one that several requests read counts for each
+        self._num_readers: dict[int, int] = {}  # of these bodies, by their offset
         self.num_reading = 0  # held by this process before the processor has them
         self._outbox = outbox
         self._arena = arena
@@ -134,7 +135,9 @@ class Client:
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         for message in messages:
             self._outbox.send(message)
-            self.num_bodies += message.body is not None
+            if message.body is not None:
+                self.num_bodies += 1
+                self._num_readers[message.body] = self._num_readers.get(message.body, 0) + 1
             self._streams[message.rid] = stream
         return stream
 
@@ -161,8 +164,12 @@ class Client:
             if stream is not None:
                 stream.push(event)
         for offset in message.released_bodies:
-            self._arena.free(offset)
             self.num_bodies -= 1
+            num_readers = self._num_readers.pop(offset, 1) - 1
+            if num_readers:
+                self._num_readers[offset] = num_readers
+            else:
+                self._arena.free(offset)
         if message.stats is not None:
             self.stats = message.stats
             self._arena.check()

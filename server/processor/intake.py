@@ -159,6 +159,8 @@ class Intake:
         limit = submit.params.max_tokens
         bad_words = self._prompts.bad_words(submit.output.bad_words)
         params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room), bad_words=bad_words)
+        if submit.pooled_words is not None:
+            params = msgspec.structs.replace(params, max_tokens=1, pooled_ids=self._prompts.first_tokens(submit.pooled_words))
         submit.stages.submitted = time.monotonic()
         return EngineRequest(
             rid=submit.rid,
@@ -176,7 +178,7 @@ class Intake:
         def job() -> list[int]:
             if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
                 return submit.prompt.ids
-            return self._prompts.encode(submit.prompt, len(submit.media))
+            return self._prompts.encode(submit.prompt, len(submit.media), is_framed=submit.pooled_words is not None)
 
         if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
             return job()

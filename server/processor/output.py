@@ -157,6 +157,7 @@ def _full_event(
         logprobs=logprobs,
         stop_reason=stop_reason,
         index=output.index,
+        pooled=output.pooled,
     )
 
 

@@ -107,6 +107,12 @@ def repair(path: str, body: dict[str, Any]) -> dict[str, Any]:
         body["logprobs"] = True
     if body.get("mm_processor_kwargs"):
         repair_part(body["mm_processor_kwargs"])
+    if isinstance(body.get("text_1"), list):  # as many as of the others, or one
+        body["text_1"] = body["text_1"][:1]
+    for name in ("query", "documents", "text_1", "text_2"):
+        items = body.get(name)
+        for item in items if isinstance(items, list) else [items]:
+            repair_turn(item if isinstance(item, dict) else {}, is_blocks=False)
     repair_tools(body)
     turns = body.get("input" if path == "/v1/responses" else "messages")
     for turn in turns if isinstance(turns, list) else ():

@@ -25,16 +25,15 @@ def test_every_path_is_described(stack: Stack) -> None:
         )
 
 
-def test_examples_are_valid_and_are_answered(stack: Stack) -> None:
-    """Red if what the page shows is not what the schema says, or does not work."""
+def test_examples_are_valid(stack: Stack) -> None:
+    """Red if what the page shows is not what the schema says; `tests/clients` sends them to the demo model."""
     document = stack.http.get("/openapi.json").json()
     for operation in OPERATIONS:
         if operation.models:
             content = document["paths"][operation.path]["post"]["requestBody"]["content"]["application/json"]
             schema = {**content["schema"], "components": document["components"]}
             jsonschema.Draft202012Validator(schema).validate(operation.example)
-            answer = stack.http.post(operation.path, json=content["examples"]["example"]["value"])
-            assert answer.status_code == 200, (operation.path, answer.text)
+            assert content["examples"]["example"]["value"] == operation.example
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_examples_are_valid_and_are_answered(stack: Stack) -> None:
     ],
 )  # fmt: skip
 def test_the_schemas_know_what_pydantic_does_not(name: str, bad: object) -> None:
-    schemas = {"components": describe(("m",), 4000)["components"], "$ref": "#/components/schemas/ChatRequest"}
+    schemas = {"components": describe(("m",), 4000, 128)["components"], "$ref": "#/components/schemas/ChatRequest"}
     valid = {"messages": [{"role": "user", "content": "x"}]}
     jsonschema.Draft202012Validator(schemas).validate(valid)
     with pytest.raises(jsonschema.ValidationError):
