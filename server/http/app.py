@@ -101,6 +101,10 @@ class Api:
         if config.allowed_origins:  # a preflight carries no key
             origins = [origin.strip() for origin in config.allowed_origins.split(",")]
             guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
+        if config.otlp_traces_endpoint:
+            from server.http.tracing import traced  # with the extra of that name alone
+
+            guarded = traced(guarded, config.otlp_traces_endpoint)
         return RequestLog(guarded, is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
