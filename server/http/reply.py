@@ -29,6 +29,7 @@ from server.http.metrics import Metrics
 from server.http.sse import Choice, Format, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
@@ -160,7 +161,11 @@ class Reply:
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
         self._metrics.note_response(200)
-        body = self._format.document(choices, self._total(), self._timings())
+        arguments = choices, self._total(), self._timings()
+        if sum(len(choice.logprobs) for choice in choices) > LARGE_LOGPROBS:
+            body = await asyncio.to_thread(self._format.document, *arguments)
+        else:
+            body = self._format.document(*arguments)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _total(self) -> Usage:
