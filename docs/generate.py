@@ -56,6 +56,7 @@ WHEN = {
     "ep": "A share of an expert is too narrow: not whole blocks of float8, or slow.",
     "host": "`0.0.0.0` behind a proxy: read [security](security.md) first.",
     "api_key": "Always, where others reach the port. The environment keeps it out of the list of processes.",
+    "otlp_traces_endpoint": "`http://collector:4318/v1/traces`, with `pip install -e \".[tracing]\"`.",
     "allowed_origins": "A web page of yours calls this server from browsers.",
     "max_model_len": "A shorter one refuses long prompts early; the KV pool may cut the default already, and `/v1/models` tells to what.",
     "max_num_seqs": "Lower: fewer streams at once, each faster, and others wait for a first token. Higher: throughput of short texts.",

@@ -61,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, "its private key, if the certificate's file does not hold it"] = None
     root_path: Annotated[str, "path that a proxy in front takes away, as /llm"] = ""
     access_log: Annotated[bool, "one line of the log for every request"] = True
+    otlp_traces_endpoint: Annotated[str | None, "OpenTelemetry collector (URL) that gets a span for every request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests have to end after SIGTERM or Ctrl-C; a second one stops at once"] = 30
     wedge_timeout: Annotated[
