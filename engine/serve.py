@@ -37,7 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
-    family = Family()
+    try:
+        family = Family()
+    except OSError as problem:
+        logger.error("%s", problem)
+        return 2
     _on_interrupt(functools.partial(_leave, family))
     try:
         with contextlib.ExitStack() as listeners:
@@ -51,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             start_all(family, runtime)
         roles = {"processor", "scheduler", "api"}
         url = family.wait_ready(roles)["api"]
-        print(ready_text(url, runtime, time.monotonic() - started), flush=True)
+        say(ready_text(url, runtime, time.monotonic() - started))
         family.watch(config.wedge_timeout)
     except Interrupted:
         drain(family, config.shutdown_timeout)
@@ -149,6 +153,15 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if read_api_keys(runtime.config) else ""
     example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"ready after {seconds:.1f} s: {url} serves {runtime.model_names[0]}\n  {example}"
+
+
+def say(text: str) -> None:
+    """On stdout. OSError says that it cannot be written to, and nothing tries again at the end."""
+    try:
+        print(text, flush=True)
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(f"cannot write to stdout: {problem.strerror}") from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
