@@ -49,11 +49,11 @@ def images(args: argparse.Namespace, seed: int, count: int) -> list[str]:
     return [data_uri(jpeg) for jpeg in make_jpegs(args.seed + seed, count, args.resolution, args.content)]
 
 
-async def converse(client: ChatClient, model: str, args: argparse.Namespace, seed: int) -> list[Answer]:
+async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -> list[Answer]:
     """One conversation: every turn resends the whole of it with one more image."""
     messages: list[dict[str, Any]] = []
     answers = []
-    for turn, uri in enumerate(images(args, seed, args.turns)):
+    for turn, uri in enumerate(uris):
         messages.append(user_message([uri], text_of(TURN_TOKENS, seed * 1000 + turn)))
         answer = await client.chat(chat_body(model, messages, TURN_TOKENS))
         answers.append(answer)
@@ -64,14 +64,18 @@ async def converse(client: ChatClient, model: str, args: argparse.Namespace, see
 
 
 async def conversations(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Median TTFT of each turn over all clients."""
-    talks = await asyncio.gather(*(converse(client, model, args, 1 + i) for i in range(args.clients)))
+    """Median TTFT of each turn over all clients; and of all turns, with their rate."""
+    pictures = [images(args, 1 + i, args.turns) for i in range(args.clients)]
+    started = time.perf_counter()
+    talks = await asyncio.gather(*(converse(client, model, uris, 1 + i) for i, uris in enumerate(pictures)))
+    seconds = time.perf_counter() - started
     rows = []
     for turn in range(args.turns):
         good = [talk[turn] for talk in talks if len(talk) > turn and talk[turn].error is None]
         if good:
             rows.append(point(f"turn {turn + 1}", good))
-    return rows
+    answers = [answer for talk in talks for answer in talk]
+    return [*rows, rated("all", answers, seconds)]
 
 
 async def document(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -85,9 +89,7 @@ async def document(client: ChatClient, model: str, args: argparse.Namespace) -> 
             bodies.append(chat_body(model, [user_message(uris, text_of(TURN_TOKENS, i))], TURN_TOKENS))
         started = time.perf_counter()
         answers = await drive(client, bodies, args.concurrency)
-        seconds = time.perf_counter() - started
-        good = [answer for answer in answers if answer.error is None]
-        rows.append(point(name, good) | {"failed": len(answers) - len(good), "requests_per_s": round(len(good) / seconds, 3)})
+        rows.append(rated(name, answers, time.perf_counter() - started))
     rows[1]["times_cold"] = round(rows[1]["requests_per_s"] / rows[0]["requests_per_s"], 2)
     return rows
 
@@ -96,6 +98,14 @@ async def repeat(client: ChatClient, model: str, args: argparse.Namespace) -> li
     """One request, sent again and again."""
     body = chat_body(model, [user_message(images(args, 1, args.repeat), text_of(TURN_TOKENS, 1))], TURN_TOKENS)
     return [point(f"time {i + 1}", [await client.chat(body)]) for i in range(REPEATS)]
+
+
+def rated(name: str, answers: list[Answer], seconds: float) -> dict[str, Any]:
+    """A row with the rate at which answers came, and how many were errors."""
+    good = [answer for answer in answers if answer.error is None]
+    if not good:
+        raise SystemExit(f"every request failed: {answers[0].error}")
+    return point(name, good) | {"failed": len(answers) - len(good), "requests_per_s": round(len(good) / seconds, 3)}
 
 
 def point(name: str, answers: list[Answer]) -> dict[str, Any]:

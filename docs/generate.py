@@ -56,6 +56,7 @@ WHEN = {
     "dtype": "`float32` only to compare with a reference.",
     "backend": "To compare, or where `auto` chose what is not wanted. See [models and cards](models.md).",
     "tp": "The model does not fit on one GPU, or a single stream must be faster. For throughput of a model that fits, replicas do more.",
+    "dp": "More GPUs than the model needs: see [operations](operations.md#several-engines-on-one-host).",
     "ep": "A share of an expert is too narrow: not whole blocks of float8, or slow.",
     "host": "`0.0.0.0` behind a proxy: read [security](security.md) first.",
     "api_key": "Always, where others reach the port. The environment keeps it out of the list of processes.",

@@ -48,6 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "hopper", "portable", "torch"], "who computes: 'auto' takes the fastest that this machine has; 'torch' is slow"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
+    dp: Annotated[
+        int, "engines, each with --tp GPUs and its share of CPUs and memory, behind a proxy that keeps an image on one; on the next ports"
+    ] = 1
     ep: Annotated[bool, "of a mixture of experts, each of the --tp workers has some experts whole instead of a share of every one"] = False
     symmetric_memory: Annotated[
         bool, "sum few tokens over the --tp GPUs through memory that they map from each other, where they can; else by NCCL"
@@ -148,6 +151,17 @@ def read_api_keys(config: EngineConfig) -> list[str]:
     return keys
 
 
+def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
+    """For one engine of several: its `tp` of the GPUs that we may use, and no flags of ours."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
+    if has_gpus:
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        first = index * tp
+        gpus = listed.split(",")[first : first + tp] if listed else [str(gpu) for gpu in range(first, first + tp)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment
+
+
 def find_problem(config: EngineConfig) -> str | None:
     """Why this configuration cannot work, or None."""
     for name, value in msgspec.structs.asdict(config).items():
@@ -165,6 +179,10 @@ def find_problem(config: EngineConfig) -> str | None:
     for flag, port in (("port", config.port), ("metrics-port", config.metrics_port)):
         if port is not None and port > MAX_PORT:
             return f"--{flag} must be at most {MAX_PORT}"
+    if config.dp > 1 and config.port + config.dp > MAX_PORT:
+        return f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
+    if config.dp > 1 and config.metrics_port is not None:
+        return "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
     if config.max_num_seqs > config.max_num_batched_tokens:

@@ -15,7 +15,7 @@ import msgspec
 from engine.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problem
 
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
-OTHER_NAMES = {"tp": ["--tensor-parallel-size"]}
+OTHER_NAMES = {"tp": ["--tensor-parallel-size"], "dp": ["--data-parallel-size"]}
 
 # The groups of --help by their first fields, in the order of the fields.
 GROUPS = {

@@ -3,6 +3,7 @@
 Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a model that cannot be had.
 """
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -19,6 +20,7 @@ import msgspec
 from engine.arena import create_memfd, memory_limit
 from engine.config import GIB, EngineConfig, read_api_keys
 from engine.flags import parse_args
+from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
 from engine.supervise import ChildDied, Family
 from models.backends.choose import choose, list_gpus
@@ -34,9 +36,25 @@ class Interrupted(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """Serves until interrupted; the exit code."""
-    started = time.monotonic()
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
+    return serve_one(config) if config.dp == 1 else serve_several(config)
+
+
+def serve_several(config: EngineConfig) -> int:
+    """`--dp`: engines of their own behind a proxy."""
+    try:
+        share = size_arenas(config, memory_limit() // config.dp)
+        with bind(config.host, config.port) as listener:
+            return asyncio.run(Fleet(share, listener).serve(list_gpus() if config.device != "cpu" else []))
+    except (ValueError, OSError) as problem:
+        logger.error("%s", problem)
+        return 2
+
+
+def serve_one(config: EngineConfig) -> int:
+    """One engine."""
+    started = time.monotonic()
     try:
         family = Family()
     except OSError as problem:

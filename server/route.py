@@ -7,11 +7,14 @@ It needs no part of the engine. Bodies and answers pass as they arrive; a payloa
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
 import re
 import signal
+import socket
+import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -35,11 +38,13 @@ SCANNED_BYTES = 4 << 20  # a body whose first image comes later has no key
 MAX_KEYS = 1 << 18
 MIN_BOUND = 4  # requests that any replica takes, however few there are
 BOUND = 1.25  # times the mean
+KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
 CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica keeps idle connections (5 s): none is closed while a request is being written to it
 DRAIN_SECONDS = 30
+BACKLOG = 2048
 HOP_BY_HOP = {
     "connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -64,12 +69,12 @@ class Balancer:
     """Chooses replicas: rendezvous hashing with bounded load. Pure: no sockets, no clock.
 
     A key's order is the healthy replicas by their hash with it. A new key's home is the less loaded of the first two of its order, until
-    that replica leaves or `max_keys` others were seen since.
+    that replica leaves or is full, or `max_keys` others were seen since. A replica is full with `bound` times the mean of requests.
     """
 
-    def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS):
+    def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS, bound: float = BOUND):
         self.backends = [Backend(url) for url in urls]
-        self._max_keys = max_keys
+        self._max_keys, self._bound = max_keys, bound
         self._homes: OrderedDict[bytes, Backend] = OrderedDict()
 
     def take(self, key: bytes | None) -> Backend | None:
@@ -90,27 +95,31 @@ class Balancer:
         backend.num_in_flight -= 1
 
     def _for_key(self, key: bytes, healthy: list[Backend]) -> Backend:
-        """The key's home, or the next of its order that has room: the bound is above the mean, so one has."""
+        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there: all
+        that its home has cached was needed now, and is there as well from now on."""
         home = self._home(key, healthy)
         mean = (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)
-        bound = max(MIN_BOUND, math.ceil(BOUND * mean))
-        if home.num_in_flight < bound:
-            return home
-        return next(backend for backend in _order(key, healthy) if backend.num_in_flight < bound)
+        bound = max(MIN_BOUND, math.ceil(self._bound * mean))
+        if home.num_in_flight >= bound:
+            home = next(backend for backend in _order(key, healthy) if backend.num_in_flight < bound)
+            self._settle(key, home)
+        return home
 
     def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
         home = self._homes.get(key)
-        if home is not None and home.healthy:
-            self._homes.move_to_end(key)
-            return home
-        if home is not None:
+        if home is None or not home.healthy:
+            home = min(_order(key, healthy)[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
+        self._settle(key, home)
+        return home
+
+    def _settle(self, key: bytes, home: Backend) -> None:
+        """Makes `key` the newest, with this home."""
+        if key in self._homes:
             self._forget(key)
-        home = min(_order(key, healthy)[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
         self._homes[key] = home
         home.num_keys += 1
         if len(self._homes) > self._max_keys:
             self._forget(next(iter(self._homes)))
-        return home
 
     def _forget(self, key: bytes) -> None:
         self._homes.pop(key).num_keys -= 1
@@ -150,18 +159,21 @@ class ImageKey:
 
 
 async def read_key(request: web.BaseRequest) -> tuple[bytes | None, bytearray]:
-    """The key of a request, and what had to be read of its body to know it."""
+    """The key of a request, and what had to be read of its body to know it. A body that takes too long to show its image has no key:
+    the replica decides how long it may take."""
     session = request.headers.get(SESSION_HEADER)
     if session:
         return hashlib.sha256(b"session:" + session.encode("utf-8", "surrogateescape")).digest(), bytearray()
     image = ImageKey()
-    while len(image.held) < SCANNED_BYTES or image.begins_at is not None:
-        chunk = await request.content.readany()
-        if not chunk:
-            break
-        key = image.feed(chunk)
-        if key is not None:
-            return key, image.held
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(KEY_SECONDS):
+            while len(image.held) < SCANNED_BYTES or image.begins_at is not None:
+                chunk = await request.content.readany()
+                if not chunk:
+                    break
+                key = image.feed(chunk)
+                if key is not None:
+                    return key, image.held
     return None, image.held
 
 
@@ -189,8 +201,8 @@ def error_response(info: ErrorInfo) -> web.Response:
 class Proxy:
     """The HTTP side: takes requests, asks `Balancer` where to, copies both ways."""
 
-    def __init__(self, urls: Sequence[str]):
-        self.balancer = Balancer(urls)
+    def __init__(self, urls: Sequence[str], bound: float = BOUND):
+        self.balancer = Balancer(urls, bound=bound)
         self._session: aiohttp.ClientSession
 
     def app(self) -> web.Application:
@@ -232,10 +244,10 @@ class Proxy:
             logger.warning("%s %s", backend.url, "takes requests" if backend.healthy else "takes no requests")
 
     async def _health(self, request: web.Request) -> web.Response:
-        fields = "url", "healthy", "num_in_flight", "num_keys"
+        fields = "url", "healthy", "num_in_flight", "num_keys", "num_taken"
         backends = self.balancer.backends
         healthy = any(backend.healthy for backend in backends)
-        states = [dict(zip(fields, (b.url, b.healthy, b.num_in_flight, b.num_keys), strict=True)) for b in backends]
+        states = [dict(zip(fields, (b.url, b.healthy, b.num_in_flight, b.num_keys, b.num_taken), strict=True)) for b in backends]
         return web.json_response({"status": "ok" if healthy else "unavailable", "backends": states}, status=200 if healthy else 503)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -299,15 +311,21 @@ def make_runner(proxy: Proxy) -> web.AppRunner:
     )
 
 
-async def serve(host: str, port: int, urls: Sequence[str]) -> None:
+async def serve(args: argparse.Namespace) -> None:
     """Runs until SIGINT or SIGTERM; then takes no new connection and lets running requests end for 30 s."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = make_runner(Proxy(urls))
+    urls = list(dict.fromkeys(args.backends))
+    runner = make_runner(Proxy(urls, args.bound))
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
-    print(f"routing on http://{host}:{port} to {len(urls)} backends", flush=True)
+    tls = None
+    if args.ssl_certfile:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+    listener = socket.socket(fileno=args.fd) if args.fd is not None else socket.create_server((args.host, args.port))
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
+    print(f"routing on {runner.sites.copy().pop().name} to {len(urls)} backends", flush=True)
     await stop.wait()
     await runner.cleanup()
 
@@ -319,15 +337,26 @@ def backend_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def bound(text: str) -> float:
+    """Above 1, or no replica might have room."""
+    if not (value := float(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 1")
+    return value
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser("server.route", description="Sends requests that share images or a session to one of several servers.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--backends", type=backend_url, nargs="+", required=True, metavar="URL", help="the servers")
+    parser.add_argument("--bound", type=bound, default=BOUND, help="most requests of a replica: this times the mean, and always 4")
+    parser.add_argument("--fd", type=int, help="listen on this bound socket, which is inherited, instead of --host and --port")
+    parser.add_argument("--ssl-certfile", help="serve https with this certificate (PEM); default: http")
+    parser.add_argument("--ssl-keyfile", help="its private key, if the certificate's file does not hold it")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    uvloop.run(serve(args.host, args.port, list(dict.fromkeys(args.backends))))
+    uvloop.run(serve(args))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,238 @@
+"""`--dp N`: N engines of one host behind the affinity proxy, each with its share of GPUs, CPUs and memory. Used by `engine.serve` alone.
+
+    launcher (this) ──▶ python -m server.route                     --host, --port
+             │     └──▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 1     its CPUs, GPUs 0 .. tp-1
+             └────────▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 2     the next ones
+
+An engine that ends is said and started again, while the others serve on: they share nothing with it. The whole ends when an engine does
+not even start at first, when no engine is left, or when the proxy ends: then nobody is served, and who started us must know.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.config import EngineConfig, share_environment
+from engine.ipc import die_with_parent
+from models.backends.choose import Gpu
+
+logger = logging.getLogger(__name__)
+
+READY = re.compile(r"ready after .* serves (.+)")
+OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # what engines do not get
+MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is started again; doubled each time that it ended before it was ready
+KILL_GRACE_S = 20  # after --shutdown-timeout; an engine gives its own processes 10
+POLL_S = 0.05
+CPUS = Path("/sys/devices/system/cpu")
+GONE_S = 5  # for what a dead engine left to say
+MAX_LINE = 1 << 20  # of a log
+
+
+class Ended(Exception):
+    """Nobody can be served any more, or nobody shall be. `code` is the launcher's exit code."""
+
+    def __init__(self, code: int, reason: str = ""):
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """How one engine is started."""
+
+    index: int
+    url: str
+    config_fd: int  # of a memfd: a key in it is in no file
+    cpus: frozenset[int]
+    environment: dict[str, str]
+
+
+class Fleet:
+    """The engines and their proxy. `config` has each engine's share of the memory, `listener` is the proxy's bound socket."""
+
+    def __init__(self, config: EngineConfig, listener: socket.socket):
+        self._config, self._listener = config, listener
+        self._started = time.monotonic()
+        self._engines: set[asyncio.subprocess.Process] = set()
+        self._ready: dict[int, str] = {}  # engines that serve -> the name of their model
+        self._all_ready = asyncio.Event()  # once
+        self._stop = asyncio.Event()
+
+    async def serve(self, gpus: Sequence[Gpu]) -> int:
+        """Serves until interrupted; the exit code. ValueError or OSError says what is missing."""
+        config = self._config
+        ends: list[Ended] = []
+        if gpus and len(gpus) < config.dp * config.tp:
+            raise ValueError(f"--dp {config.dp} with --tp {config.tp} needs {config.dp * config.tp} GPUs; this machine has {len(gpus)}")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        members = divide(config, self._listener.getsockname()[1], bool(gpus))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for task in (self._end_when_stopped(), self._route(members), *(self._keep(member) for member in members)):
+                    group.create_task(task)
+        except* Ended as group_of_ends:
+            ends += [end for end in group_of_ends.exceptions if isinstance(end, Ended)]
+        if ends[0].code:
+            logger.error("%s", ends[0])
+        return ends[0].code
+
+    def _interrupt(self) -> None:
+        """Ends everything in order. The second time the engines are told again, which ends their wait for running requests."""
+        if self._stop.is_set():
+            for process in self._engines:
+                process.send_signal(signal.SIGTERM)
+        self._stop.set()
+
+    async def _end_when_stopped(self) -> None:
+        await self._stop.wait()
+        logger.info("stopping: running requests have %d s to end; a second signal stops at once", self._config.shutdown_timeout)
+        raise Ended(0)
+
+    async def _keep(self, member: Member) -> None:
+        """Runs one engine, again and again. Raises Ended if that makes no sense."""
+        pause = MIN_PAUSE_S
+        while True:
+            async with self._engine(member) as (process, output):
+                code = await process.wait()
+                was_ready = self._ready.pop(member.index, None) is not None
+                if not self._all_ready.is_set():
+                    raise Ended(code or 1, f"engine {member.index} did not start: code {code}")
+                if not self._ready:
+                    raise Ended(1, f"engine {member.index} ended with code {code}, and no other is left")
+                pause = MIN_PAUSE_S if was_ready else min(2 * pause, MAX_PAUSE_S)
+                text = "engine %d ended with code %d: %d of %d serve on; it is started again in %d s"
+                logger.error(text, member.index, code, len(self._ready), self._config.dp, pause)
+                await output  # its other processes end: their GPU and port are free then
+            await asyncio.sleep(pause)
+
+    @contextlib.asynccontextmanager
+    async def _engine(self, member: Member) -> AsyncIterator[tuple[asyncio.subprocess.Process, "asyncio.Task[None]"]]:
+        """A started engine, and its output, which ends with the last of its processes. Leaving stops it in order."""
+
+        def before_exec() -> None:
+            die_with_parent(signal.SIGTERM)
+            os.sched_setaffinity(0, member.cpus)
+
+        command = [sys.executable, "-m", "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=pipe, stderr=pipe, limit=MAX_LINE, env=member.environment, pass_fds=(member.config_fd,), process_group=0,
+            preexec_fn=before_exec,
+        )  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        self._engines.add(process)
+        log = asyncio.create_task(_copy(process.stderr, f"engine-{member.index} "))
+        output = asyncio.create_task(self._listen(member.index, process.stdout))
+        try:
+            yield process, output
+        finally:
+            await _end(process, self._config.shutdown_timeout + KILL_GRACE_S)
+            self._engines.discard(process)
+            _, left = await asyncio.wait((log, output), timeout=GONE_S)
+            for task in left:
+                task.cancel()
+
+    async def _listen(self, index: int, output: asyncio.StreamReader) -> None:
+        async for line in output:
+            if found := READY.search(line.decode()):
+                self._ready[index] = found[1]
+                if self._all_ready.is_set():
+                    logger.info("engine %d serves again", index)
+                elif len(self._ready) == self._config.dp:
+                    self._all_ready.set()
+
+    async def _route(self, members: Sequence[Member]) -> None:
+        """Runs the proxy as soon as every engine serves; it is the last to end. Raises Ended when it ends by itself."""
+        await self._all_ready.wait()
+        config, fd = self._config, self._listener.fileno()
+        command = [sys.executable, "-m", "server.route", "--fd", str(fd), "--backends", *(member.url for member in members)]
+        for flag, value in (("--ssl-certfile", config.ssl_certfile), ("--ssl-keyfile", config.ssl_keyfile)):
+            command += [flag, value] if value else []
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), process_group=0, preexec_fn=lambda: die_with_parent(signal.SIGTERM)
+        )
+        self._listener.close()  # ours: when the proxy has ended, nobody listens
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                seconds = time.monotonic() - self._started
+                url = line.split()[2].decode()
+                print(f"ready after {seconds:.1f} s: {url} serves {self._ready[0]}, by {config.dp} engines", flush=True)
+            code = await process.wait()
+        except asyncio.CancelledError:
+            while self._engines:
+                await asyncio.sleep(POLL_S)
+            await _end(process, KILL_GRACE_S)
+            raise
+        raise Ended(1, f"the proxy ended with code {code}")
+
+
+def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
+    """An equal share for each engine. `port` is the proxy's: theirs follow, or are any if it is any. What was left open is left open:
+    an engine that sees its CPUs alone makes as many threads as they carry."""
+    ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
+    defaults = msgspec.structs.asdict(EngineConfig())
+    told = {name: value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name] and name not in OF_THE_PROXY}
+    cpus = _neighbouring_cpus()
+    members = []
+    for index, own_port in enumerate(ports):
+        fd = os.memfd_create(f"engine-{index}.yaml", 0)
+        os.write(fd, msgspec.json.encode({name.replace("_", "-"): value for name, value in told.items()} | {"port": own_port}))
+        share = cpus[index * len(cpus) // config.dp : (index + 1) * len(cpus) // config.dp]
+        environment = share_environment(index, config.tp, has_gpus)
+        members.append(Member(index, f"http://127.0.0.1:{own_port}", fd, frozenset(share or cpus), environment))
+    return members
+
+
+def _neighbouring_cpus() -> list[int]:
+    """CPUs that we may use, those of a core and of a socket beside each other."""
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        topology = CPUS / f"cpu{cpu}" / "topology"
+        try:
+            return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text()), cpu
+        except OSError:
+            return 0, 0, cpu
+
+    return sorted(os.sched_getaffinity(0), key=place)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as sockets:
+        bound = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in bound]
+
+
+async def _copy(log: asyncio.StreamReader, prefix: str) -> None:
+    """Lines of an engine's log, each with its number."""
+    while True:
+        try:
+            line = await log.readline()
+        except ValueError:  # longer than MAX_LINE: left out, since a full pipe would stop the engine
+            continue
+        if not line:
+            return
+        sys.stderr.write(prefix + line.decode(errors="replace"))
+
+
+async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
+    """Asks it to end, and kills it if it does not."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), grace)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

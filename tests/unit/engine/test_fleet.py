@@ -1,0 +1,78 @@
+"""What each of several engines on one host gets."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine import fleet
+from engine.config import GIB, EngineConfig, find_problem, share_environment
+from engine.fleet import Fleet, divide
+from models.backends.choose import Gpu
+
+
+def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[int]], list[dict[str, object]]]:
+    """CPUs and settings of every engine on a host with so many CPUs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    members = divide(config, 8000, has_gpus=False)
+    settings = [json.loads(Path(f"/proc/self/fd/{member.config_fd}").read_text()) for member in members]
+    for member in members:
+        os.close(member.config_fd)
+    return [set(member.cpus) for member in members], settings
+
+
+@pytest.mark.parametrize(("dp", "cpus", "sizes"), [(2, 32, [16, 16]), (4, 6, [1, 2, 1, 2]), (3, 2, [2, 1, 1]), (8, 192, [24] * 8)])
+def test_every_cpu_has_one_engine_and_every_engine_has_one(dp: int, cpus: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if engines get in each other's way although there are CPUs for all, or if one gets none."""
+    found, _ = shares(EngineConfig(dp=dp), cpus, monkeypatch)
+    assert [len(share) for share in found] == sizes
+    assert set().union(*found) == set(range(cpus)) and (cpus < dp or sum(sizes) == cpus)
+
+
+def test_hyperthreads_of_a_core_go_to_one_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Red if two engines share every core of the machine: Linux counts the second threads of all cores after the first ones."""
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 4 // 2}\n")
+        (topology / "core_id").write_text(f"{cpu % 2}\n")
+    monkeypatch.setattr(fleet, "CPUS", tmp_path)
+    found, _ = shares(EngineConfig(dp=2), 8, monkeypatch)
+    assert found == [{0, 4, 1, 5}, {2, 6, 3, 7}]
+
+
+def test_engines_get_what_was_told_but_for_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a flag is lost on its way to an engine, if TLS is asked for twice, or if threads are told instead of counted by the engine."""
+    config = EngineConfig(dp=2, tp=2, host="0.0.0.0", port=8000, api_key="k", prefix_cache=False, ssl_certfile="c", api_arena_bytes=GIB)
+    _, settings = shares(config, 4, monkeypatch)
+    common = {"tp": 2, "api-key": "k", "prefix-cache": False, "api-arena-bytes": GIB}
+    assert settings == [common | {"port": 8001}, common | {"port": 8002}]
+
+
+def test_engines_see_their_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if two engines load their weights onto one GPU, or a user's choice of GPUs or flags in the environment beat the shares."""
+    monkeypatch.setenv("ENGINE_PORT", "80")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [share_environment(index, 2, True)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5,3")
+    assert [share_environment(index, 1, True)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["7", "GPU-5", "3"]
+    assert "ENGINE_PORT" not in share_environment(0, 1, True)
+    assert share_environment(0, 1, False)["CUDA_VISIBLE_DEVICES"] == "7,GPU-5,3"
+
+
+async def test_too_few_gpus_are_said() -> None:
+    """Red if the last engine would silently serve on the CPU."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        engines = Fleet(EngineConfig(dp=2, tp=2), listener)
+        with pytest.raises(ValueError, match="--dp 2 with --tp 2 needs 4 GPUs; this machine has 3"):
+            await engines.serve([Gpu("H200", (9, 0), 141 * GIB)] * 3)
+
+
+def test_ports_behind_the_last_one_are_refused() -> None:
+    """Red if an engine has a port that is none."""
+    config = EngineConfig(dp=4, port=65533)
+    assert "--port must be at most 65531" in str(find_problem(config))
+    assert find_problem(msgspec.structs.replace(config, port=65531)) is None
