@@ -370,6 +370,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
     pooled: dict[int, bytes] = {}  # the same
+    starved_images: tuple[int, ...] = ()  # for which this rank had no memory: they are zeros, as failed ones
     out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
 
 

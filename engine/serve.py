@@ -4,6 +4,7 @@ Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a 
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -17,7 +18,7 @@ from types import FrameType
 import msgspec
 
 from engine.arena import create_memfd, memory_limit
-from engine.config import GIB, EngineConfig
+from engine.config import GIB, EngineConfig, read_api_keys
 from engine.flags import parse_args
 from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
@@ -54,16 +55,25 @@ def serve_several(config: EngineConfig) -> int:
 def serve_one(config: EngineConfig) -> int:
     """One engine."""
     started = time.monotonic()
-    family = Family()
+    try:
+        family = Family()
+    except OSError as problem:
+        logger.error("%s", problem)
+        return 2
     _on_interrupt(functools.partial(_leave, family))
     try:
-        with bind(config.host, config.port) as listener:
+        with contextlib.ExitStack() as listeners:
+            listener = listeners.enter_context(bind(config.host, config.port))
             runtime = make_runtime(config, family, listener.fileno())
+            if config.metrics_port is not None:
+                metrics = listeners.enter_context(bind(config.host, config.metrics_port, "--metrics-port"))
+                logger.info("metrics are at port %d", metrics.getsockname()[1])
+                runtime = msgspec.structs.replace(runtime, metrics_fd=metrics.fileno())
             _on_interrupt(_interrupt)
             start_all(family, runtime)
         roles = {"processor", "scheduler", "api"}
         url = family.wait_ready(roles)["api"]
-        print(ready_text(url, runtime, time.monotonic() - started), flush=True)
+        say(ready_text(url, runtime, time.monotonic() - started))
         family.watch(config.wedge_timeout)
     except Interrupted:
         drain(family, config.shutdown_timeout)
@@ -91,7 +101,7 @@ def drain(family: Family, timeout: float) -> None:
         logger.info("stopping now")
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """The api's socket, taken before anything else: an address that cannot be had is known at once. It listens when the api serves.
     OSError says what is wrong."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -100,7 +110,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as problem:
         listener.close()
-        raise OSError(f"cannot listen on --host {host} --port {port}: {problem.strerror}") from None
+        raise OSError(f"cannot listen on --host {host} {flag} {port}: {problem.strerror}") from None
     return listener
 
 
@@ -150,7 +160,7 @@ def start_all(family: Family, runtime: Runtime) -> None:
         family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     family.start("scheduler", "engine.scheduler.main", runtime)
     family.start("processor", "server.processor.main", runtime)
-    family.start("api", "server.http.app", runtime, fds=(runtime.listener_fd,))
+    family.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
     for fd in runtime.arena_fds:
         os.close(fd)
 
@@ -158,9 +168,18 @@ def start_all(family: Family, runtime: Runtime) -> None:
 def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     """The one line that says where, and what to try."""
     body = f'{{"model": "{runtime.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if runtime.config.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if read_api_keys(runtime.config) else ""
     example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"ready after {seconds:.1f} s: {url} serves {runtime.model_names[0]}\n  {example}"
+
+
+def say(text: str) -> None:
+    """On stdout. OSError says that it cannot be written to, and nothing tries again at the end."""
+    try:
+        print(text, flush=True)
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(f"cannot write to stdout: {problem.strerror}") from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

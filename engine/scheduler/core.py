@@ -35,6 +35,7 @@ from engine.scheduler.state import State
 from engine.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
+UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
@@ -252,7 +253,9 @@ class SchedulerCore:
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
-            self._fail_image(step.made[image_id])
+            self._fail_image(step.made[image_id], UNREADABLE)
+        for image_id in {image_id for result in results for image_id in result.starved_images}:
+            self._fail_image(step.made[image_id], OUT_OF_MEMORY)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
@@ -303,10 +306,9 @@ class SchedulerCore:
             for request in self._live(rid):
                 self._fail(request, OUT_OF_MEMORY)
 
-    def _fail_image(self, digest: bytes) -> None:
+    def _fail_image(self, digest: bytes, error: ErrorInfo) -> None:
         """Every request that shares the image gets the client's error; its hash is forgotten."""
         self.state.forget_image(digest)
-        error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
         for rid in list(self._requests):
             for request in self._live(rid):
                 if any(span.hash == digest for span in request.images):

@@ -52,6 +52,7 @@ class LaunchedStep:
             step=self.step,
             token_ids=self.sampled.tokens_S.tolist() if self.rank == 0 else [],
             failed_images=self.encoded.failed,
+            starved_images=self.encoded.starved,
             launched=self.launched,
             done=time.monotonic(),
             decode_ms=self.encoded.read_ms,

@@ -110,7 +110,8 @@ class Image:
                 with contextlib.suppress(ArenaFull):  # there may be room by now
                     await self._task
             if self._header is None:
-                await self._encode()
+                async with allowance.downloads if self._ref.payload is None else contextlib.nullcontext():
+                    await self._encode()
             assert self._header is not None
             allowance.take(self._header)
             if ref.name is not None:

@@ -67,6 +67,7 @@ class Intake:
         self.max_model_len = max_model_len
         self._max_requests = config.max_queued_requests
         self._max_request_pixels = config.max_request_pixels
+        self._max_request_downloads = config.max_request_downloads
         self._requests = requests
         self._tools = tools
         self._prompts = prompts
@@ -147,7 +148,7 @@ class Intake:
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""
         submit, images = request.submit, request.images
-        allowance = Allowance(self._max_request_pixels)
+        allowance = Allowance(self._max_request_pixels, self._max_request_downloads)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
