@@ -144,12 +144,17 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     )
 
 
-def start_all(family: Family, runtime: Runtime) -> None:
-    """Starts every process at once; they find each other through the run directory."""
+def start_engine(family: Family, runtime: Runtime) -> None:
+    """Starts every process but the api; they find each other through the run directory."""
     for rank in range(runtime.config.tp):
         family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     family.start("scheduler", "engine.scheduler.main", runtime)
     family.start("processor", "server.processor.main", runtime)
+
+
+def start_all(family: Family, runtime: Runtime) -> None:
+    """Starts every process at once."""
+    start_engine(family, runtime)
     family.start("api", "server.http.app", runtime, fds=(runtime.listener_fd,))
     for fd in runtime.arena_fds:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The launcher's grip on its children: start them, hear them, notice a death, stop them all. Used by `engine.serve` only.
+"""The launcher's grip on its children: start them, hear them, notice a death, stop them all. Used by `engine.serve` and `engine.replicas`.
 
 A child's death of any kind becomes one event; the api process is told to stop first, so that it can answer every waiting client.
 """
@@ -69,7 +69,11 @@ class Family:
     def watch(self) -> None:
         """Returns never; raises ChildDied when any child ends."""
         while True:
-            self._next_status()
+            self.check()
+
+    def check(self) -> None:
+        """Takes about 0.1 s. Raises ChildDied if any child has ended."""
+        self._next_status()
 
     def drain(self, timeout: float) -> None:
         """Has the api refuse new requests, and waits until the running ones have ended, then it ends itself; or until any child ends."""
