@@ -81,7 +81,8 @@ class Bench:
         rows = Rows(num_seqs, NUM_BLOCKS, self._config.block_size, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
-        graphs = make_graphs(model, backend, pools, rows, backend.step_sizes, self._config.max_num_seqs, NUM_BLOCKS)
+        sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters, self._config.max_num_batched_tokens)
+        graphs = make_graphs(model, backend, pools, rows, sizes, self._config.max_num_seqs, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)

@@ -54,6 +54,7 @@ class ArenaView:
     """A mapped arena, to read or write ranges that somebody else's message names."""
 
     def __init__(self, fd: int, size: int, writable: bool = False):
+        self.fd = fd
         self.size = size
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self._view = memoryview(self._map)
@@ -88,6 +89,11 @@ class Regions:
     def offsets(self) -> set[int]:
         """Where the allocated regions begin."""
         return set(self._allocated)
+
+    @property
+    def num_free(self) -> int:
+        """Bytes in all free ranges together."""
+        return sum(self._free_ends) - sum(self._free_starts)
 
     def can_hold(self, length: int) -> bool:
         """Whether a region of `length` bytes fits when nothing else is allocated."""
@@ -166,6 +172,11 @@ class Arena(ArenaView):
 
     def is_empty(self) -> bool:
         return self._regions.is_empty()
+
+    @property
+    def num_free(self) -> int:
+        """Bytes in all free ranges together."""
+        return self._regions.num_free
 
     def alloc(self, length: int) -> int:
         """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""

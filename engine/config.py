@@ -8,7 +8,7 @@ import msgspec
 VERSION = "0.2.0"  # of the package, of `/version`: the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
-MAY_BE_ZERO = frozenset({"port", "shutdown_timeout", "max_images_per_request", "image_host_cache_bytes"})  # any other number is at least 1
+MAY_BE_ZERO = frozenset({"port", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"})  # others: 1
 
 CHILD_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # grows its segments instead of leaving holes between image sizes
@@ -63,6 +63,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     access_log: Annotated[bool, "one line of the log for every request"] = True
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests have to end after SIGTERM or Ctrl-C; a second one stops at once"] = 30
+    wedge_timeout: Annotated[
+        int, "seconds without progress after which the engine ends itself, for a supervisor to start it again; 0: it never does"
+    ] = 120
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
@@ -78,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
     max_queue_seconds: Annotated[int | None, "a request that waits longer for its first step is 503; default: it waits"] = None
+    request_timeout: Annotated[int | None, "seconds that any request may take, running too; default: what its field `timeout` says"] = None
     prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[
@@ -100,8 +104,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout: Annotated[
         int, "seconds that a request body may pause, and may take in all; longer if it comes at 32 KiB/s on average"
     ] = 30
+    max_connections: Annotated[
+        int, "clients at once; for one more the longest idle is closed, and if none is, it is told the state of health and nothing else"
+    ] = 4096
+    header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
+    idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     max_images_per_request: Annotated[int, "images in one request"] = 128
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
+    max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
+    max_decode_bytes: Annotated[int, "memory that images of more than 8 megapixels may take together while they are decoded"] = 2 * GIB
+    decode_timeout: Annotated[int, "seconds that one of those may take to decode"] = 30
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
     allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (

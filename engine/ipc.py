@@ -6,8 +6,10 @@ what is in flight. The launcher holds the write end of a pipe (the lifeline): it
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -28,6 +30,7 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 LINGER_MS = 500
+DUMP_SIGNAL = signal.SIGUSR2  # a child writes on stderr where each of its threads is, also if its interpreter is stuck
 
 
 class Runtime(msgspec.Struct, frozen=True):
@@ -143,6 +146,8 @@ class Child:
         runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
         setup_logging(role, runtime.config.log_level)
         die_with_parent(signal.SIGTERM)
+        raise_file_limit()
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
         return cls(role, runtime)
 
     def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
@@ -185,6 +190,12 @@ class Child:
 def die_with_parent(sig: signal.Signals) -> None:
     """Asks the kernel to send `sig` when the parent dies, also while this process is stuck in native code. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
+
+
+def raise_file_limit() -> None:
+    """As many open files as this user may have; by default they are a few, for programs of the eighties that use select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def setup_logging(role: str, level: str) -> None:

@@ -49,6 +49,9 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     retry_after: int | None = None
 
 
+TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout")
+
+
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +110,7 @@ class Submit(msgspec.Struct, tag=True):
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
     grammar_field: str = ""  # of the client's request, for errors
+    deadline: float | None = None  # when nobody waits for an answer any more
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

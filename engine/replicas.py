@@ -58,12 +58,12 @@ class Replica:
             inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
             self._api = Api(child)
             warm_up(self._api.arena)
-            self._tasks.append(asyncio.create_task(self._api.pump(inbox, "ray")))
+            self._tasks += [asyncio.create_task(self._api.pump(inbox, "ray")), asyncio.create_task(self._api.tell_the_launcher())]
             await asyncio.to_thread(self._family.wait_ready, {"processor", "scheduler", "api"})
         except BaseException:
             await self._stop()
             raise
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self._watch(config.wedge_timeout)))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's name for it."""
@@ -78,11 +78,11 @@ class Replica:
         """Serve calls it when the running requests have ended."""
         await self._stop()
 
-    async def _watch(self) -> None:
-        """Tells every waiting client when a process has ended."""
+    async def _watch(self, patience: float) -> None:
+        """Tells every waiting client when a process has ended or nothing moves."""
         try:
             while not self._tasks[0].done():
-                await asyncio.to_thread(self._family.check)
+                await asyncio.to_thread(self._family.check, patience)
             self._death = f"the api ended: {self._tasks[0].exception()}"
         except ChildDied as death:
             self._death = str(death)

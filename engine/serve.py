@@ -64,7 +64,7 @@ def serve_one(config: EngineConfig) -> int:
         roles = {"processor", "scheduler", "api"}
         url = family.wait_ready(roles)["api"]
         print(ready_text(url, runtime, time.monotonic() - started), flush=True)
-        family.watch()
+        family.watch(config.wedge_timeout)
     except Interrupted:
         drain(family, config.shutdown_timeout)
         return 0

@@ -3,6 +3,7 @@
 A child's death of any kind becomes one event; the api process is told to stop first, so that it can answer every waiting client.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import child_environment
-from engine.ipc import Inbox, Runtime
+from engine.ipc import DUMP_SIGNAL, Inbox, Runtime
 from engine.messages import Status
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 API_GRACE_S = 5.0
 KILL_GRACE_S = 5.0
 POLL_S = 0.1
+DUMP_S = 0.3
 
 
 class ChildDied(RuntimeError):
@@ -47,6 +49,7 @@ class Family:
         self._inbox: Inbox[Status] = Inbox(str(self.run_dir), "launcher", Status)
         self._children: list[ChildProcess] = []
         self._failures: list[str] = []
+        self._well = time.monotonic()  # when the api last said so
 
     def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
         """Starts `python -m module RUNTIME.json arguments`, with the arenas, the lifeline and `fds` as its only inherited descriptors."""
@@ -64,16 +67,30 @@ class Family:
             status = self._next_status()
             if status is not None and status.state == "ready":
                 texts[status.role] = status.text
+        self._well = time.monotonic()
         return texts
 
-    def watch(self) -> None:
-        """Returns never; raises ChildDied when any child ends."""
+    def watch(self, patience: float) -> None:
+        """Returns never; raises as `check` does."""
         while True:
-            self.check()
+            self.check(patience)
 
-    def check(self) -> None:
-        """Takes about 0.1 s. Raises ChildDied if any child has ended."""
-        self._next_status()
+    def check(self, patience: float) -> None:
+        """Takes about 0.1 s. Raises ChildDied when any child has ended, or when the api has not said for `patience` seconds (0: for ever)
+        that all is well. Then the log says where every process stands."""
+        status = self._next_status()
+        if status is not None and status.role == "api":
+            self._well = time.monotonic()
+        if patience and time.monotonic() - self._well > patience:
+            self._dump()
+            raise ChildDied(f"the engine has made no progress for {patience:.0f} s")
+
+    def _dump(self) -> None:
+        for child in self._children:
+            logger.error("%s, process %d, is in state %s", child.role, child.process.pid, _state_of(child.process.pid))
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(DUMP_SIGNAL)
+            time.sleep(DUMP_S)  # one after the other
 
     def drain(self, timeout: float) -> None:
         """Has the api refuse new requests, and waits until the running ones have ended, then it ends itself; or until any child ends."""
@@ -109,6 +126,14 @@ class Family:
                 reason = "; ".join(self._failures) or f"{child.role} ended with code {code}"
                 raise ChildDied(reason)
         return None
+
+
+def _state_of(pid: int) -> str:
+    """As the kernel has it, such as `T (stopped)`."""
+    try:
+        return Path(f"/proc/{pid}/status").read_text().partition("State:")[2].split("\n")[0].strip()
+    except OSError:
+        return "gone"
 
 
 def _terminate(children: list[ChildProcess], grace: float) -> None:

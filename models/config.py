@@ -45,6 +45,12 @@ class TextConfig:
     is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
     moe: MoeConfig | None = None
 
+    @property
+    def layer_parameters(self) -> int:
+        """That a token is multiplied by in one layer."""
+        inner = self.intermediate_size if self.moe is None else self.moe.num_experts_per_tok * self.moe.intermediate_size
+        return self.hidden_size * (2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * inner)
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:

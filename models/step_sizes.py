@@ -4,8 +4,13 @@ Plain Python: a worker reports its sizes when it is ready, the scheduler knows n
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 
 import msgspec
+
+LONG_STEP = 16  # tokens: sizes of long chunks are multiples
+LONGEST = 3072  # tokens: a longer chunk is rare, and starts late by less than its part
+LONG_PADDING = 32  # a long chunk is padded by this part of its tokens at most
 
 
 class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +23,9 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts
     mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts
     small_chunks: tuple[int, ...] = ()  # prompt tokens for the end of a cached prompt, beside any number of decodes
-    largest_chunk: int = 0  # prompt tokens of a graph; larger steps keep the device busy while the host launches them
+    largest_chunk: int = 0  # prompt tokens of a graph beside many decodes
+    launch_work: int = 0  # tokens times parameters of a layer: with more, the device is busy while the host launches the layer
+    largest_prompt: int = 0  # prompt tokens of a graph with few decodes, see `for_layers`
     large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this
 
     def chunks(self, num_decode_rows: int) -> list[int]:
@@ -27,7 +34,23 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
             return []
         fitting = (size - num_decode_rows for size in self.mixed)
         between = [size for size in fitting if self.small_chunks[-1] < size < self.largest_chunk]
-        return [*self.small_chunks, *between, self.largest_chunk]
+        longer = self._long_chunks() if num_decode_rows == self.mixed_decodes[0] else ()
+        return [*self.small_chunks, *between, self.largest_chunk, *longer]
+
+    def _long_chunks(self) -> Iterator[int]:
+        """Up to `largest_prompt`, with little padding."""
+        size = self.largest_chunk
+        while size < self.largest_prompt:
+            size += max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP)
+            yield size
+
+    def for_layers(self, num_parameters: int, max_tokens: int) -> "StepSizes":
+        """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`."""
+        return msgspec.structs.replace(self, largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST))
+
+    def chunks_by_rows(self, max_num_seqs: int) -> dict[int, list[int]]:
+        """Numbers of decode rows, ascending, of graphs with prompts -> `chunks`."""
+        return {rows: self.chunks(rows) for rows in self.up_to(self.mixed_decodes, max_num_seqs)} if self.largest_chunk else {}
 
     def up_to(self, sizes: tuple[int, ...], limit: int) -> list[int]:
         """The sizes below `limit` and the first one that reaches it, continued in large steps."""
@@ -37,7 +60,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_prompts(self) -> "StepSizes":
         """For a model whose prompts no graph can take."""
-        return msgspec.structs.replace(self, mixed_decodes=(), small_chunks=(), largest_chunk=0)
+        return msgspec.structs.replace(self, mixed_decodes=(), small_chunks=(), largest_chunk=0, launch_work=0)
 
     def padded_decodes(self, num_decodes: int) -> int:
         """Decode rows of the mixed graph that takes so many."""

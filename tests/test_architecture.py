@@ -30,6 +30,7 @@ SERVER_MAY_IMPORT = {
     "engine.params",
     "engine.grammar.client",
     "engine.ipc",
+    "engine.helper",
     "engine.arena",
     "engine.plain_jpeg",
     "models.config",

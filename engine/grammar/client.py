@@ -9,22 +9,24 @@ thoughts), is the `grammar` of the EngineRequest. The process starts with the fi
 """
 
 import asyncio
-import contextlib
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from pathlib import Path
 
 import msgspec
 
-from engine.config import child_environment
-from engine.grammar.frames import LENGTH_BYTES, Compiled, frame_of
+from engine.helper import Helper, HelperDied
 from engine.params import Grammar
 
-START_S = 120.0  # importing takes seconds on a busy machine
 COMPILE_S = 5.0
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES = 1 << 12  # what an entry counts beside its data
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """A compiled grammar as xgrammar serialises it, or why there is none."""
+
+    data: bytes = b""
+    error: str | None = None
 
 
 class GrammarError(ValueError):
@@ -35,8 +37,7 @@ class GrammarCompiler:
     """One compilation at a time; results, refusals too, are kept."""
 
     def __init__(self, model_folder: Path):
-        self._folder = model_folder
-        self._process: Process | None = None
+        self._helper = Helper("engine.grammar.compile", str(model_folder))
         self._lock = asyncio.Lock()
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._cached_bytes = 0
@@ -54,44 +55,23 @@ class GrammarCompiler:
 
     async def close(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            await _end(process)
+        await self._helper.close()
 
     async def _compile(self, grammar: Grammar) -> Compiled:
         async with self._lock:
             if grammar in self._cache:
                 self._cache.move_to_end(grammar)
                 return self._cache[grammar]
-            process = self._process or await self._start()
-            compiled = await self._ask(process, grammar)
+            compiled = await self._ask(grammar)
             self._remember(grammar, compiled)
             return compiled
 
-    async def _start(self) -> Process:
-        command = sys.executable, "-m", "engine.grammar.compile", str(self._folder)
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True)
+    async def _ask(self, grammar: Grammar) -> Compiled:
         try:
-            async with asyncio.timeout(START_S):
-                await _receive(process)
-        except (TimeoutError, asyncio.IncompleteReadError) as problem:
-            await _end(process)
-            raise RuntimeError("the grammar compiler does not start") from problem
-        self._process = process
-        return process
-
-    async def _ask(self, process: Process, grammar: Grammar) -> Compiled:
-        assert process.stdin is not None
-        try:
-            async with asyncio.timeout(COMPILE_S):
-                process.stdin.write(frame_of(msgspec.msgpack.encode(grammar)))
-                await process.stdin.drain()
-                return msgspec.msgpack.decode(await _receive(process), type=Compiled)
+            return msgspec.msgpack.decode(await self._helper.ask(msgspec.msgpack.encode(grammar), COMPILE_S), type=Compiled)
         except TimeoutError:
-            await self.close()
             return Compiled(error=f"it takes longer than {COMPILE_S:.0f} s to compile")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            await self.close()
+        except HelperDied:
             return Compiled(error="it is too deep or too large to compile")
 
     def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
@@ -99,18 +79,6 @@ class GrammarCompiler:
         self._cached_bytes += _cost(grammar, compiled)
         while self._cached_bytes > CACHE_BYTES:
             self._cached_bytes -= _cost(*self._cache.popitem(last=False))
-
-
-async def _receive(process: Process) -> bytes:
-    assert process.stdout is not None
-    head = await process.stdout.readexactly(LENGTH_BYTES)
-    return await process.stdout.readexactly(int.from_bytes(head, "little"))
-
-
-async def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        process.kill()
-    await process.wait()
 
 
 def _cost(grammar: Grammar, compiled: Compiled) -> int:

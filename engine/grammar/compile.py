@@ -1,6 +1,6 @@
 """The compiler process: `python -m engine.grammar.compile MODEL_FOLDER`. Started, timed and ended by `engine.grammar.client`.
 
-It says that it is ready with an empty frame. Then it answers each frame (a Grammar) with one (a Compiled), and ends with its parent.
+It answers each question, a Grammar, with a Compiled.
 """
 
 import json
@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import xgrammar
 
-from engine.grammar.frames import Compiled, read_frame, write_frame
+from engine.grammar.client import Compiled
 from engine.grammar.vocabulary import read_vocabulary
+from engine.helper import answer_questions
 from engine.ipc import die_with_parent
 from engine.params import Grammar
 
@@ -30,10 +31,7 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(sys.argv[1])), max_threads=NUM_THREADS, cache_enabled=False)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    write_frame(sys.stdout.buffer, b"")
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        answer = compiled(compiler, msgspec.msgpack.decode(frame, type=Grammar))
-        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+    answer_questions(lambda question: msgspec.msgpack.encode(compiled(compiler, msgspec.msgpack.decode(question, type=Grammar))))
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:

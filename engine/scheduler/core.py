@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import (
+    TIMED_OUT,
     EngineOutputs,
     EngineRequest,
     ErrorInfo,
@@ -105,7 +106,7 @@ class SchedulerCore:
             _, rid, is_queue_limit = heapq.heappop(self._limits)
             for request in self._live(rid):
                 if not is_queue_limit:
-                    self._fail(request, ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout"))
+                    self._fail(request, TIMED_OUT)
                 elif not request.wire.stages.admitted:
                     self._fail(request, QUEUED_TOO_LONG)
 

@@ -51,7 +51,7 @@ class Scheduler:
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
-        self._beating = Workers()
+        self._beating = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
         self._quiet_since = 0.0  # when something other than a beat last came
         self._checked = False

@@ -27,6 +27,7 @@ from engine.scheduler.state import State
 
 # Least part of a step's tokens that is worth waiting for: the wait may cost a step that does little, and that takes about as long.
 STEP_PART_WORTH_WAITING = 1 / 16
+PIXELS_PER_TOKEN = 4096  # an image that is shown as it is has a quarter of them
 BEHIND_ALL = (math.inf, 0)  # in the order of requests
 
 
@@ -257,11 +258,12 @@ class _StepBuilder:
                 return max(0, span.start - start), True
             if is_known:
                 continue
-            if encoder_tokens > 0 and encoder_tokens + span.length > self.limits.max_num_encoder_tokens:
+            cost = _encoder_cost(request, span)
+            if encoder_tokens > 0 and encoder_tokens + cost > self.limits.max_num_encoder_tokens:
                 return max(0, span.start - start), False
             if span.end > end and span.length <= length and span.start - start >= max(1, length // 2):
                 return span.start - start, False  # a chunk prefers to end on an image's end
-            encoder_tokens += span.length
+            encoder_tokens += cost
         return length, False
 
     def _add_chunk(self, request: Request, length: int, new_blocks: list[int], drafts: tuple[int, ...]) -> None:
@@ -301,5 +303,11 @@ class _StepBuilder:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
             return
         self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
-        self.num_encoder_tokens += span.length
+        self.num_encoder_tokens += _encoder_cost(request, span)
         request.wire.stages.images_encoded += 1
+
+
+def _encoder_cost(request: Request, span: ImageSpan) -> int:
+    """Of an image in encoder tokens. One that becomes much smaller costs what its pixels do: a step holds all of them at once."""
+    source = request.sources[span.hash]
+    return max(span.length, source.height * source.width // PIXELS_PER_TOKEN)

@@ -61,18 +61,19 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         sampler.grammars.load()  # seconds, for which streams would have to wait
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
-    needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, tower_stream, free)
+    step_sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters // tp.size, config.max_num_batched_tokens)
+    if model.cache_spec.state_bytes:
+        step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
+    captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
+    needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
     memory = plan_memory(config, model.cache_spec, needs)
     pools = allocate_pools(model.cache_spec, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    state_bytes, step_sizes = model.cache_spec.state_bytes, backend.step_sizes
-    if state_bytes:
-        step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
-    geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
+    geometry, max_top_k, state_bytes = model_config.geometry, sampling_ops.max_top_k, model.cache_spec.state_bytes
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, state_bytes)
-    graphs = None if config.enforce_eager else make_graphs(model, backend, pools, rows, step_sizes, config.max_num_seqs, max_blocks)
+    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
@@ -90,14 +91,16 @@ def measure_needs(
     backend: Backend,
     sampling: SamplingOps,
     config: EngineConfig,
+    captured: StepSizes | None,
     tower_stream: torch.cuda.Stream,
     free: int,
 ) -> Needs:
-    """What this rank's GPU, of which `free` bytes were free at the start, will hold beside the KV pool and the image cache."""
+    """What this rank's GPU, of which `free` bytes were free at the start, will hold beside the KV pool and the image cache. Graphs will be
+    captured of these sizes, if of any."""
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     sizes = config.max_num_seqs, config.max_num_batched_tokens
-    graphs = 0 if config.enforce_eager else step_graph_bytes(model, backend, *sizes, activations)
+    graphs = 0 if captured is None else step_graph_bytes(model, captured, *sizes, activations)
     states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
     return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes(), states)
 

@@ -1,6 +1,8 @@
-"""CUDA graphs of steps with few tokens: decode rows, alone or beside a small chunk of prompts. Built by `build`, asked by the runner.
+"""CUDA graphs of steps with few tokens: decode rows, alone or beside a small chunk of prompts, and longer chunks with few decode rows.
+Built by `build`, asked by the runner.
 
-Without a graph a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens. A graph has a
+Without a graph a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or for a few
+thousand if the model is small or a rank has a small part of it. A graph has a
 fixed shape: so many prompt tokens, then so many decode rows, which read their input from the rows' last tokens. A smaller step is padded:
 prompt tokens with a row of its own, decode rows with rows of one token. Padding reads and writes the scratch row and the scratch block, so
 it touches nothing that anybody reads.
@@ -28,7 +30,7 @@ from models.contract import VisionLanguageModel
 from models.step_sizes import StepSizes
 
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
-WARM_UPS = 2
+FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels that only they have
 PAGE_BYTES = 4
 BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
 SLACK = 4096  # for their alignment
@@ -79,10 +81,9 @@ class StepGraphs:
         self._scratch_block = scratch_block
         self._padding_slot = scratch_block * rows.block_size
         self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
-        mixed = sizes.up_to(sizes.mixed_decodes, max_num_seqs) if sizes.largest_chunk else []
-        self._chunk_sizes = {rows: sizes.chunks(rows) for rows in mixed}
-        self._largest_chunk = sizes.largest_chunk
-        shape = (model.config.num_visual_levels, sizes.largest_chunk, model.config.text.hidden_size)
+        self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
+        largest = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
+        shape = (model.config.num_visual_levels, largest, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
@@ -104,7 +105,11 @@ class StepGraphs:
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
-        return step.attention.num_prefill_rows <= MAX_PREFILL_ROWS and len(step.ids) <= self._largest_chunk and not step.scored
+        if not len(step.ids):
+            return True
+        if step.attention.num_prefill_rows > MAX_PREFILL_ROWS or step.scored or not self._chunk_sizes:
+            return False
+        return len(step.ids) <= self._chunk_sizes[_round_up(self._chunk_sizes, len(step.decode_rows))][-1]
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.
@@ -207,11 +212,13 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._num_warm_ups = FIRST_WARM_UPS
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
         """Returns how to run `forward` again, and where its result will be."""
-        for _ in range(WARM_UPS):
+        for _ in range(self._num_warm_ups):
             forward()
+        self._num_warm_ups = 1
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

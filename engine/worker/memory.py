@@ -9,6 +9,7 @@ Called once at start by the worker. On a CPU the sizes are the configured ones. 
 
 import logging
 import mmap
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from models.batch import AttentionLayout, ForwardBatch
 from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
 from models.sampling import DrawParams, SamplingOps
+from models.step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +61,15 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def step_graph_bytes(model: VisionLanguageModel, backend: Backend, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
+def step_graph_bytes(model: VisionLanguageModel, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
     """An upper bound of what captured steps hold: their launches, shared inputs and logits, and the activations of the largest."""
-    sizes, config = backend.step_sizes, model.config
-    if not backend.captures_graphs:
-        return 0
-    decodes = sizes.up_to(sizes.mixed_decodes, max_num_seqs)
-    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(len(sizes.chunks(rows)) for rows in decodes)
-    tokens = sizes.largest_chunk + decodes[-1]
-    logits = 2 * 4 * (decodes[-1] + sizes.large_step) * config.text.vocab_size  # shared, and those of the largest while it is captured
-    embeddings = config.num_visual_levels * sizes.largest_chunk * config.text.hidden_size * model.dtype.itemsize
+    config, chunks = model.config, sizes.chunks_by_rows(max_num_seqs)
+    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(map(len, chunks.values()))
+    largest_chunk = max((each[-1] for each in chunks.values()), default=0)
+    tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
+    num_logits = max(chunks, default=max_num_seqs) + sizes.large_step
+    logits = 2 * 4 * num_logits * config.text.vocab_size  # shared, and those of the largest while it is captured
+    embeddings = config.num_visual_levels * largest_chunk * config.text.hidden_size * model.dtype.itemsize
     return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
 
 
@@ -96,11 +97,15 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> M
 def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 host memory of exactly this size; pinned for a GPU, so that copies wait for nobody. OSError or ValueError if it cannot be had.
 
-    Mapped and registered by hand: torch's allocator of pinned memory rounds up to a power of two, 20 GiB to 32.
+    Mapped and registered by hand: torch's allocator of pinned memory rounds up to a power of two, 20 GiB to 32. Pinned as long as the
+    returned tensor lives: what is mapped at a place that is still registered could not be.
     """
     host = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    if device.type == "cuda" and int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)) != 0:
-        raise ValueError("host memory for image embeddings could not be pinned: lower --image-host-cache-bytes")
+    if device.type == "cuda":
+        cudart = torch.cuda.cudart()
+        if int(cudart.cudaHostRegister(host.data_ptr(), num_bytes, 0)) != 0:
+            raise ValueError("host memory for image embeddings could not be pinned: lower --image-host-cache-bytes")
+        weakref.finalize(host, cudart.cudaHostUnregister, host.data_ptr()).atexit = False
     return host
 
 

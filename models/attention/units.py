@@ -11,6 +11,7 @@ from models.batch import AttentionLayout
 UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is none
 ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
 TILE = 32  # keys; units begin at multiples
+MAX_PARTS = 512  # of a group: the shares of all are kept while they are merged
 MIN_TILES = 2  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
 
 
@@ -47,7 +48,7 @@ def token_groups(layout: AttentionLayout, size: int) -> Int32s:
 
 
 def plan_units(groups: Int32s, limit: int) -> Int32s:
-    """At most `limit` units (U, UNIT_FIELDS), longest first. The limit must be above the number of groups.
+    """At most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS of a group. The limit must be above the number of groups.
 
     Up to `group_tokens` neighbouring query tokens of a row are a group, whose keys are cut into parts. A unit is a part: first query
     token, number of query tokens, offset of the row's pages, first key and end of the part, number of the part among all of them, number
@@ -60,6 +61,7 @@ def plan_units(groups: Int32s, limit: int) -> Int32s:
     group has keys in every part.
     """
     num_groups, end = len(groups), groups[:, 3]
+    limit = min(limit, num_groups + MAX_PARTS - 1)
     tiles = -(-end // TILE)
     total = int(tiles.sum())
     low, high = -(-total // limit), max(1, -(-(total - num_groups) // (limit - num_groups)))

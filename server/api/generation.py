@@ -25,12 +25,13 @@ from engine.stats import Stages
 from server.api.fields import UnknownFields
 from server.api.schema import GenerationRequest
 from server.checkpoint import Checkpoint, SamplingDefaults
-from server.errors import RequestError, overloaded
+from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.metrics import Metrics
 from server.http.reply import Reply, ReplyOptions
+from server.http.shares import Shares
 from server.http.sse import Format
 from server.http.validate import check, read_object
 
@@ -48,6 +49,7 @@ class Service:
     model_names: tuple[str, ...]  # the first one stands in answers
     max_model_len: int  # as asked for: the engine says what fits
     arena: Arena
+    shares: Shares
     client: Client
     metrics: Metrics
 
@@ -90,14 +92,14 @@ class Endpoint(ABC):
 
     async def _accept(self, request: Request) -> ASGIApp:
         service = self.service
-        if not service.client.started:
-            raise overloaded("The engine is still starting.", retry_after=5)
+        service.client.check_open()
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        with service.client.reading():
+        address = request.client.host if request.client is not None else ""
+        with service.client.reading(), service.shares.claim(address) as claim:
             try:
                 direct = direct_reader(request.scope)
-                body = await read_body(request.receive, length, direct, service.arena, service.config, service.client)
+                body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
                 return await self._submit(body)
             except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
                 service.client.check_open()
@@ -110,11 +112,18 @@ class Endpoint(ABC):
             job = await self._parse(body)
             if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
+            self._limit_time(job, body)
             job.submits[0].body = body.region.offset if job.used or body.num_announced else None
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
         return self.reply(stream, job, body)
+
+    def _limit_time(self, job: Job, body: Body) -> None:
+        """By the client's word and the operator's, from the last byte of the body on."""
+        limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
+        for submit in job.submits if limits else ():
+            submit.deadline = body.received + min(limits)
 
     async def _parse(self, body: Body) -> Job:
         """A reference that stands anywhere but in a URL field is turned back into its text first."""

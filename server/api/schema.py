@@ -15,6 +15,7 @@ from server.http.validate import Strict, bad_value
 LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 4
+MAX_TIMEOUT_S = 86_400
 MAX_TOOLS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 16
@@ -197,6 +198,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     timings: bool | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
 
     @property

@@ -5,12 +5,15 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 
 import asyncio
 import contextlib
+import functools
+import logging
 import select
 import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -34,12 +37,14 @@ from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
 from server.http.client import Client
+from server.http.connection import Door
 from server.http.direct import DirectProtocol
 from server.http.guards import ApiKeyGuard, JsonGuard
-from server.http.log import RequestLog, note_error
+from server.http.log import RequestLog, Sparing, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.http.reply import error_response
+from server.http.shares import Shares
 from server.warm import warm_up
 
 ENDPOINTS: dict[str, type[Endpoint]] = {
@@ -52,8 +57,8 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
 }
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 DRAIN_POLL_S = 0.05
+ALIVE_S = 1.0
 GRACE_S = 3  # for writing the last errors out
-KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
@@ -64,12 +69,12 @@ class Api:
         self._child = child
         self.arena = Arena(child.runtime.arena_fds[API_ARENA], child.arena_size(API_ARENA))
         outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
-        self.client = Client(outbox, self.arena)
+        self.client = Client(outbox, self.arena, child.config.max_queued_requests)
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
-        limit = runtime.max_model_len
-        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, self.client, self._metrics)
+        limit, shares = runtime.max_model_len, Shares(self.arena)
+        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
 
     def build(self) -> ASGIApp:
         """The ASGI application."""
@@ -101,11 +106,19 @@ class Api:
             if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
 
+    async def tell_the_launcher(self) -> None:
+        """That all is well, while it is, for ever."""
+        while True:
+            if self.client.healthy or not self.client.started:
+                self._child.progress("")
+            await asyncio.sleep(ALIVE_S)
+
     async def _on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        self._metrics.note_refusal(error.info)
-        note_error(request.scope, error.info)
-        return error_response(error.info, request.scope)
+        info = self.client.advise(error.info)
+        self._metrics.note_refusal(info)
+        note_error(request.scope, info)
+        return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
         """The body was cut: nobody reads this."""
@@ -142,12 +155,14 @@ async def serve(child: Child) -> None:
     listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect
     api = Api(child)
     warm_up(api.arena)
+    http: Any = functools.partial(DirectProtocol, Door(child.config))
     config = uvicorn.Config(
-        api.build(), loop="uvloop", http=DirectProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG, root_path=child.config.root_path,
+        api.build(), loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        timeout_keep_alive=child.config.idle_timeout, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG, root_path=child.config.root_path,
         ssl_certfile=child.config.ssl_certfile, ssl_keyfile=child.config.ssl_keyfile,
     )  # fmt: skip
     server = Server(config)
+    logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -173,7 +188,9 @@ async def serve(child: Child) -> None:
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     pump = asyncio.create_task(api.pump(inbox, url))
     pump.add_done_callback(lambda task: stop())
+    telling = asyncio.create_task(api.tell_the_launcher())
     await server.serve(sockets=[listener])
+    telling.cancel()
     if pump.done():
         pump.result()
     pump.cancel()

@@ -20,10 +20,12 @@ from server.errors import RequestError, overloaded
 from server.http.client import Client
 from server.http.direct import DirectReader
 from server.http.scan import Scanner
+from server.http.shares import RESERVED_PART, Claim
 from server.region import Region
 
-FIRST_CAPACITY = 1 << 20  # of a body without a Content-Length
-MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout: memory is reserved for what a client has announced
+FIRST_CAPACITY = 1 << 16  # of a body without a Content-Length
+MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
+MAX_TIMEOUTS = 10  # times --body-timeout that a body may take: who has memory reserved for more must send faster
 MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
 DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
 MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
@@ -62,35 +64,45 @@ class Body:
 
 
 class Pace:
-    """How long a client may let us wait: `timeout` seconds at once, and in all so many and those that its bytes take at MIN_BYTES_PER_S."""
+    """How long a client may let us wait: `timeout` seconds at once, and in all so many and those that its bytes take at the least rate,
+    which follows from what it has promised to send."""
 
-    def __init__(self, started: float, timeout: float):
+    def __init__(self, started: float, timeout: float, num_promised: int):
         self._started = started
         self._timeout = timeout
+        self._bytes_per_s = max(MIN_BYTES_PER_S, num_promised / (MAX_TIMEOUTS * timeout))
 
     def patience(self, num_bytes: int) -> float:
         """Seconds until more than so many bytes must be here. TimeoutError if they are late."""
-        left = self._started + self._timeout + num_bytes / MIN_BYTES_PER_S - time.monotonic()
+        left = self._started + self._timeout + num_bytes / self._bytes_per_s - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return min(left, self._timeout)
 
 
 async def read_body(
-    receive: Receive, content_length: int | None, direct: DirectReader | None, arena: Arena, config: EngineConfig, client: Client
+    receive: Receive,
+    content_length: int | None,
+    direct: DirectReader | None,
+    claim: Claim,
+    arena: Arena,
+    config: EngineConfig,
+    client: Client,
 ) -> Body:
     """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
     if content_length is not None and content_length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
-    pace = Pace(started, config.body_timeout)
+    pace = Pace(started, config.body_timeout, content_length or 0)
     with contextlib.ExitStack() as undo:
         try:
+            claim.grow_to(FIRST_CAPACITY if content_length is None else content_length)
             region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, client, started)
             undo.callback(body.give_up)
             while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
+                claim.grow_to(region.capacity)
                 rest = (content_length or 0) - region.used
                 if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
                     await _read_directly(direct, rest, body, config.max_images_per_request, pace)
@@ -98,7 +110,7 @@ async def read_body(
         except TimeoutError:
             raise RequestError(408, "The request body came too slowly.") from None
         except ArenaTooSmall:
-            raise _too_large(arena.size) from None
+            raise _too_large(int((1 - RESERVED_PART) * arena.size)) from None
         except ArenaFull:
             raise overloaded("The server holds too many request bodies right now.") from None
         region.trim()

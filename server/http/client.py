@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import Iterator
 
+import msgspec
 from starlette.requests import ClientDisconnect
 
 from engine.arena import Arena
@@ -21,9 +24,11 @@ from engine.messages import (
     ToProcessor,
 )
 from engine.stats import EngineStats
-from server.errors import RequestError
+from server.errors import RequestError, overloaded
 
-HEARTBEAT_STALE_S = 15.0
+HEARTBEAT_STALE_S = 8.0
+NUM_ENDS = 64
+MAX_RETRY_S = 60
 
 
 class Stream:
@@ -80,7 +85,8 @@ class Client:
     A body named in a Submit, or in `abandon`, belongs to the processor until `released_bodies` names it, also when the client has gone.
     """
 
-    def __init__(self, outbox: Outbox[ToProcessor], arena: Arena):
+    def __init__(self, outbox: Outbox[ToProcessor], arena: Arena, max_requests: int):
+        self._max_requests = max_requests
         self.stats = EngineStats()
         self.num_bodies = 0  # handed to the processor, not yet released
         self.num_reading = 0  # held by this process before the processor has them
@@ -90,6 +96,7 @@ class Client:
         self._streams: dict[int, Stream] = {}
         self._heartbeat = 0.0
         self._refusal: ErrorInfo | None = None
+        self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
 
     @property
     def num_streams(self) -> int:
@@ -127,8 +134,7 @@ class Client:
             self.num_reading -= 1
 
     def submit(self, messages: list[Submit]) -> Stream:
-        """Sends requests with new ids, the choices of one client. Raises RequestError while the server shuts down; a body is then still
-        the caller's."""
+        """Sends requests with new ids, the choices of one client. RequestError as `check_open`; a body is then still the caller's."""
         self.check_open()
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         for message in messages:
@@ -138,9 +144,16 @@ class Client:
         return stream
 
     def check_open(self) -> None:
-        """Raises RequestError while the server shuts down."""
+        """RequestError 503 while the server starts, shuts down, or has made no progress for a while, and if it has been handed as many
+        requests as it may have: whether anybody takes them from there is another matter."""
+        if not self.started:
+            raise overloaded("The engine is still starting.", retry_after=5)
         if self._refusal is not None:
             raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
+        if not self.healthy:
+            raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
+        if len(self._streams) >= self._max_requests:
+            raise overloaded("The server has as many requests as it can queue.")
 
     def close(self, stream: Stream) -> None:
         """The client has its answer or is gone; in the latter case the engine is told to stop."""
@@ -152,9 +165,11 @@ class Client:
     def dispatch(self, message: Events) -> None:
         """Hands events to their streams; those of a closed stream are dropped."""
         for event in message.events:
+            if event.finish_reason is not None:
+                self._ends.append(time.monotonic())
             stream = self._streams.get(event.rid)
             if stream is not None:
-                stream.push(event)
+                stream.push(event if event.error is None else msgspec.structs.replace(event, error=self.advise(event.error)))
         for offset in message.released_bodies:
             self._arena.free(offset)
             self.num_bodies -= 1
@@ -162,6 +177,15 @@ class Client:
             self.stats = message.stats
             self._arena.check()
         self._heartbeat = max(self._heartbeat, message.heartbeat)
+
+    def advise(self, error: ErrorInfo) -> ErrorInfo:
+        """An error of overload says when to come back: when what waits now has been answered, if that goes on as it did of late."""
+        if error.code != "overloaded" or len(self._ends) < 2:
+            return error
+        seconds_per_answer = (time.monotonic() - self._ends[0]) / len(self._ends)
+        num_waiting = max(self.stats.num_waiting, len(self._streams) - self.stats.num_running)
+        seconds = min(MAX_RETRY_S, math.ceil(num_waiting * seconds_per_answer))
+        return msgspec.structs.replace(error, retry_after=max(error.retry_after or 1, seconds))
 
     def refuse_new(self, error: ErrorInfo) -> None:
         """From now on no stream is opened, and health is bad; those that are open go on."""

@@ -9,32 +9,24 @@ read already, it may take the connection over for the rest of the body; after th
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 
 import httptools
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from server.http.connection import BoundedProtocol
 
 EXTENSION = "direct_body"
 SCRATCH_BYTES = 1 << 16
-UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
-class DirectProtocol(HttpToolsProtocol):
+class DirectProtocol(BoundedProtocol):
     """uvicorn's HTTP protocol, whose applications may read bodies directly."""
 
     _running: RequestResponseCycle | None = None
-    _is_before_body = True
-
-    def data_received(self, data: bytes) -> None:
-        """An offer to upgrade, which Java's client makes with every first request, is passed over: the parser would drop the body."""
-        if self._is_before_body:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = UPGRADE.sub(b"\r\nx-offer:", head) + end + rest
-        super().data_received(data)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -48,13 +40,8 @@ class DirectProtocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def on_headers_complete(self) -> None:
-        self._is_before_body = False
         self.scope["extensions"] = {EXTENSION: DirectReader(self)}  # type: ignore[dict-item]
         super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._is_before_body = True
-        super().on_message_complete()
 
     def end_body(self) -> None:
         """The current body was read past the parser: the next byte begins a new request."""
@@ -123,7 +110,7 @@ class DirectReader(asyncio.BufferedProtocol):
             self._hand_back()
 
     def eof_received(self) -> None:
-        self._http.eof_received()
+        """The body is cut."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._http.connection_lost(exc)

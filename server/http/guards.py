@@ -13,15 +13,20 @@ from server.http.reply import error_response
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
+def is_open(scope: Scope) -> bool:
+    """Whether anybody may ask for this path, at any time; decided on the path that will be routed."""
+    return get_route_path(scope) in OPEN_PATHS
+
+
 class ApiKeyGuard:
-    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`, decided on the path that will be routed."""
+    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`."""
 
     def __init__(self, app: ASGIApp, api_key: str):
         self._app = app
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS and not self._is_authorised(scope):
+        if scope["type"] == "http" and not is_open(scope) and not self._is_authorised(scope):
             error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
             await error_response(error, scope)(scope, receive, send)
             return

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEADER = "x-request-id"
 KEY = "engine.record"
+SPARING_S = 10.0
 QUIET = frozenset({"/health", "/health/live", "/ping", "/metrics"})  # asked every few seconds by machines: in the log only if they fail
 
 
@@ -42,6 +43,24 @@ def record_of(scope: Scope) -> Record:
 
 def note_error(scope: Scope, info: ErrorInfo) -> None:
     record_of(scope).reason = info.message
+
+
+class Sparing(logging.Filter):
+    """Of messages in the same words, which anybody can cause, one each SPARING_S; the next one says how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, tuple[float, int]] = {}  # when the last one was shown, and how many came since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        shown, num_hidden = self._seen.get(record.msg, (-SPARING_S, 0))
+        if record.created - shown < SPARING_S:
+            self._seen[record.msg] = shown, num_hidden + 1
+            return False
+        self._seen[record.msg] = record.created, 0
+        if num_hidden:
+            record.msg = f"{record.msg} ({num_hidden} more since the last one)"
+        return True
 
 
 class RequestLog:

@@ -1,5 +1,6 @@
 """JSON to checked requests, and every mistake in it to a 400 in our own words that names the field. Called by `server/api`."""
 
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -33,6 +34,10 @@ WORDS = {
     "value_error": "{error}",
 }
 
+MAX_VALUES = 200_000  # 10,000 messages of several parts, or a thousand large tools
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+STRINGS = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}', re.DOTALL)  # at once: the others threads get their turn in between
+
 
 class Strict(BaseModel):
     """No type is made of another one: `"5"` and `true` are no numbers. Fields that nobody knows are tolerated."""
@@ -44,7 +49,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body. RequestError 400."""
+    """The JSON object of a body. RequestError 400, or 413 if Python would need too long for what is in it."""
+    check_number_of_values(data)
     try:
         value = from_json(data)
     except ValueError:
@@ -52,6 +58,25 @@ def read_object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(400, "The request body must be a JSON object.")
     return value
+
+
+def check_number_of_values(data: bytes) -> None:
+    """RequestError 413 for more lists, objects and members than any request has: while they are made, nothing else happens in this
+    process. Brackets within strings are no lists; those are looked for only in a body that has many brackets."""
+    if _num_values(data) <= MAX_VALUES:
+        return
+    num_values = position = 0
+    while (block := STRINGS.match(data, position)) is not None:
+        num_values += _num_values(STRING.sub(b"", block[0]))
+        position = block.end()
+        if num_values > MAX_VALUES:
+            break
+    if num_values + _num_values(data[position:]) > MAX_VALUES:
+        raise RequestError(413, f"The request has more than {MAX_VALUES} lists, objects and members.")
+
+
+def _num_values(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{") + data.count(b":")
 
 
 def check(model: type[Model], value: dict[str, Any]) -> Model:

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -25,6 +26,10 @@ CONNECT_TIMEOUT_S = 5.0
 TOTAL_TIMEOUT_S = 30.0
 MAX_REDIRECTS = 3
 MAX_CONCURRENT = 64
+MAX_URL_CHARACTERS = 8192
+MAX_ORIGIN_CHARACTERS = 300  # scheme, host and port; a host has 253 at most
+ORIGIN_END = re.compile("[?#]")
+CONTROL = re.compile("[\x00-\x1f]")
 READ_BYTES = 1 << 18
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -50,6 +55,15 @@ def is_public(address: Address) -> bool:
         if address.is_site_local:
             return False
     return address.is_global and not address.is_multicast
+
+
+def parse_url(text: str) -> URL:
+    """ValueError; RequestError 400 for one that takes long to parse: what a host of many characters of Unicode is in ASCII does."""
+    text = text.strip()
+    origin = ORIGIN_END.split("/".join(text.split("/", 3)[:3]), 1)[0]
+    if len(text) > MAX_URL_CHARACTERS or len(origin) > MAX_ORIGIN_CHARACTERS or CONTROL.search(text):
+        raise RequestError(400, "its URL is longer than URLs are, or damaged", code="media_not_allowed")
+    return URL(text)
 
 
 class Resolver(AbstractResolver):
@@ -117,12 +131,12 @@ class Fetcher:
             raise RequestError(422, "it could not be fetched", code="media_unavailable") from None
 
     async def _follow(self, url: str, write: Write) -> None:
-        target = self._check(URL(url))
+        target = self._check(parse_url(url))
         for _ in range(1 + MAX_REDIRECTS):
             async with self._session.get(target, allow_redirects=False) as response:
                 location = response.headers.get("Location")
                 if response.status in REDIRECTS and location is not None:
-                    target = self._check(target.join(URL(location)))
+                    target = self._check(target.join(parse_url(location)))
                     continue
                 if response.status != 200:
                     raise RequestError(422, f"its server answered with status {response.status}", code="media_unavailable")
@@ -160,7 +174,9 @@ class Fetcher:
         if self._local_root is None:
             raise RequestError(400, "file URLs are not allowed on this server", code="media_not_allowed")
         try:
-            parsed = URL(url)
+            parsed = parse_url(url)
+        except RequestError:
+            raise
         except ValueError:
             raise RequestError(400, "its URL is damaged", code="media_not_allowed") from None
         if parsed.host not in (None, "", "localhost"):

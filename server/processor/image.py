@@ -2,17 +2,18 @@
 
     payload, URL ──▶ encoded ─┬▶ jpeg: a plain one stays as it is
       (media pool: fetch,     ├▶ file: decoded before, only the scheduler can tell whether its pixels are needed ──▶ rgb
-       base64, header, hash)  └▶ rgb: a new one is decoded at once, so that damage is refused early (pixel pool)         ... ──▶ released
+       base64, header, hash)  └▶ rgb: a new one is decoded at once, so that damage is refused early (decoders)           ... ──▶ released
 
 The event loop allocates; pool threads fill. Nothing is given back while a thread may still read or write it.
 """
 
 import asyncio
 import contextlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -24,14 +25,14 @@ from models.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.base64_text import decode_base64, decode_data_url
+from server.processor.decoders import Decoders
 from server.processor.early import EarlyReads
 from server.processor.fetch import Fetcher
-from server.processor.inspect import Header, Inspector
-from server.processor.pixels import DecodedSize, decode_rgb
+from server.processor.inspect import Allowance, Header, Inspector
+from server.processor.pixels import DecodedSize
 from server.processor.room import Room
+from server.processor.threads import run
 from server.region import Region
-
-T = TypeVar("T")
 
 FIRST_DOWNLOAD_BYTES = 1 << 20
 NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is decoded once more
@@ -40,20 +41,22 @@ NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is de
 class ImageTools:
     """What all images share: memory, threads, limits, and which files were decoded before. Make it inside a running event loop."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads):
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads, has_gpu: bool = True
+    ):
         self.bodies = bodies
         self.room = room
         self.early = early
-        self.inspector = Inspector(config, checkpoint)
+        self.inspector = Inspector(config, checkpoint, has_gpu)
         self.fetcher = Fetcher(config)
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
-        self.pixel_pool = ThreadPoolExecutor(config.processing_pool_size, "pixels")
+        self.decoders = Decoders(config, room.arena)
         self.num_decoded = 0  # images that became RGB here
         self._upright_sizes: OrderedDict[bytes, DecodedSize] = OrderedDict()  # of decoded files by hash, least recently used first
 
     async def close(self) -> None:
         self.media_pool.shutdown(wait=False, cancel_futures=True)
-        self.pixel_pool.shutdown(wait=False, cancel_futures=True)
+        await self.decoders.close()
         await self.fetcher.close()
 
     def known_size(self, digest: bytes) -> DecodedSize | None:
@@ -83,6 +86,7 @@ class Image:
     def __init__(self, tools: ImageTools, ref: MediaRef):
         self._tools = tools
         self._ref = ref
+        self.num_bytes = 0 if ref.payload is None else _decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
         self._index = 0  # in its request
         self._digest = b""  # of the encoded bytes
         self._header: Header | None = None  # when they are there
@@ -95,8 +99,9 @@ class Image:
         """Takes the payload up, also of a body that still arrives. How that ends is the business of `load`."""
         self._task = _start(self._encode())
 
-    async def load(self, index: int, ref: MediaRef) -> None:
-        """As image `index` of its request, until the scheduler may have it. RequestError, ArenaFull or ArenaTooSmall."""
+    async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
+        """As image `index` of its request, which has this allowance, until the scheduler may have it. RequestError, ArenaFull or
+        ArenaTooSmall."""
         self._index, self._ref = index, ref
         with self._named():
             if self._task is not None:
@@ -104,6 +109,8 @@ class Image:
                     await self._task
             if self._header is None:
                 await self._encode()
+            assert self._header is not None
+            allowance.take(self._header)
             await self._settle()
 
     def span(self, start: int) -> ImageSpan:
@@ -133,7 +140,7 @@ class Image:
             self._digest, header = await self._take_payload(payload)
         else:
             encoded = await self._fetch(self._ref.url or "")
-            self._digest, header = await _run(tools.media_pool, lambda: tools.inspector.inspect(encoded.view))
+            self._digest, header = await run(tools.media_pool, lambda: tools.inspector.inspect(encoded.view))
         self._header = header
         if header.stays_encoded:
             self._ticket = tools.early.announce(self._digest, self._jpeg_source(header))
@@ -141,7 +148,7 @@ class Image:
     async def _take_payload(self, payload: WireRegion) -> tuple[bytes, Header]:
         """Base64 from a request body, decoded into our arena and looked at in one go."""
         text = self._tools.bodies.view(payload.offset, payload.length)
-        encoded = self._encoded = self._tools.room.take(3 * (payload.length // 4 + 1))
+        encoded = self._encoded = self._tools.room.take(_decoded_bytes(payload))
         room = encoded.room
 
         def job() -> tuple[int, tuple[bytes, Header]]:
@@ -150,7 +157,7 @@ class Image:
             np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
             return len(data), self._tools.inspector.inspect(room[: len(data)])
 
-        encoded.used, facts = await _run(self._tools.media_pool, job)
+        encoded.used, facts = await run(self._tools.media_pool, job)
         encoded.trim()
         return facts
 
@@ -162,7 +169,7 @@ class Image:
             await tools.fetcher.download(url, encoded.append)
         else:
             read = decode_data_url if scheme == "data" else tools.fetcher.read_local
-            data = await _run(tools.media_pool, lambda: read(url))
+            data = await run(tools.media_pool, lambda: read(url))
             encoded = self._encoded = tools.room.take(len(data))
             encoded.append(data)
         encoded.trim()
@@ -172,17 +179,21 @@ class Image:
         """encoded -> jpeg, file or rgb"""
         header, encoded, inspector = self._header, self._encoded, self._tools.inspector
         assert header is not None and encoded is not None
-        geometry = inspector.geometry_of(self._ref)
+        geometry = self._geometry = inspector.geometry_of(self._ref)
         inspector.grid(geometry, header.height, header.width)  # before anything is decoded
         self.hash = inspector.identity(self._digest, geometry)
-        size = None if header.stays_encoded else self._tools.known_size(self._digest)
+        known = self._tools.known_size(self._digest)
         if header.stays_encoded:
+            size = DecodedSize(header.height, header.width)
             self.source = self._jpeg_source(header)
-        elif size is not None:
-            self.source = _source("file", encoded, size.height, size.width)
+        elif known is not None:
+            size = known
+            self.source = _source("file", encoded, *inspector.size_for_workers(geometry, size.height, size.width))
         else:
-            await self._decode(encoded, self._tools.room.take(3 * header.height * header.width))
-        self.grid = inspector.grid(geometry, self.source.height, self.source.width)
+            self._tools.decoders.check(header)
+            self.num_bytes = self._num_pixel_bytes(header)
+            size = await self._decode(encoded, self._tools.room.take(self.num_bytes))
+        self.grid = inspector.grid(geometry, size.height, size.width)
         self.num_tokens = geometry.num_tokens(self.grid)
 
     def _jpeg_source(self, header: Header) -> ImageSource:
@@ -192,19 +203,25 @@ class Image:
 
     async def _make_pixels(self) -> None:
         """file -> rgb"""
-        assert self._encoded is not None
+        assert self._encoded is not None and self._header is not None
         with self._named():
-            await self._decode(self._encoded, await self._tools.room.take_patiently(3 * self.source.height * self.source.width))
+            await self._decode(self._encoded, await self._tools.room.take_patiently(self._num_pixel_bytes(self._header)))
 
-    async def _decode(self, encoded: Region, pixels: Region) -> None:
+    def _num_pixel_bytes(self, header: Header) -> int:
+        return 3 * math.prod(self._tools.inspector.size_for_workers(self._geometry, header.height, header.width))
+
+    async def _decode(self, encoded: Region, pixels: Region) -> DecodedSize:
         self._pixels = pixels
-        room = pixels.room
-        size = await _run(self._tools.pixel_pool, lambda: decode_rgb(encoded.view, room))
-        pixels.used = 3 * size.height * size.width
+        header, tools = self._header, self._tools
+        assert header is not None
+        stored = tools.inspector.size_for_workers(self._geometry, header.height, header.width)
+        size = await tools.decoders.decode(header, encoded, pixels, stored)
+        pixels.used = 3 * math.prod(stored)
         self._encoded = None
-        self._tools.room.give_back(encoded)
-        self._tools.note_decoded(self._digest, size)
-        self.source = _source("rgb", pixels, size.height, size.width)
+        tools.room.give_back(encoded)
+        tools.note_decoded(self._digest, size)
+        self.source = _source("rgb", pixels, *tools.inspector.size_for_workers(self._geometry, size.height, size.width))
+        return size
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -226,20 +243,12 @@ def _source(encoding: Literal["rgb", "file"], region: Region, height: int, width
     return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width)
 
 
+def _decoded_bytes(payload: WireRegion) -> int:
+    """What base64 of this length may become."""
+    return 3 * (payload.length // 4 + 1)
+
+
 def _start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(work)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if somebody asks for it
     return task
-
-
-async def _run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
-    """Runs a job in a pool. When cancelled, returns only after the job has: its memory may then be given back."""
-    future = pool.submit(job)
-    waiter = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiter)
-    except asyncio.CancelledError:
-        if not future.cancel():
-            await asyncio.wait([waiter])
-            waiter.exception()  # taken note of: nobody wants to know any more
-        raise

@@ -17,6 +17,11 @@ from server.processor.pixels import read_orientation, read_size
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
 
 
+MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, which takes 3 bytes a pixel of its memory; larger ones are decoded here
+MAX_JPEG_PIXELS_CPU = 1 << 18  # that a worker without one does in a few milliseconds
+SMALL_PIXELS = 1 << 18  # up to here an image is handed on as it is
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What the header says. Sizes of a plain JPEG are after orientation, those of other files before."""
@@ -26,11 +31,30 @@ class Header:
     width: int
     orientation: int = 1
 
+    @property
+    def num_pixels(self) -> int:
+        return self.height * self.width
+
+
+class Allowance:
+    """What the images of one request may have together."""
+
+    def __init__(self, max_pixels: int):
+        self._max_pixels = self._left = max_pixels
+
+    def take(self, header: Header) -> None:
+        """RequestError 413 if there is not so much left."""
+        self._left -= header.num_pixels
+        if self._left < 0:
+            words = f"with it the images of this request have more than {self._max_pixels} pixels"
+            raise RequestError(413, words, code="image_too_large")
+
 
 class Inspector:
     """Limits and identity. Immutable."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint):
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, has_gpu: bool = True):
+        self._max_jpeg_pixels = MAX_JPEG_PIXELS if has_gpu else MAX_JPEG_PIXELS_CPU
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
         self._max_tokens = config.max_num_encoder_tokens
@@ -52,7 +76,7 @@ class Inspector:
             if not has_end(data):
                 raise RequestError(422, "it is a truncated JPEG", code="invalid_image")
             plain = parse_plain_jpeg(data)
-            if plain is not None:
+            if plain is not None and plain.height * plain.width <= self._max_jpeg_pixels:
                 orientation = read_orientation(data) if plain.has_metadata else 1
                 height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
                 self.check_size(height, width)
@@ -86,6 +110,13 @@ class Inspector:
         if num_tokens > self._max_tokens:
             raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")
         return grid
+
+    def size_for_workers(self, geometry: VisionGeometry, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in which an image that is decoded here is handed on: its own, or if it is much larger, that to which workers
+        would resize it, by the same arithmetic."""
+        _, rows, columns = self.grid(geometry, height, width)
+        target = rows * geometry.patch_size, columns * geometry.patch_size
+        return target if height * width > max(SMALL_PIXELS, 2 * target[0] * target[1]) else (height, width)
 
     def identity(self, digest: bytes, geometry: VisionGeometry) -> bytes:
         """Of an image of this digest under these limits: the digest itself for the checkpoint's own."""

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
+from engine.arena import ArenaFull
 from engine.config import EngineConfig
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.ipc import Outbox
 from engine.messages import (
     PROCESSOR_ARENA,
+    TIMED_OUT,
     Abort,
     ChatPrompt,
     CompiledGrammar,
@@ -37,7 +39,8 @@ from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import answer_grammar
 from server.processor.image import Image, ImageTools, release_all
-from server.processor.prompt import PromptBuilder
+from server.processor.inspect import Allowance
+from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Request
 
@@ -63,6 +66,7 @@ class Intake:
     ):
         self.max_model_len = max_model_len
         self._max_requests = config.max_queued_requests
+        self._max_request_pixels = config.max_request_pixels
         self._requests = requests
         self._tools = tools
         self._prompts = prompts
@@ -100,7 +104,7 @@ class Intake:
         answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
         request = Request(submit, images, answers)
         self._requests[submit.rid] = request
-        request.task = asyncio.create_task(self._build(request))
+        request.task = asyncio.create_task(self._prepare(request))
         self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
 
     def abort(self, message: Abort) -> None:
@@ -129,16 +133,30 @@ class Intake:
 
         self._tasks.create_task(end())
 
+    async def _prepare(self, request: Request) -> EngineRequest:
+        """Until its deadline, if it has one."""
+        deadline = request.submit.deadline
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
+                return await self._build(request)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise RequestError(TIMED_OUT.status, TIMED_OUT.message, code=TIMED_OUT.code) from None
+
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""
         submit, images = request.submit, request.images
+        allowance = Allowance(self._max_request_pixels)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
-                    group.create_task(image.load(i, ref))
+                    group.create_task(image.load(i, ref, allowance))
                 encode = group.create_task(self._encode(submit))
                 compiled = group.create_task(self._compile(submit))
         except BaseExceptionGroup as failures:
+            if isinstance(failures.exceptions[0], ArenaFull):
+                self._tools.room.check(sum(image.num_bytes for image in images))
             raise failures.exceptions[0] from None
         if submit.output.echo:
             for answer in request.answers:
@@ -169,6 +187,7 @@ class Intake:
             cache_salt=submit.cache_salt,
             n=submit.n,
             priority=submit.priority,
+            deadline=submit.deadline,
             grammar=self._keep_grammar(request, compiled.result()),
         )
 
@@ -176,7 +195,8 @@ class Intake:
         def job() -> list[int]:
             if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
                 return submit.prompt.ids
-            return self._prompts.encode(submit.prompt, len(submit.media))
+            limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
+            return self._prompts.encode(submit.prompt, len(submit.media), limit)
 
         if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
             return job()
@@ -210,9 +230,7 @@ class Intake:
 
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt >= self.max_model_len:
-            limit = f"This model's maximum context length is {self.max_model_len} tokens, answer included."
-            words = f"{limit} However, your prompt has {num_prompt} tokens. Please reduce its length."
-            raise RequestError(400, words, "messages", "context_length_exceeded")
+            raise too_long(self.max_model_len, str(num_prompt))
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest]", strays: list[Image]) -> None:
         """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here. Strays, which

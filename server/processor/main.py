@@ -44,7 +44,7 @@ class Processor:
         self._requests: dict[int, Request] = {}
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if child.runtime.device == "cuda" else None
         room = Room(self._arena, lambda: self._num_holders > 1)
-        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker))
+        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker), worker is not None)
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._intake = Intake(child.config, folder, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)

@@ -53,18 +53,29 @@ def read_orientation(data: memoryview) -> int:
         return _orientation(image)
 
 
-def decode_rgb(data: memoryview, target: memoryview) -> DecodedSize:
-    """Writes the first frame, upright and converted to RGB as Pillow does it, to `target` (height * width * 3 bytes). RequestError 422."""
+def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> DecodedSize:
+    """Writes the first frame, upright and converted to RGB as Pillow does it, to `target` (height * width * 3 bytes of `size`).
+    RequestError 422.
+
+    If (height, width) is not the image's own, it is resized; where the image is turned, so is the size. Returned is its own, upright.
+    """
     with _open(data) as image:
+        stored, kind = (image.height, image.width), image.format
         try:
             image.load()
             orientation = _orientation(image)  # after loading: TIFF turns itself, PNG may carry its EXIF behind the pixels
             upright = image.transpose(TRANSPOSITIONS[orientation]) if orientation in TRANSPOSITIONS else image
-            rgb = upright.convert("RGB")
-            target[: rgb.height * rgb.width * 3] = rgb.tobytes()
+            if upright is not image:
+                image.close()  # at most two copies at a time
+            rgb = upright if upright.mode == "RGB" else upright.convert("RGB")
+            own = DecodedSize(rgb.height, rgb.width)
+            height, width = size if (own.height, own.width) == stored else size[::-1]
+            if (own.height, own.width) != (height, width):
+                rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
+            target[: height * width * 3] = rgb.tobytes()
         except Exception as error:
-            raise RequestError(422, f"it cannot be decoded as {image.format}", code="invalid_image") from error
-        return DecodedSize(rgb.height, rgb.width)
+            raise RequestError(422, f"it cannot be decoded as {kind}", code="invalid_image") from error
+        return own
 
 
 def _open(data: memoryview) -> Image.Image:

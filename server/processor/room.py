@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from engine.arena import Arena, ArenaFull
+from engine.arena import Arena, ArenaFull, ArenaTooSmall
 from server.region import Region
 
 TIMEOUT_S = 10.0  # requests that wait for each other's room must not do so for ever
@@ -13,13 +13,18 @@ class Room:
     """Regions of one arena. `is_shared` says whether there is anybody who may give some back."""
 
     def __init__(self, arena: Arena, is_shared: Callable[[], bool]):
-        self._arena = arena
+        self.arena = arena
         self._is_shared = is_shared
         self._came = asyncio.Event()
 
     def take(self, capacity: int) -> Region:
         """Raises ArenaFull or ArenaTooSmall."""
-        return Region(self._arena, capacity)
+        return Region(self.arena, capacity)
+
+    def check(self, num_bytes: int) -> None:
+        """ArenaTooSmall if so much never fits."""
+        if num_bytes > self.arena.size:
+            raise ArenaTooSmall(f"{num_bytes} bytes exceed the arena of {self.arena.size} bytes")
 
     def give_back(self, region: Region) -> None:
         """Once for a region, when no thread reads or writes it any more. Whoever waits tries again."""

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.serving import SMALL, Engine, chat_body, is_alive, role_of
 
 DEADLINE_S = 15
-NOTICED_S = 25
+NOTICED_S = 10
 
 
 def shared_memory() -> set[str]:
@@ -107,22 +107,49 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
     engine.log_path.unlink()
 
 
-def test_an_idle_worker_that_is_stopped_is_noticed(tiny: Path) -> None:
-    """Red if an engine of which a process is stopped looks healthy for as long as nobody asks it for anything."""
+@pytest.mark.parametrize("victim", ["worker", "scheduler", "processor"])
+def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
+    """Red if an engine of which a process is stopped looks healthy, also while nobody asks it for anything, or takes requests meanwhile."""
     engine = Engine(tiny, [])
     try:
-        worker = next(pid for pid in engine.children if role_of(pid) == "worker")
+        stopped = next(pid for pid in engine.children if role_of(pid) == victim)
         assert httpx.get(f"{engine.url}/health").status_code == 200
-        os.kill(worker, signal.SIGSTOP)
+        os.kill(stopped, signal.SIGSTOP)
         deadline = time.monotonic() + NOTICED_S
         while httpx.get(f"{engine.url}/health").status_code == 200:
             assert time.monotonic() < deadline, "nobody noticed"
             time.sleep(0.2)
-        os.kill(worker, signal.SIGCONT)
+        refusal = engine.chat("Hello")
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "stalled")
+        os.kill(stopped, signal.SIGCONT)
         deadline = time.monotonic() + DEADLINE_S
         while httpx.get(f"{engine.url}/health").status_code != 200:
             assert time.monotonic() < deadline, "what goes on is not seen to"
             time.sleep(0.2)
+        assert engine.chat("Hello").status_code == 200
     finally:
         engine.kill()
+    engine.log_path.unlink()
+
+
+@pytest.mark.parametrize("victim", ["worker", "api"])
+def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str) -> None:
+    """Red if a supervisor is never given the chance to start it again, if nobody learns where it hung, or if clients wait on."""
+    engine = Engine(tiny, ["--wedge-timeout", "2"])
+    try:
+        outcome: list[str] = []
+        client = threading.Thread(target=ask_for_long, args=(engine, outcome))
+        client.start()
+        time.sleep(1.0)
+        stopped = next(pid for pid in engine.children if role_of(pid) == victim)
+        os.kill(stopped, signal.SIGSTOP)
+        assert engine.process.wait(2 * DEADLINE_S) == 1
+        client.join(DEADLINE_S)
+        engine.assert_gone()
+    finally:
+        engine.kill()
+    log = engine.log()
+    assert "the engine has made no progress for 2 s" in log and f"process {stopped}, is in state T (stopped)" in log
+    assert log.count("most recent call first") >= 3, "where the others stood"
+    assert outcome and outcome[0] != "completed"
     engine.log_path.unlink()

@@ -19,6 +19,9 @@ from server.api import schema
 from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
+from server.http.connection import MAX_HEAD_BYTES
+from server.http.validate import MAX_VALUES
+from server.processor.decoders import LARGE_PIXELS
 from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
@@ -147,9 +150,15 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     config, page = EngineConfig(), limits()
     assert page["body"] == f"{config.max_body_bytes >> 20} MiB"
     assert page["of it, besides images"] == f"{MAX_TEXT_BYTES >> 20} MiB"
+    assert page["lists, objects and members in it"] == f"{MAX_VALUES:,}"
     assert page["time of a body"].startswith(f"{config.body_timeout} s")
+    assert page["head of a request, its URL included"] == f"{MAX_HEAD_BYTES >> 10} KiB; {config.header_timeout} s"
+    assert page["connections; a pause between two requests"] == f"{config.max_connections:,}; {config.idle_timeout} s"
     assert page["images of a request"] == f"{config.max_images_per_request}"
     assert page["pixels of an image"] == f"{config.max_image_pixels // 10**6} million"
+    assert page["pixels of a request's images"] == f"{config.max_request_pixels // 10**6:,} million"
+    decoding = f"{config.decode_timeout} s, {config.max_decode_bytes >> 30} GiB for all at once"
+    assert page[f"decoding an image of more than {LARGE_PIXELS >> 20} megapixels"] == decoding
     assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
     assert page["a download"].startswith(f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects")
     assert page["requests in the engine"] == f"{config.max_queued_requests:,}"

@@ -23,6 +23,7 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks on a m
 constexpr int kStages = 2, kTile = 16, kRows = 16;              // tiles of a ring, keys of a tile, rows of queries
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
 constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
+constexpr int kMaxParts = 512;  // of a group, see `units.py`
 constexpr float kLowest = -1e30f;  // below every score but finite: a row that sees nothing of a tile gets weights of 0, not NaN
 
 struct Params {
@@ -46,6 +47,7 @@ struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
   int is_last;
 };
 static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
+static_assert(kRows * kMaxParts * sizeof(float) <= kWarps * kStages * kStageBytes);
 
 struct Unit {
   int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `split_plan.py`
@@ -271,8 +273,24 @@ CUTLASS_DEVICE void for_pairs(Params const& params, Unit const& unit, Then then)
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
-// The last unit of a group to arrive merges what all have left.
-CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared) {
+// One warp: how much of a row's result each part of its group is, from the logarithmic sums that the parts have left. Other blocks made
+// these: they are read past L1.
+CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
+  float top = kLowest, total = 0;
+  for (int part = lane; part < unit.count; part += 32) {
+    weights[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
+    top = fmaxf(top, weights[part]);
+  }
+  CUTLASS_PRAGMA_UNROLL
+  for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  for (int part = lane; part < unit.count; part += 32) total += weights[part] = exp2f(weights[part] - top);
+  CUTLASS_PRAGMA_UNROLL
+  for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+  for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
+}
+
+// The last unit of a group to arrive merges what all have left: of every row at once, so that it waits for memory twice and not for each part.
+CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -283,15 +301,22 @@ CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& 
   __syncthreads();
   if (!shared.is_last) return;
   __threadfence();
-  for_pairs(params, unit, [&](int row, int column) {
-    Merged merged;
-#pragma unroll 4
-    for (int part = unit.first; part < unit.first + unit.count; ++part) {  // other blocks made these: they are read past L1
-      int64_t const place = Unit::partial(params, part, row);
-      merged.add(__ldcg(params.sums + place / kHeadDim), 1, __ldcg(reinterpret_cast<float2 const*>(params.partials + place + column)));
+  int const num_rows = unit.num_tokens << params.log2_group;
+  float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
+  for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_rows * (kHeadDim / 4); i += kThreads) {
+    int const row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
+    float const* const shares = weights + row * unit.count;
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int part = 0; part < unit.count; ++part) {
+      float4 const value = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
+      float const share = shares[part];
+      sum.x += share * value.x, sum.y += share * value.y, sum.z += share * value.z, sum.w += share * value.w;
     }
-    *reinterpret_cast<uint32_t*>(params.out + unit.place(params, row) + column) = merged.pair();
-  });
+    *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + column) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+  }
 }
 
 CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
@@ -325,7 +350,7 @@ CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& 
     *reinterpret_cast<float2*>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
     if (column == 0) params.sums[place / kHeadDim] = merged.top + log2f(merged.sum);
   });
-  if (unit.count > 1) merge_units(params, unit, shared);
+  if (unit.count > 1) merge_units(params, unit, shared, warp, lane);
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {

@@ -9,12 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch, num_multiprocessors
-
-GEMV_PROGRAMS = 4  # on each multiprocessor
-GEMV_WARPS = 8
-GEMV_ROWS = 4
-GEMV_BLOCK = 4096  # values of a long vector at once
-GEMV_MAX_BLOCK = 8192  # up to here a vector is kept whole
+from models.backends.portable.tuned import gemv_tiles
 
 
 @triton.jit
@@ -24,15 +19,37 @@ def _fetch(place: tl.tensor, row: tl.tensor, column: tl.tensor, OUT: tl.constexp
 
 
 @triton.jit
+def _norm(
+    value: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    column: tl.tensor,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> tl.tensor:
+    """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if KEPT:
+        kept = value.to(normed.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed + column, kept, mask=column < WIDTH)
+        value = kept.to(tl.float32)
+    return value
+
+
+@triton.jit
 def _gemv(
     x: tl.tensor,
     norm_weight: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    normed: tl.tensor,
     eps: tl.tensor,
     OUT: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
+    KEPT: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -43,14 +60,13 @@ def _gemv(
     """One program: every num_programs-th group of ROWS values of the result; the vector stays in registers if it is one block wide.
 
     The next weights are under way while the last ones are multiplied. With OVERLAP the program starts while the kernel before it still
-    runs: it fetches its first weights, which nobody writes, and only then waits for the vector.
+    runs: it fetches its first weights, which nobody writes, and only then waits for the vector. If KEPT, what the norm gives is stored.
     """
     column = tl.arange(0, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    gate = _fetch(place, row, column, OUT, WIDTH)
-    up = gate
+    gate = up = _fetch(place, row, column, OUT, WIDTH)
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
     if OVERLAP:
@@ -58,8 +74,7 @@ def _gemv(
         gdc_launch_dependents()
     value = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-        value = value * scale * tl.load(norm_weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)
     for _ in range(tl.program_id(0) * ROWS, OUT, step):
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):
@@ -100,6 +115,13 @@ def gemv(
     return out_1N
 
 
+def norm_gemv(x_1D: torch.Tensor, weight_ND: torch.Tensor, norm: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(x), and its product with the weights, both in x's dtype."""
+    out_1N, normed_1D = x_1D.new_empty((1, len(weight_ND))), torch.empty_like(x_1D)
+    _launch_gemv(x_1D, norm, weight_ND, out_1N, gated=False, add=False, normed_1D=normed_1D)
+    return normed_1D, out_1N
+
+
 def gemv_swiglu(x_1D: torch.Tensor, weight_ND: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
     """silu(g) * u for one token, where g and u are the halves of norm(x) @ weight.T."""
     out_1I = x_1D.new_empty((1, len(weight_ND) // 2))
@@ -113,16 +135,21 @@ def gemv_add_(x_1D: torch.Tensor, weight_ND: torch.Tensor, residual_1N: torch.Te
 
 
 def _launch_gemv(
-    x_1D: torch.Tensor, norm: tuple[torch.Tensor, float] | None, weight_ND: torch.Tensor, out_1N: torch.Tensor, gated: bool, add: bool
+    x_1D: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None,
+    weight_ND: torch.Tensor,
+    out_1N: torch.Tensor,
+    gated: bool,
+    add: bool,
+    normed_1D: torch.Tensor | None = None,
 ) -> None:
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
-    width, num_out = x_1D.shape[1], out_1N.shape[1]
-    block = triton.next_power_of_2(width) if width <= GEMV_MAX_BLOCK else GEMV_BLOCK
-    assert width <= block or (norm is None and not gated), "a norm and a gate need the whole vector at once"
-    rows = 1 if gated else GEMV_ROWS
-    _gemv[(min(GEMV_PROGRAMS * num_multiprocessors(x_1D.device), triton.cdiv(num_out, rows)),)](
-        x_1D, norm_weight, weight_ND, out_1N, eps,
-        OUT=num_out, WIDTH=width, NORM=norm is not None, GATED=gated, ADD=add,
-        ROWS=rows, BLOCK=block, BLOCKS=triton.cdiv(width, block), num_warps=GEMV_WARPS, **early_launch(x_1D),
+    width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated
+    tiles = gemv_tiles(num_out, width, gated, is_whole)
+    assert width <= tiles.block or not is_whole, "a norm and a gate need the whole vector at once"
+    _gemv[(min(tiles.programs * num_multiprocessors(x_1D.device), triton.cdiv(num_out, tiles.rows)),)](
+        x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
+        OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=add,
+        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import Experts
 from models.backends.portable.launch import capability_of, early_launch
@@ -23,6 +23,7 @@ from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 
 SORTED = 128  # choices of a program that sorts
 ROUTE_WARPS, SORT_WARPS = 1, 4
+TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
 
 
 @triton.jit
@@ -53,6 +54,7 @@ def _route(
     token, expert, choice = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     logit = tl.load(logits + token * EXPERTS + expert, expert < EXPERTS, -float("inf")).to(tl.float32)
     value = tl.exp(logit - tl.max(logit, 0))
     value = tl.where(expert < EXPERTS, value / tl.sum(value, 0), -1.0)
@@ -117,6 +119,16 @@ def _sort(
 
 
 @triton.jit
+def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, scale: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+    """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
+    if TURNED:
+        product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
+    else:
+        product = tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
+    return product
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -132,6 +144,7 @@ def _multiply(
     scale_stride: tl.tensor,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
@@ -144,7 +157,8 @@ def _multiply(
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values.
 
     GATED: of tokens, with rows of the gate and of the other factor in turn, so that pairs lie side by side; their SwiGLU is stored for
-    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends.
+    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: few ROWS are the
+    columns of the hardware's product, which has 64 rows at least.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     source, row = slot, column
@@ -153,15 +167,18 @@ def _multiply(
     inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
     factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
     block_row = scales + (expert * (OUT // 128) + row // 128) * SCALES
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((COLUMNS, ROWS) if TURNED else (ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
         values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
         factor = tl.load(factors + step * DEPTH)
         if SCALED:
             input_scale = tl.load(x_scales + (step * DEPTH // 128) * scale_stride + source, inside, 0.0)
-            total += tl.dot(values, factor) * (input_scale[:, None] * tl.load(block_row + step * DEPTH // 128)[None, :])
+            scale = tl.load(block_row + step * DEPTH // 128)
+            total += _scaled_dot(values, factor, input_scale, scale, TURNED)
         else:
             total = tl.dot(values, factor, total)
+    if TURNED:
+        total = tl.trans(total)
     if GATED:
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS // 2, 2)))
         half = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
@@ -189,6 +206,7 @@ def _multiply_few(
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
@@ -219,7 +237,7 @@ def _multiply_few(
         slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
         _multiply(
             x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
-            GATED, SCALED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
         )  # fmt: skip
 
 
@@ -237,6 +255,7 @@ def _multiply_many(
     scale_stride: tl.tensor,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
@@ -257,7 +276,7 @@ def _multiply_many(
         slot = tl.load(slots + block * ROWS + row, row < count, 0)
         _multiply(
             x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
-            GATED, SCALED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
         )  # fmt: skip
 
 
@@ -317,9 +336,10 @@ def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor
     (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
     rows_out = len(weight) // choices.num_experts
     values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
-    columns, depth = math.gcd(rows_out, tiles.columns), math.gcd(width, tiles.depth)
+    columns, depth, is_scaled = math.gcd(rows_out, tiles.columns), math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
     options = dict(
-        GATED=is_gated, SCALED=isinstance(weight, BlockScaled), CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
+        GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
     )  # fmt: skip
     tensors = values, x_scales, matrices, scales, choices.weights_TK, out

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from models.backends.ops import Addends, Experts, KVPool, Product, Residual, Taps
-from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu
+from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu, norm_gemv
 from models.backends.portable.moe import sparse_swiglu
 from models.backends.portable.pixels import resample, resample_to_patches_
 from models.backends.portable.text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
@@ -116,8 +116,12 @@ class TritonOps:
         return swiglu(self.linear(x_TX, weight_NX))
 
     def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> Addends:
-        values_TD = x_TD.values()
-        return Addends(sparse_swiglu(values_TD, self.linear(values_TD, experts.router_ED), experts, real_T))
+        if (single := x_TD.single()) is not None:
+            values_TD, logits_TE = norm_gemv(single[0], experts.router_ED, single[1])
+        else:
+            values_TD = x_TD.values()
+            logits_TE = self.linear(values_TD, experts.router_ED)
+        return Addends(sparse_swiglu(values_TD, logits_TE, experts, real_T))
 
     def add_product_(self, stream_TD: torch.Tensor, product: Product) -> torch.Tensor | None:
         """stream += the product, now (then this returns None) or when the addends (S, T, D) are added that this returns."""

@@ -68,6 +68,7 @@ def _rms_norm(
     scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     if ADDENDS > 0:
         for part in tl.static_range(ADDENDS):

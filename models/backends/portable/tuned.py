@@ -16,6 +16,7 @@ STEP_SIZES = StepSizes(
     mixed_decodes=(8, 16, 32, 48, 64, 96, 128),
     small_chunks=(16, 64),
     largest_chunk=512,
+    launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
 )
 
 
@@ -49,6 +50,38 @@ def attention_tiles(capability: tuple[int, int]) -> AttentionTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class GemvTiles:
+    """Of a matrix times a vector: rows of the result at once, values of the vector at once, warps, programs on each multiprocessor."""
+
+    rows: int
+    block: int
+    warps: int = 8
+    programs: int = 4
+
+
+GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: all programs' are enough to keep the memory busy, and fit registers
+LONG_BLOCK = 4096  # of a vector that need not be whole
+FEW_ROWS = 1024  # of a result: programs with one row each fill the device
+GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
+    (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
+    (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
+    (2048, 6144, False): GemvTiles(4, 2048, 4, 8),
+    (5120, 2048, False): GemvTiles(4, 2048, 4, 8),  # 30B-A3B
+    (2048, 4096, False): GemvTiles(2, 4096, 8, 4),
+}
+
+
+def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTiles:
+    """Those for a product of these sizes; if `is_whole`, the vector must be one block."""
+    if (num_out, width, gated) in GEMV_TILES:
+        return GEMV_TILES[num_out, width, gated]
+    whole = 1 << (width - 1).bit_length()
+    block = whole if is_whole else min(whole, LONG_BLOCK)
+    rows = 1 if num_out <= FEW_ROWS else max(1, min(4, GEMV_VALUES // (block * (1 + gated))) // (1 + gated))
+    return GemvTiles(rows, block)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """Of the experts' products, up to so many tokens: rows (a token's choices of experts), columns, inputs at once, warps, stages."""
 
@@ -66,13 +99,21 @@ FEW_CHOICES = 1024  # experts times tokens: with more, choices are sorted before
 ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
     (False, False): (
-        ExpertTiles(1, 16, 64, 128, 4, 4),
-        ExpertTiles(128, 16, 128, 128, 4, 3),
+        ExpertTiles(1, 16, 64, 128, 4, 3),
+        ExpertTiles(16, 16, 128, 128, 4, 4),
+        ExpertTiles(128, 16, 64, 64, 4, 4),
         ExpertTiles(320, 32, 128, 128, 4, 3),
         ExpertTiles(768, 64, 128, 64, 4, 3),
         ExpertTiles(ANY, 128, 256, 64, 8, 3),
     ),
-    (False, True): (ExpertTiles(1, 16, 64, 128, 4, 4), ExpertTiles(128, 16, 128, 128, 4, 4), ExpertTiles(ANY, 64, 128, 128, 4, 4)),
+    (False, True): (
+        ExpertTiles(1, 16, 64, 128, 4, 3),
+        ExpertTiles(16, 16, 128, 128, 4, 4),
+        ExpertTiles(128, 16, 256, 128, 8, 4),
+        ExpertTiles(320, 16, 128, 128, 4, 3),
+        ExpertTiles(768, 64, 128, 128, 4, 4),
+        ExpertTiles(ANY, 64, 128, 128, 8, 3),
+    ),
     (True, False): (ExpertTiles(128, 16, 128, 64, 4, 3), ExpertTiles(320, 32, 128, 64, 4, 3), ExpertTiles(ANY, 64, 128, 64, 4, 3)),
     (True, True): (ExpertTiles(128, 16, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 4, 3)),
 }

@@ -1,5 +1,7 @@
 """Sizes of steps: what the scheduler cuts fits the graphs that the worker has."""
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -27,6 +29,20 @@ def test_a_chunk_and_its_decodes_fill_a_graph_that_pays(num_decodes: int) -> Non
     assert all(size + rows in HOPPER.mixed for size in sizes if size not in (*HOPPER.small_chunks, sizes[-1]))
     if rows <= 128:
         assert HOPPER.usual - rows in sizes
+
+
+def test_a_long_chunk_is_padded_little() -> None:
+    """Red if a prompt of a small model waits for the host, if it is padded by more than a few percent, or if a large model has needless
+    graphs."""
+    small, few = HOPPER.for_layers(50_000_000, max_tokens=8192), HOPPER.mixed_decodes[0]
+    sizes = small.chunks(few)
+    assert sizes == sorted(set(sizes)) and 3072 <= sizes[-1] < 3168
+    for size, following in itertools.pairwise(size for size in sizes if size >= HOPPER.largest_chunk):
+        assert following - size <= max(16, size / 32)
+    assert small.chunks(HOPPER.mixed_decodes[1]) == HOPPER.chunks(HOPPER.mixed_decodes[1])
+    assert HOPPER.for_layers(500_000_000, max_tokens=8192).chunks(few) == HOPPER.chunks(few)
+    assert HOPPER.for_layers(1_000_000, max_tokens=600).chunks(few)[-1] in range(600, 632)
+    assert not any(small.without_prompts().chunks_by_rows(64))
 
 
 def test_sizes_around_a_number_of_tokens() -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
@@ -203,3 +204,14 @@ def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:
     sim.bad_files = {sim.sequences[0].wire.images[0].hash}
     finish(sim)
     assert sim.terminal == {0: "error", 1: "length"}
+
+
+def test_images_that_become_much_smaller_cost_their_pixels() -> None:
+    """Red if a step takes any number of large images because each has few tokens: all of their pixels are in memory at once."""
+    sim = simulation()
+    show(sim, 1, b"abcdef", files=False)
+    request = sim.core._requests[1][0]
+    for digest, source in request.sources.items():
+        request.sources[digest] = msgspec.structs.replace(source, height=4096, width=32)  # 32 tokens' worth; a step takes 64
+    steps = [sim.core.next_step() for _ in range(3)]
+    assert [len(step.plan.encodes) for step in steps if step is not None] == [2, 2, 2]

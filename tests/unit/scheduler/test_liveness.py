@@ -8,7 +8,7 @@ import pytest
 
 from engine.ipc import Inbox
 from engine.messages import Activity, Beat, ToScheduler
-from engine.scheduler.liveness import LATE_S, READING_S, Workers
+from engine.scheduler.liveness import LATE_S, MAX_S, Workers
 from engine.worker import pulse
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
@@ -62,7 +62,7 @@ def test_waiting_for_the_processor_is_not_the_engines_fault() -> None:
 
 def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
     """Red if an engine whose worker is stopped looks healthy because nobody asks it for anything."""
-    workers = Workers()
+    workers = Workers("cuda")
     for rank in range(2):
         workers.note(Beat(rank, "idle", 0.0), now=100.0)
     assert workers.alive_at(100.0 + LATE_S, progress=100.0 + LATE_S) == 100.0 + LATE_S
@@ -70,17 +70,19 @@ def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
     assert workers.alive_at(111.0, progress=111.0) == 100.0, "one rank is enough"
 
 
-def test_reading_images_is_progress_for_a_while() -> None:
-    """Red if a long decode looks like a deadlock, or one that never ends does not."""
-    workers = Workers()
+@pytest.mark.parametrize(("device", "activity"), [("cuda", "images"), ("cpu", "images"), ("cpu", "step")])
+def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity) -> None:
+    """Red if a long decode, or a step on a CPU, looks like a deadlock, or one that never ends does not."""
+    workers, most = Workers(device), MAX_S[device][activity]
 
     def alive_at(now: float, activity: Activity) -> float:
         workers.note(Beat(0, activity, 50.0), now)
         return workers.alive_at(now, progress=50.0)
 
-    assert alive_at(50.0 + READING_S - 1, "images") == 50.0 + READING_S - 1
-    assert alive_at(50.0 + READING_S + 1, "images") == 50.0
-    assert alive_at(70.0, "step") == 50.0, "a step that does not end is no progress"
+    assert alive_at(50.0 + most - 1, activity) == 50.0 + most - 1
+    assert alive_at(50.0 + most + 1, activity) == 50.0
+    if device == "cuda":
+        assert alive_at(52.0, "step") == 50.0, "a step that does not end is no progress"
 
 
 def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.early import EarlyReads
 from server.processor.image import Image, ImageTools, release_all
+from server.processor.inspect import Allowance
 from server.processor.room import Room
 
 SIZE = 8 << 20
@@ -21,6 +22,7 @@ class Loading:
     """What a processor has for its images."""
 
     def __init__(self, checkpoint: Checkpoint, **settings: object):
+        self.max_request_pixels = EngineConfig(**settings).max_request_pixels  # type: ignore[arg-type]
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
@@ -51,7 +53,7 @@ class Loading:
         self._images.append(image)
         if ref.payload is not None:
             image.start()
-        await image.load(0, ref)
+        await image.load(0, ref, Allowance(self.max_request_pixels))
         return image
 
     async def load_bytes(self, data: bytes) -> Image:

@@ -5,6 +5,7 @@ import dataclasses
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -165,6 +166,19 @@ async def test_domains(site: Site) -> None:
 async def test_odd_urls(url: str) -> None:
     """Red if a URL that parsers disagree on is connected to, or raises anything but a client's error."""
     assert await status_of(url) in (400, 422)
+
+
+@pytest.mark.parametrize("scheme", ["http", " HTTP", "h\tttp", "file"])
+@pytest.mark.parametrize("where", ["{}/x", "u@{}", "{}?x#y", "x.org/{}"])
+async def test_a_url_of_many_characters_is_not_parsed(scheme: str, where: str) -> None:
+    """Red if a host of a few kilobytes, each character of which stands for many, keeps the processor busy for seconds."""
+    started = time.monotonic()
+    fetcher = Fetcher(EngineConfig(allowed_local_media_path="."))
+    with pytest.raises(RequestError) as caught:
+        url = f"{scheme}://{where.format(chr(0xFDFA) * 30_000)}"
+        await (fetcher.download(url, bytearray().extend) if scheme != "file" else asyncio.to_thread(fetcher.read_local, url))
+    await fetcher.close()
+    assert caught.value.info.status == 400 and time.monotonic() - started < 0.3
 
 
 async def test_size_status_and_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
 
 from engine.messages import (
     RequestOutput,
 )
 from engine.stats import Stages
-from tests.unit.server.pictures import DECODED, PLAIN, png_header
+from tests.unit.server.pictures import DECODED, PLAIN, png_header, save
 from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, answer_text, hold, hold_silently
 from tests.unit.server.test_stack import image, uri
 
@@ -177,7 +178,7 @@ def test_bodies_that_never_fit(stack: Stack) -> None:
 def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
     """Red if lack of room right now is refused for good, or waited for."""
     waiting = RawClient(stack)
-    waiting.send(b"{", length=15 * MIB)
+    waiting.send(b"{", length=13 * MIB)
     time.sleep(0.1)
     response = stack.http.post("/v1/chat/completions", content=b" " * (2 * MIB))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -186,9 +187,18 @@ def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
 
 
 def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
-    """Red if images that do not fit now crash the processor or are refused for good."""
-    response = stack.chat([image(uri(png_header(2000, 2000)))] * 4)
+    """Red if images that do not fit now crash the processor or are refused for good, or if those that never fit are to come again."""
+    files = [save(Image.new("RGB", (2000, 2000), (i, 0, 0)), "PNG") for i in range(4)]  # 12 MB of pixels each
+    response = stack.chat([image(uri(data, "image/png")) for data in files])
+    assert (response.status_code, "retry-after" in response.headers) == (413, False)
+    stack.scheduler.script = hold_silently
+    client, count = RawClient(stack), len(stack.scheduler.requests)
+    client.send(json.dumps({"messages": [{"role": "user", "content": [image(uri(data, "image/png")) for data in files[:1]]}]}).encode())
+    stack.wait_until(lambda: len(stack.scheduler.requests) > count)
+    response = stack.chat([image(uri(data, "image/png")) for data in files[1:3]])
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    client.leave()
+    stack.wait_until(lambda: len(stack.scheduler.aborted) == 1)
 
 
 def test_a_slow_reader_loses_nothing(stack: Stack) -> None:

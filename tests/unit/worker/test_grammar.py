@@ -163,11 +163,11 @@ async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.Monk
         await compiler.compile(GRAMMARS["regex"])
         slow = Grammar("regex", "(a|b|c|d){1,3000}x(e|f){3,9000}")
         monkeypatch.setattr(client, "COMPILE_S", 0.02)
-        first = compiler._process
+        first = compiler._helper._process
         assert first is not None
         for _ in range(2):
             assert "longer" in await expect_refusal(compiler, slow)
-        assert first.returncode == -signal.SIGKILL and compiler._process is None
+        assert first.returncode == -signal.SIGKILL and compiler._helper._process is None
         monkeypatch.setattr(client, "COMPILE_S", 5.0)
         assert len(await compiler.compile(Grammar("regex", "a+"))) > 100
     finally:
@@ -179,8 +179,8 @@ async def test_a_compiler_that_died_is_started_again() -> None:
     compiler = GrammarCompiler(CHECKPOINT)
     try:
         await compiler.compile(GRAMMARS["regex"])
-        assert compiler._process is not None
-        compiler._process.kill()
+        assert compiler._helper._process is not None
+        compiler._helper._process.kill()
         assert "compile" in await expect_refusal(compiler, Grammar("regex", "b"))
         assert len(await compiler.compile(Grammar("regex", "c"))) > 100
     finally:

@@ -37,6 +37,7 @@ SIZES = StepSizes(
     mixed_decodes=(2, 4, 8),
     small_chunks=(12,),
     largest_chunk=40,
+    largest_prompt=60,
 )
 
 

@@ -109,6 +109,9 @@ def test_gemv(width: int, rows: int) -> None:
     torch.testing.assert_close(given, x @ weight.t(), rtol=1e-4, atol=1e-4)
     ours = gemv.gemv(x, weight, torch.float32, (norm, 1e-3))
     torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
+    normed, ours = gemv.norm_gemv(x, weight, (norm, 1e-3))
+    torch.testing.assert_close(normed, rms_norm(x, norm, 1e-3), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
     ours = gemv.gemv_swiglu(x, weight, (norm, 1e-3))
     torch.testing.assert_close(ours, ops.swiglu(rms_norm(x, norm, 1e-3), weight), rtol=1e-4, atol=1e-3)
     expected = residual + x @ weight.t()
@@ -156,12 +159,26 @@ def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("width", [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 25_600])
+@pytest.mark.parametrize("num_out", [128, 2048, 151_936])
+@pytest.mark.parametrize(("gated", "is_whole"), [(True, True), (False, True), (False, False)])
+def test_tiles_fit_registers(width: int, num_out: int, gated: bool, is_whole: bool) -> None:
+    """Red if a program fetches so much at once that it spills, or has a norm of a part of its vector."""
+    from models.backends.portable.tuned import GEMV_VALUES, gemv_tiles
+
+    if is_whole and width > 5120:
+        pytest.skip("no model has so wide a residual stream")
+    tiles = gemv_tiles(num_out, width, gated, is_whole)
+    assert tiles.block >= width or not is_whole
+    assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0
+
+
 @interpreted
 def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     from models.backends.portable import gemv
+    from models.backends.portable.tuned import GemvTiles
 
-    monkeypatch.setattr(gemv, "GEMV_BLOCK", 64)
-    monkeypatch.setattr(gemv, "GEMV_MAX_BLOCK", 64)
+    monkeypatch.setattr(gemv, "gemv_tiles", lambda *_: GemvTiles(4, 64))
     x, weight = torch.randn((1, 200)), torch.randn((22, 200))
     torch.testing.assert_close(gemv.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
 

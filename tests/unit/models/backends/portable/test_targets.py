@@ -85,6 +85,7 @@ def launch_text() -> None:
     text.norm_rope_store(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), pool, torch.zeros(2, dtype=torch.int64))
     norm = bf16(4096), 1e-6
     gemv.gemv(bf16(1, 4096), bf16(6144, 4096), torch.bfloat16, norm)
+    gemv.norm_gemv(bf16(1, 4096), bf16(128, 4096), norm)
     gemv.gemv_swiglu(bf16(1, 4096), bf16(24_576, 4096), norm)
     gemv.gemv_add_(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096))
 

@@ -1,0 +1,105 @@
+"""A process that answers one question at a time and may be ended at any time: the compiler of grammars, the decoders of large images.
+
+    asking process:   helper = Helper("engine.grammar.compile", folder);   answer = await helper.ask(question, seconds)
+    the helper:       answer_questions(lambda question: answer)
+
+Over its pipes go frames: 4 bytes of length and as many bytes. The first one, empty, says that it is ready. It ends with its parent.
+"""
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from typing import BinaryIO
+
+from engine.config import child_environment
+
+LENGTH_BYTES = 4
+START_S = 120.0  # importing takes seconds on a busy machine
+
+
+class HelperDied(RuntimeError):
+    """The process ended instead of answering."""
+
+
+class Helper:
+    """Starts with the first question, and again with the first after its end. Not for two questions at once."""
+
+    def __init__(self, module: str, *arguments: str, fds: tuple[int, ...] = ()):
+        self._command = (sys.executable, "-m", module, *arguments)
+        self._fds = fds
+        self._process: Process | None = None
+
+    async def ask(self, question: bytes, timeout: float) -> bytes:
+        """The answer. TimeoutError if it does not come in so many seconds, HelperDied. Then, or when it is cancelled, the process is gone:
+        nothing is written any more. RuntimeError if it does not start."""
+        process = self._process or await self._start()
+        assert process.stdin is not None
+        try:
+            async with asyncio.timeout(timeout):
+                process.stdin.write(frame_of(question))
+                await process.stdin.drain()
+                return await _receive(process)
+        except (asyncio.IncompleteReadError, ConnectionError) as problem:
+            await self.close()
+            raise HelperDied("it ended") from problem
+        except (TimeoutError, asyncio.CancelledError):
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends the process, if there is one, and waits for that."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+
+    async def _start(self) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True, pass_fds=self._fds
+        )
+        self._process = process
+        try:
+            async with asyncio.timeout(START_S):
+                await _receive(process)
+        except (TimeoutError, asyncio.IncompleteReadError) as problem:
+            await self.close()
+            raise RuntimeError(f"{self._command[2]} does not start") from problem
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        return process
+
+
+def answer_questions(answer: Callable[[bytes], bytes]) -> None:
+    """The helper's loop."""
+    write_frame(sys.stdout.buffer, b"")
+    while (question := read_frame(sys.stdin.buffer)) is not None:
+        write_frame(sys.stdout.buffer, answer(question))
+
+
+def frame_of(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def write_frame(stream: BinaryIO, data: bytes) -> None:
+    stream.write(frame_of(data))
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next frame, or None at the end of the stream."""
+    head = stream.read(LENGTH_BYTES)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == LENGTH_BYTES else None
+
+
+async def _receive(process: Process) -> bytes:
+    assert process.stdout is not None
+    head = await process.stdout.readexactly(LENGTH_BYTES)
+    return await process.stdout.readexactly(int.from_bytes(head, "little"))
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        process.kill()
+    await process.wait()

@@ -1,0 +1,112 @@
+"""Small files that claim to be gigabytes of pixels: others do not wait for them, memory is bounded, and `/health` stays what it is."""
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.e2e.serving import Engine, chat_body, children_of, role_of, serve, text_part
+
+MIB = 1 << 20
+STALL_S = 2.0  # half a minute without limits; 0.2 where nothing else wants the two cores: docs/promises.md
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with serve("demo", "--max-model-len", "8192") as running:
+        yield running
+
+
+def file_of(image: Image.Image, kind: str, **options: object) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+HOSTILE: dict[str, Callable[[], list[str]]] = {
+    "a 1-bit PNG of 13000 x 13000": lambda: [file_of(Image.new("1", (13_000, 13_000)), "PNG")],
+    "a JPEG of 13000 x 13000": lambda: [file_of(Image.new("L", (13_000, 13_000)), "JPEG")],
+    "twelve JPEGs of 4000 x 4000": lambda: [file_of(Image.new("L", (4000, 4000), i), "JPEG") for i in range(12)],
+    "a GIF of 13000 x 13000": lambda: [file_of(Image.new("P", (13_000, 13_000)), "GIF")],
+}
+
+
+class Listener:
+    """A stream of somebody else, and how long it was silent at most; and how often health was bad."""
+
+    def __init__(self, engine: Engine):
+        self.longest = 0.0
+        self.num_unhealthy = 0
+        self.num_chunks = 0
+        self._engine = engine
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._listen), threading.Thread(target=self._ask_for_health)]
+
+    def __enter__(self) -> "Listener":
+        for thread in self._threads:
+            thread.start()
+        while not self.num_chunks:
+            time.sleep(0.02)
+        self.longest = 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _listen(self) -> None:
+        while not self._stopping.is_set():
+            body = chat_body("Hello", max_tokens=4000, ignore_eos=True, stream=True)
+            with httpx.stream("POST", f"{self._engine.url}/v1/chat/completions", json=body, timeout=120) as response:
+                last = 0.0
+                for line in response.iter_lines():
+                    now = time.monotonic()
+                    if '"content":"' in line:
+                        self.longest = max(self.longest, now - last if last else 0.0)
+                        self.num_chunks += 1
+                        last = now
+                    if self._stopping.is_set():
+                        return
+
+    def _ask_for_health(self) -> None:
+        while not self._stopping.wait(0.2):
+            self.num_unhealthy += httpx.get(f"{self._engine.url}/health").status_code != 200
+
+
+def memory_of(engine: Engine, key: str) -> int:
+    """Bytes of all processes but the decoders, which end."""
+    return sum(int(Path(f"/proc/{pid}/status").read_text().partition(f"{key}:")[2].split()[0]) * 1024 for pid in engine.children)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_streams_of_others_go_on(engine: Engine, name: str) -> None:
+    """Red if others wait for an image, if it takes the memory of the engine, or if health calls it a wedge."""
+    parts = [{"type": "image_url", "image_url": {"url": uri}} for uri in HOSTILE[name]()]
+    before = memory_of(engine, "RssAnon")
+    with Listener(engine) as other:
+        started = time.monotonic()
+        response = engine.chat([*parts, text_part("What is it?")])
+        seconds = time.monotonic() - started
+    print(f"{name}: {response.status_code} after {seconds:.1f} s, longest silence {other.longest:.3f} s of {other.num_chunks} chunks")
+    assert response.status_code == 200, response.text
+    assert other.longest < STALL_S
+    assert other.num_unhealthy == 0
+    assert memory_of(engine, "RssAnon") - before < 300 * MIB
+
+
+def test_more_pixels_than_a_request_may_have(engine: Engine) -> None:
+    """Red if many large images are decoded one after the other before anybody sums them up."""
+    part = {"type": "image_url", "image_url": {"url": file_of(Image.new("1", (13_000, 13_000)), "PNG")}}
+    started = time.monotonic()
+    response = engine.chat([part] * 7)
+    assert response.status_code == 413 and "pixels" in response.json()["error"]["message"]
+    assert engine.text("Still well?")
+    assert time.monotonic() - started < 60
+    assert [role_of(pid) for pid in children_of(engine.process.pid)] == [role_of(pid) for pid in engine.children]

@@ -1,0 +1,64 @@
+"""Base64 as clients really send it, compared with the obvious way to read it, which takes sixty times the memory."""
+
+import base64
+import json
+import tracemalloc
+from urllib.parse import unquote_to_bytes
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.errors import RequestError
+from server.processor import base64_text
+from server.processor.base64_text import decode_base64, decode_data_url
+
+
+def obvious(text: bytes) -> bytes:
+    """All at once. ValueError."""
+    text = json.loads(b'"' + text + b'"', strict=False).encode("ascii")
+    text = unquote_to_bytes(text).translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f").rstrip(b"=")
+    return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+
+
+ESCAPES = ["%2B", "%2b", "%", "%4", "%25", "%41", "\\/", "\\n", "\\u002B", "\\u0025", "\\u00", "\\\\"]
+PIECES = st.sampled_from(["QUJD", "+/", "=", "==", "-_", " ", *ESCAPES])
+
+
+@given(st.lists(PIECES | st.text("ABab+/=%\\u0025", max_size=4), max_size=30), st.integers(6, 40))
+def test_every_spelling_in_pieces_of_every_size(parts: list[str], piece_bytes: int) -> None:
+    """Red if an escape, a percent sign or a padding that is cut by a piece's end is read otherwise than whole."""
+    text = "".join(parts).encode()
+    try:
+        expected = obvious(text) or None
+    except ValueError:
+        expected = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base64_text, "PIECE_BYTES", piece_bytes)
+        try:
+            found = decode_base64(text)
+        except RequestError:
+            found = None
+    assert found == expected
+
+
+@pytest.mark.parametrize("escape", ["%2B", "\\u002b", "\\/"])
+def test_escapes_cost_no_more_than_a_few_times_their_size(escape: str) -> None:
+    """Red if a few megabytes of escaped base64 take gigabytes to read."""
+    text = (escape * (1_200_000 // len(escape) // 4 * 4)).encode()
+    tracemalloc.start()
+    data = decode_base64(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(data) == len(text) // len(escape) * 3 // 4
+    assert peak < 3 * len(text) + 100 * base64_text.PIECE_BYTES
+
+
+def test_a_percent_encoded_data_url_costs_little_too() -> None:
+    """Red if payloads that are no base64 are the hole that is left."""
+    url = "data:image/png," + "%41" * 400_000
+    tracemalloc.start()
+    assert decode_data_url(url) == b"A" * 400_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * len(url) + 100 * base64_text.PIECE_BYTES
