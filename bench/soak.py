@@ -27,6 +27,7 @@ ABORTED_PART = 0.1
 NUM_KNOWN = 32
 SAMPLE_S = 2.0
 REST_S = 5.0
+NUM_SHOWN = 12
 RESOLUTIONS = ("720p", "1080p")
 
 
@@ -100,7 +101,10 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
     await asyncio.sleep(REST_S)
     async with aiohttp.ClientSession() as session, session.get(f"{args.url}/health") as health, session.get(f"{args.url}/load") as load:
         rest = {"health": health.status, "open": (await load.json())["server_load"]}
-    memory = {role: {"mib": values[-1] >> 20, "growth_percent": round(growth(values), 2)} for role, values in samples.items()}
+    memory = {
+        role: {"growth_percent": round(growth(values), 2), "mib": [value >> 20 for value in values[:: max(1, len(values) // NUM_SHOWN)]]}
+        for role, values in samples.items()
+    }
     return {"minutes": args.minutes, "ends": dict(traffic.ends), "at_rest": rest, **memory}
 
 
