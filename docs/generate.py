@@ -60,6 +60,7 @@ WHEN = {
     "ep": "A share of an expert is too narrow: not whole blocks of float8, or slow.",
     "host": "`0.0.0.0` behind a proxy: read [security](security.md) first.",
     "api_key": "Always, where others reach the port. The environment keeps it out of the list of processes.",
+    "otlp_traces_endpoint": "`http://collector:4318/v1/traces`, with `pip install -e \".[tracing]\"`.",
     "api_key_file": "A key for each client, so that one can be taken away; keys are read at the start.",
     "metrics_port": "Prometheus shall not have the key, or the proxy shall not pass metrics on.",
     "allowed_hosts": "Browsers of people who may visit other sites reach the port.",

@@ -6,7 +6,7 @@ import sys
 
 from engine.config import VERSION
 
-BENCHMARKS = ("probe", "load", "multiturn", "accuracy", "kernels", "gaps", "proxy", "compare")
+BENCHMARKS = ("probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "compare")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -72,6 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, "its private key, if the certificate's file does not hold it"] = None
     root_path: Annotated[str, "path that a proxy in front takes away, as /llm"] = ""
     access_log: Annotated[bool, "one line of the log for every request"] = True
+    otlp_traces_endpoint: Annotated[str | None, "OpenTelemetry collector (URL) that gets a span for every request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests have to end after SIGTERM or Ctrl-C; a second one stops at once"] = 30
     wedge_timeout: Annotated[
@@ -160,6 +161,23 @@ def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
         gpus = listed.split(",")[first : first + tp] if listed else [str(gpu) for gpu in range(first, first + tp)]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environment
+
+
+RAY_DEFAULTS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # bodies and streams go through HAProxy, not through Python
+    # A conversation stays on its replica, a change of replicas moves few, and a replica takes at most 1.25 times the mean. Serve writes the
+    # text as it is behind `balance `, so that its other lines can follow.
+    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 125",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # of a replica that goes, for balancers that hear of it later than HAProxy
+    "RAY_AUTH_MODE": "token",  # of the user's ~/.ray/auth_token: so is a cluster started, but who joins it must be told
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def set_ray_defaults() -> None:
+    """Before Ray is imported. A cluster that runs already was started with its own."""
+    for name, value in RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def find_problem(config: EngineConfig) -> str | None:

@@ -154,12 +154,17 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     )
 
 
-def start_all(family: Family, runtime: Runtime) -> None:
-    """Starts every process at once; they find each other through the run directory."""
+def start_engine(family: Family, runtime: Runtime) -> None:
+    """Starts every process but the api; they find each other through the run directory."""
     for rank in range(runtime.config.tp):
         family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     family.start("scheduler", "engine.scheduler.main", runtime)
     family.start("processor", "server.processor.main", runtime)
+
+
+def start_all(family: Family, runtime: Runtime) -> None:
+    """Starts every process at once."""
+    start_engine(family, runtime)
     family.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
     for fd in runtime.arena_fds:
         os.close(fd)

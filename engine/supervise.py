@@ -1,4 +1,4 @@
-"""The launcher's grip on its children: start them, hear them, notice a death, stop them all. Used by `engine.serve` only.
+"""The launcher's grip on its children: start them, hear them, notice a death, stop them all. Used by `engine.serve` and `engine.replicas`.
 
 A child's death of any kind becomes one event; the api process is told to stop first, so that it can answer every waiting client.
 """
@@ -55,6 +55,7 @@ class Family:
         self._inbox: Inbox[Status] = Inbox(str(self.run_dir), "launcher", Status)
         self._children: list[ChildProcess] = []
         self._failures: list[str] = []
+        self._well = time.monotonic()  # when the api last said so
 
     def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
         """Starts `python -m module RUNTIME.json arguments`, with the arenas, the lifeline and `fds` as its only inherited descriptors."""
@@ -72,19 +73,23 @@ class Family:
             status = self._next_status()
             if status is not None and status.state == "ready":
                 texts[status.role] = status.text
+        self._well = time.monotonic()
         return texts
 
     def watch(self, patience: float) -> None:
-        """Returns never; raises ChildDied when any child ends, or when the api has not said for `patience` seconds (0: for ever) that all
-        is well. Then the log says where every process stands."""
-        well = time.monotonic()
+        """Returns never; raises as `check` does."""
         while True:
-            status = self._next_status()
-            if status is not None and status.role == "api":
-                well = time.monotonic()
-            if patience and time.monotonic() - well > patience:
-                self._dump()
-                raise ChildDied(f"the engine has made no progress for {patience:.0f} s")
+            self.check(patience)
+
+    def check(self, patience: float) -> None:
+        """Takes about 0.1 s. Raises ChildDied when any child has ended, or when the api has not said for `patience` seconds (0: for ever)
+        that all is well. Then the log says where every process stands."""
+        status = self._next_status()
+        if status is not None and status.role == "api":
+            self._well = time.monotonic()
+        if patience and time.monotonic() - self._well > patience:
+            self._dump()
+            raise ChildDied(f"the engine has made no progress for {patience:.0f} s")
 
     def _dump(self) -> None:
         for child in self._children:

@@ -130,6 +130,12 @@ class SchedulerCore:
         for request in requests:
             self._fail(request, pixels.error)
 
+    def forget_all(self, images: bool) -> None:
+        """Empties the prefix cache and, if `images`, the embeddings that no request has pinned. Who holds blocks keeps them."""
+        self.state.blocks.forget_all()
+        if images:
+            self.state.images.forget_unpinned()
+
     def next_step(self) -> PlannedStep | None:
         """Plans a step that the caller must send to every rank; None if nothing can run now."""
         step = policy.plan(self.state)
@@ -270,9 +276,11 @@ class SchedulerCore:
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if kept:
-                self._deliver(request, kept, known[: len(kept)], reason)
+                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""))
 
-    def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
+    def _deliver(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None, pooled: bytes
+    ) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
@@ -280,8 +288,8 @@ class SchedulerCore:
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs, request.index)
-        self._outputs.append(output)
+        numbers = logprobs, prompt_logprobs
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, request.index, pooled))
         if reason is not None:
             self._end(request)
 

@@ -34,6 +34,9 @@ from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.generation import Endpoint, Service
 from server.api.messages import CountMessageTokens, MessagesEndpoint
+from server.api.openapi import Description
+from server.api.pooling import EmbeddingsEndpoint, RerankEndpoint, ScoreEndpoint
+from server.api.responses import ResponsesEndpoint
 from server.api.status import Status
 from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
@@ -41,6 +44,7 @@ from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.connection import Door
 from server.http.direct import DirectProtocol
+from server.http.docs_page import DocsPage
 from server.http.guards import ApiKeyGuard, HostGuard, JsonGuard
 from server.http.log import RequestLog, Sparing, note_error
 from server.http.metrics import Metrics
@@ -52,8 +56,15 @@ from server.warm import warm_up
 ENDPOINTS: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/completions": CompletionEndpoint,
+    "/v1/responses": ResponsesEndpoint,
     "/v1/messages": MessagesEndpoint,
     "/v1/messages/count_tokens": CountMessageTokens,
+    "/v1/embeddings": EmbeddingsEndpoint,
+    "/rerank": RerankEndpoint,
+    "/v1/rerank": RerankEndpoint,
+    "/v2/rerank": RerankEndpoint,
+    "/score": ScoreEndpoint,
+    "/v1/score": ScoreEndpoint,
     "/tokenize": TokenizeEndpoint,
     "/detokenize": DetokenizeEndpoint,
 }
@@ -90,7 +101,9 @@ class Api:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.router.routes += [Route(path, endpoint(self._service), methods=["POST"]) for path, endpoint in ENDPOINTS.items()]
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
-        app.add_route("/", Page().show, methods=["GET"])
+        description = Description(self._service)
+        pages = {"/": Page().show, "/openapi.json": description.show, "/docs": DocsPage(description.document).show}
+        app.router.routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
@@ -103,6 +116,10 @@ class Api:
         if config.allowed_origins:  # a preflight carries no key
             origins = [origin.strip() for origin in config.allowed_origins.split(",")]
             guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
+        if config.otlp_traces_endpoint:
+            from server.http.tracing import traced  # with the extra of that name alone
+
+            guarded = traced(guarded, config.otlp_traces_endpoint)
         return RequestLog(guarded, is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:

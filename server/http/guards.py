@@ -20,6 +20,11 @@ def is_open(scope: Scope) -> bool:
     return get_route_path(scope) in OPEN_PATHS
 
 
+def credentials_of(scope: Scope) -> bytes:
+    """The headers in which a client's key stands."""
+    return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
+
+
 class ApiKeyGuard:
     """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of several keys."""
 
@@ -64,7 +69,8 @@ class HostGuard:
 
 
 class JsonGuard:
-    """A body is JSON and says so, uncompressed. What a web page may send without asking first never gets in."""
+    """A body is JSON and says so, uncompressed. What a web page may send without asking first never gets in: a request without a body
+    needs no type, unless a page sends it."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -79,6 +85,9 @@ class JsonGuard:
 
     @staticmethod
     def _find_problem(headers: Headers) -> str | None:
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        if not (has_body or "content-type" in headers or "origin" in headers):
+            return None
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             return "The Content-Type of a request must be application/json."

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import VERSION
+from engine.config import RAY_DEFAULTS, VERSION
 from engine.flags import make_parser
 from engine.messages import ErrorInfo
 from engine.stats import EngineStats
@@ -114,6 +114,24 @@ def test_flags_of_the_files_exist() -> None:
     named |= {argument for argument in deployment()["containers"][0]["args"] if argument.startswith("--")}
     assert {"--host", "--device", "--model"} <= named
     assert named <= set(make_parser()._option_string_actions)
+
+
+def test_the_ray_service_is_what_the_command_starts() -> None:
+    """Red if KubeRay would start other replicas, or another proxy, than `python -m engine.replicas`."""
+    spec = load(DEPLOY / "kuberay/rayservice.yaml")["spec"]
+    application = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
+    module, _, builder = application["import_path"].partition(":")
+    assert f"def {builder}(args: dict[str, str])" in (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+    assert {f"--{name}" for name in application["args"]} <= {"--replicas", "--max-replicas", *make_parser()._option_string_actions}
+    cluster = spec["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    for container in containers:
+        told = {entry["name"]: entry.get("value") for entry in container["env"]}
+        serves = {name: value for name, value in RAY_DEFAULTS.items() if name.startswith("RAY_SERVE_")}
+        assert serves.items() <= told.items() and "ENGINE_API_KEY" in told
+        assert container["image"].endswith(f":{VERSION}")
+    assert all(group["template"]["spec"]["enableServiceLinks"] is False for group in groups)
 
 
 def served_metrics() -> set[str]:

@@ -97,7 +97,7 @@ def test_advice_is_for_flags_that_exist() -> None:
 
 OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
 OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
-OF_OTHERS |= {"--backends", "--bound"}
+OF_OTHERS |= {"--backends", "--bound", "--replicas", "--max-replicas", "--address", "--clients", "--turns"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
@@ -175,5 +175,5 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
-    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/"}
+    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     assert told == {path.replace("{name:path}", "NAME") for path in routes}

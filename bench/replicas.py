@@ -1,0 +1,107 @@
+"""Several engines behind the affinity proxy, with the demo model: are answers right, is work shared evenly, is every image encoded once?
+
+    python -m engine.serve --dp 2 &
+    python -m bench.replicas --url http://127.0.0.1:8000 --json replicas.json
+
+Every client asks a question several times before its next one, as turns of a conversation follow each other; then each engine is asked
+directly. The model is not always right; an answer that differs between engines is an error.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from bench.accuracy import Result, ask_server
+from bench.client import ChatClient
+from bench.report import environment, write_json
+from models.demo.questions import Question, questions
+
+TASKS = ("number", "list", "colour", "shape", "which")
+STATISTICS_S = 2.5  # engines publish theirs once a second
+
+
+async def asked(url: str, items: list[Question], rounds: int, concurrency: int) -> list[tuple[int, Result]]:
+    """Numbers of questions, and what was said."""
+    waiting = iter(enumerate(items))
+    results = []
+    async with ChatClient(url) as client:
+        model = await client.model()
+
+        async def one_client() -> None:
+            for index, item in waiting:
+                for _ in range(rounds):
+                    results.append((index, (await ask_server(client, model, [item], 1))[0]))
+
+        await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    return results
+
+
+async def engines(url: str) -> dict[str, dict[str, float]]:
+    """What came to each engine until now, and what it did."""
+    await asyncio.sleep(STATISTICS_S)
+    found = {}
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/health") as answer:
+            backends = (await answer.json())["backends"]
+        for backend in backends:
+            async with session.get(f"{backend['url']}/metrics") as answer:
+                text = await answer.text()
+            encoded = re.findall(r"^engine_images_encoded_total\{.*\} (\S+)$", text, re.MULTILINE)
+            found[backend["url"]] = {"requests": backend["num_taken"], "images_encoded": sum(map(float, encoded))}
+    return found
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    items = list(islice(questions(args.seed, TASKS), args.questions))
+    before, started = await engines(args.url), time.perf_counter()
+    results = await asked(args.url, items, args.rounds, args.concurrency)
+    seconds = time.perf_counter() - started
+    after = await engines(args.url)
+    direct = [result for url in after for result in await asked(url, items, 1, args.concurrency)]
+    said: dict[int, set[str]] = {index: set() for index in range(len(items))}
+    for index, result in (*results, *direct):
+        said[index].add(result.error or result.said)
+    work = {url: {name: after[url][name] - before[url][name] for name in after[url]} for url in after}
+    counts = [of["requests"] for of in work.values()]
+    return {
+        "requests": len(results),
+        "requests_per_s": round(len(results) / seconds, 2),
+        "failed": sum(result.error is not None for _, result in results),
+        "right": round(sum(result.right for _, result in results) / len(results), 4),
+        "questions_with_other_answers_elsewhere": sum(len(texts) > 1 for texts in said.values()),
+        "pictures": len({picture.data for item in items for picture in item.pictures}),
+        "images_encoded": sum(of["images_encoded"] for of in work.values()),
+        "most_requests_over_mean": round(max(counts) * len(counts) / sum(counts), 3),
+        "engines": work,
+    }
+
+
+def main() -> None:
+    """Entry point; exit status 1 if anything failed or differed."""
+    parser = argparse.ArgumentParser("bench.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's")
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=4, help="how often each is asked")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result = uvloop.run(run(args))
+    print(json.dumps(result, indent=1))
+    if args.json:
+        settings = {name: str(value) for name, value in vars(args).items()}
+        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+    if result["failed"] or result["questions_with_other_answers_elsewhere"]:
+        raise SystemExit("requests failed, or engines do not agree")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""A second composition root: engines as replicas of a Ray Serve deployment, behind Serve's HAProxy. Needs `pip install -e ".[ray]"`.
+
+    python -m engine.replicas --replicas 4 [--max-replicas 8] [--address HOST:PORT] [flags of engine.serve]
+
+    HAProxy ──hash of x-session-id──▶ replica: an actor with the api's ASGI app ──▶ processor ──▶ scheduler ──▶ workers, its children
+
+Bodies and streams pass no Python proxy. Without `--address` a cluster of this machine is started, and ends with this command; with it the
+replicas are deployed there, or those that run are replaced one after the other, and stay when this command has ended.
+"""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from engine.arena import memory_limit
+from engine.config import EngineConfig, set_ray_defaults
+from engine.flags import parse_args
+from engine.ipc import AsyncInbox, Child, setup_logging
+from engine.messages import Events
+from engine.serve import make_runtime, size_arenas, start_engine
+from engine.supervise import ChildDied, Family
+from server.http.app import SHUTTING_DOWN, Api
+from server.warm import warm_up
+
+set_ray_defaults()  # which Ray reads when it is imported
+import ray  # noqa: E402
+from ray import serve  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+APP = "mini-vlm"
+HEALTH_CHECK_S = 1  # three that fail in a row have a replica replaced
+BUSY_SHARE = 0.75  # of --max-num-seqs: autoscaling aims at so many requests a replica
+
+
+@serve.deployment
+@serve.ingress()
+class Replica:
+    """One engine. The actor is launcher and api in one; it sees the GPUs that Ray gave it."""
+
+    async def __init__(self, config: EngineConfig, num_neighbours: int):  # type: ignore[misc] # Serve awaits it
+        """Ready when the engine is. ValueError, OSError or ChildDied is what keeps it from starting."""
+        setup_logging("replica", config.log_level)
+        self._family = Family()
+        self._death: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        try:
+            sized = size_arenas(config, memory_limit() // num_neighbours)
+            runtime = make_runtime(sized, self._family, listener_fd=-1)
+            start_engine(self._family, runtime)
+            child = Child("api", runtime)
+            inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
+            self._api = Api(child)
+            warm_up(self._api.arena)
+            self._tasks += [asyncio.create_task(self._api.pump(inbox, "ray")), asyncio.create_task(self._api.tell_the_launcher())]
+            await asyncio.to_thread(self._family.wait_ready, {"processor", "scheduler", "api"})
+        except BaseException:
+            await self._stop()
+            raise
+        self._tasks.append(asyncio.create_task(self._watch(config.wedge_timeout)))
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Serve's name for it."""
+        return self._api.build()
+
+    async def check_health(self) -> None:
+        """Serve's name for it: raises once a process of the engine has ended, and Serve starts another replica."""
+        if self._death is not None:
+            raise RuntimeError(self._death)
+
+    async def __del__(self) -> None:
+        """Serve calls it when the running requests have ended."""
+        await self._stop()
+
+    async def _watch(self, patience: float) -> None:
+        """Tells every waiting client when a process has ended or nothing moves."""
+        try:
+            while not self._tasks[0].done():
+                await asyncio.to_thread(self._family.check, patience)
+            self._death = f"the api ended: {self._tasks[0].exception()}"
+        except ChildDied as death:
+            self._death = str(death)
+        logger.error("%s", self._death)
+        self._api.client.refuse_all(SHUTTING_DOWN)
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks) if self._tasks else None
+        await asyncio.to_thread(self._family.stop)
+
+
+def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve.Application:
+    """What Serve runs: `replicas`, and up to `max_replicas` when those are busy."""
+    gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes())
+    has_gpus = config.device != "cpu" and gpus >= config.tp
+    options: dict[str, Any] = {
+        "ray_actor_options": {"num_gpus": config.tp} if has_gpus else {"num_cpus": 0},
+        "max_ongoing_requests": config.max_queued_requests,
+        "health_check_period_s": HEALTH_CHECK_S,
+        "graceful_shutdown_timeout_s": config.shutdown_timeout,
+    }
+    if replicas == max_replicas:
+        options["num_replicas"] = replicas
+    else:
+        busy = max(1, int(BUSY_SHARE * config.max_num_seqs))
+        options["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": max_replicas, "target_ongoing_requests": busy}
+    deployment: Any = Replica
+    return deployment.options(**options).bind(config, gpus // config.tp if has_gpus else max_replicas)
+
+
+def build(args: dict[str, str]) -> serve.Application:
+    """For Serve's configuration files, as a RayService has: `import_path: engine.replicas:build`, flags without their dashes as `args`."""
+    own, config = parse([word for name, value in args.items() for word in (f"--{name}", str(value))])
+    return application(config, own.replicas, own.max_replicas)
+
+
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConfig]:
+    """Our own flags, and those of the engines. Exits with a line if they do not go together."""
+    parser = argparse.ArgumentParser("engine.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, required=True, help="engines")
+    parser.add_argument("--max-replicas", type=int, help="engines at most, when those are busy; default: no more")
+    parser.add_argument("--address", help="of a Ray cluster that runs already; default: start one here")
+    own, rest = parser.parse_known_args(argv)
+    config = parse_args(rest)
+    own.max_replicas = own.max_replicas or own.replicas
+    if own.replicas < 1 or own.max_replicas < own.replicas:
+        parser.error("--replicas must be at least 1, and --max-replicas at least that")
+    if config.dp != 1 or config.ssl_certfile or config.port == 0:
+        parser.error("--dp, --ssl-certfile and --port 0 do not go with replicas")
+    return own, config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Deploys; without `--address` serves until SIGINT or SIGTERM. The exit code."""
+    own, config = parse(argv)
+    setup_logging("launcher", config.log_level)
+    stop = threading.Event()
+    ray.init(address=own.address, include_dashboard=None if own.address else False, log_to_driver=own.address is None)
+    try:
+        if own.address is None:
+            serve.start(http_options={"host": config.host, "port": config.port})
+        serve.run(application(config, own.replicas, own.max_replicas), name=APP, route_prefix="/")
+        if own.address is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: stop.set())
+            address = ray.get_runtime_context().gcs_address
+            print(f"ready: http://{config.host}:{config.port} by {own.replicas} replicas, on the Ray cluster {address}", flush=True)
+            stop.wait()
+            serve.shutdown()
+    except (RuntimeError, ValueError, OSError) as problem:
+        logger.error("%s", problem)
+        return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
