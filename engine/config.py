@@ -8,7 +8,11 @@ import msgspec
 VERSION = "0.2.0"  # of the package, of `/version`: the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
-MAY_BE_ZERO = frozenset({"port", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"})  # others: 1
+MAY_BE_ZERO = frozenset(  # any other number is at least 1
+    {"port", "metrics_port", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"}
+)
+
+FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
 
 CHILD_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # grows its segments instead of leaving holes between image sizes
@@ -56,11 +60,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         str | None, "demand this bearer token; better told as ENGINE_API_KEY, which no list of processes shows; default: none"
     ] = None
+    api_key_file: Annotated[str | None, "file with further bearer tokens, one a line; those that begin with # are none"] = None
+    metrics_port: Annotated[
+        int | None, "serve /metrics on this port of --host, to anybody who reaches it, instead of on --port, behind the key; 0 picks one"
+    ] = None
+    allowed_hosts: Annotated[
+        str | None, "comma-separated names, as *.example.org, by which requests may call this server; default: any. Health has any name"
+    ] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
     ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
     ssl_keyfile: Annotated[str | None, "its private key, if the certificate's file does not hold it"] = None
     root_path: Annotated[str, "path that a proxy in front takes away, as /llm"] = ""
     access_log: Annotated[bool, "one line of the log for every request"] = True
+    otlp_traces_endpoint: Annotated[str | None, "OpenTelemetry collector (URL) that gets a span for every request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests have to end after SIGTERM or Ctrl-C; a second one stops at once"] = 30
     wedge_timeout: Annotated[
@@ -88,9 +100,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, "host memory, pinned on GPUs, for embeddings that leave the image cache; each of the --tp workers takes as much; 0: none"
     ] = 0
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
+    gpu_memory: Annotated[int | None, "memory of each GPU to plan with; default: what it has, or with --plan that of usual cards"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: what is left of the GPU's share, 512M on CPUs"] = None
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
+    plan: Annotated[bool, "only print what fits on GPUs: context, images, smaller steps; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
     jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
 
@@ -115,6 +129,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_decode_bytes: Annotated[int, "memory that images of more than 8 megapixels may take together while they are decoded"] = 2 * GIB
     decode_timeout: Annotated[int, "seconds that one of those may take to decode"] = 30
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
+    max_request_downloads: Annotated[int, "media items that one request fetches at once; 64 are fetched for all of them together"] = 8
+    download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
+    download_timeout: Annotated[int, "seconds for one item in all, redirects included"] = 30
+    download_pace_bytes: Annotated[int, "bytes a second on average, after 5 s, below which a download is given up"] = 16 * KIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
     allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (
         None
@@ -125,6 +143,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def child_environment() -> dict[str, str]:
     """What the children inherit: ours, and CHILD_DEFAULTS where ours says nothing."""
     return CHILD_DEFAULTS | dict(os.environ)
+
+
+def read_api_keys(config: EngineConfig) -> list[str]:
+    """All that open the server; none: it is open."""
+    keys = [] if config.api_key is None else [config.api_key]
+    if config.api_key_file is not None:
+        with open(config.api_key_file, encoding="utf-8") as file:
+            keys += [line.strip() for line in file if line.strip() and not line.startswith("#")]
+    return keys
 
 
 def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
@@ -161,15 +188,21 @@ def find_problem(config: EngineConfig) -> str | None:
         least = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans
             return f"--{name.replace('_', '-')} must be at least {least}"
-    for flag, path in (("chat-template", config.chat_template), ("ssl-certfile", config.ssl_certfile), ("ssl-keyfile", config.ssl_keyfile)):
-        if path is not None and not os.path.isfile(path):
-            return f"--{flag}: there is no file {path}"
+    files = {name: value for name, value in msgspec.structs.asdict(config).items() if name in FILES and value is not None}
+    for name, path in files.items():
+        if not os.path.isfile(path):
+            return f"--{name.replace('_', '-')}: there is no file {path}"
     if config.api_key is not None and not config.api_key.strip():
         return "--api-key must not be empty: leave it out to serve without a key"
-    if config.port > MAX_PORT:
-        return f"--port must be at most {MAX_PORT}"
+    if config.api_key_file is not None and not read_api_keys(config):
+        return f"--api-key-file: there is no key in {config.api_key_file}"
+    for flag, port in (("port", config.port), ("metrics-port", config.metrics_port)):
+        if port is not None and port > MAX_PORT:
+            return f"--{flag} must be at most {MAX_PORT}"
     if config.dp > 1 and config.port + config.dp > MAX_PORT:
         return f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
+    if config.dp > 1 and config.metrics_port is not None:
+        return "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
     if config.max_num_seqs > config.max_num_batched_tokens:

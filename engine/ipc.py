@@ -46,6 +46,7 @@ class Runtime(msgspec.Struct, frozen=True):
     model_folder: str
     model_names: tuple[str, ...]  # that the API accepts; the first one stands in answers
     max_model_len: int
+    metrics_fd: int | None = None  # as the listener, for a port of their own
 
 
 def address(run_dir: str | Path, name: str) -> str:

@@ -1,15 +1,15 @@
 """Every message that crosses a process boundary: typed, msgpack, pointers instead of pixels. Read by all four processes.
 
-| edge                  | message                       | carries                                                                    |
-|-----------------------|-------------------------------|----------------------------------------------------------------------------|
-| api -> processor      | Payload, Submit, Abort        | the small JSON of a request; its media as regions of the api arena or URLs |
-| processor -> api      | Events                        | text, terminal events, bodies of the api arena that may be reused          |
-| processor -> scheduler| EngineRequest, Pixels, Abort  | prompt ids as a region, image spans with their bytes as regions            |
-| scheduler -> processor| EngineOutputs                 | token ids, terminal events, regions that may be reused, images to decode   |
-| processor -> rank 0   | Prefetch                      | a plain JPEG as a region: a hint                                           |
-| scheduler -> worker   | StepPlan                      | diffs and pointers: the same bytes to every rank                           |
-| worker -> scheduler   | WorkerReady, StepResult, Beat | sizes at start; sampled ids and failed images of a step; signs of life     |
-| all -> launcher       | Status                        | progress, ready, failure                                                   |
+| edge                   | message                              | carries                                                                  |
+|------------------------|--------------------------------------|--------------------------------------------------------------------------|
+| api -> processor       | Payload, Submit, Abort, Forget       | a request's small JSON; its media as regions of the api arena or URLs    |
+| processor -> api       | Events                               | text, terminal events, bodies of the api arena that may be reused        |
+| processor -> scheduler | EngineRequest, Pixels, Abort, Forget | prompt ids as a region, image spans with their bytes as regions          |
+| scheduler -> processor | EngineOutputs                        | token ids, terminal events, regions that may be reused, images to decode |
+| processor -> rank 0    | Prefetch                             | a plain JPEG as a region: a hint                                         |
+| scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
+| worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
+| all -> launcher        | Status                               | progress, ready, failure                                                 |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
@@ -56,7 +56,8 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch.
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch, or
+    neither: then it is the one that came under this `name`, which nobody but this client can say.
 
     Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
 
@@ -64,6 +65,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     url: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    name: bytes | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -111,6 +113,7 @@ class Submit(msgspec.Struct, tag=True):
     grammar: Grammar | None = None
     grammar_field: str = ""  # of the client's request, for errors
     deadline: float | None = None  # when nobody waits for an answer any more
+    pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the prompt is framed by the tokenizer
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -119,6 +122,12 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     rid: int
     body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
     index: int | None = None  # of the answer that is meant; None: all
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Requests that follow find no beginning in the prefix cache, and, if `images`, no embedding: what runs goes on."""
+
+    images: bool
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +153,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
     logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
+    pooled: bytes = b""  # float32, of a request that wants that instead of text
     prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
     index: int = 0  # of the answer
 
@@ -240,6 +250,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
     index: int = 0
+    pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -358,6 +369,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
+    pooled: dict[int, bytes] = {}  # the same
+    starved_images: tuple[int, ...] = ()  # for which this rank had no memory: they are zeros, as failed ones
     out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
 
 
@@ -383,6 +396,6 @@ class Status(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-ToProcessor = Payload | Submit | Abort | EngineOutputs
-ToScheduler = EngineRequest | Pixels | Abort | WorkerReady | StepResult | Beat
+ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Beat
 ToWorker = StepPlan | Prefetch

@@ -8,6 +8,7 @@ MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of on
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_ALLOWED_TOKENS = 1024
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
@@ -36,6 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
     Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
+    With `pooled_ids` nothing but the prompt is of interest: the logits of these tokens behind it are reported, or, if there are none, its
+    last hidden state. No token but `allowed_token_ids` is drawn, if there are some.
     `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits;
     `prompt_logprobs` for those of the prompt's tokens: such a request takes nothing from the prefix cache.
     """
@@ -54,8 +57,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooled_ids: tuple[int, ...] | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

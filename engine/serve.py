@@ -4,27 +4,31 @@ Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a 
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from engine.arena import create_memfd, memory_limit
-from engine.config import GIB, EngineConfig
+from engine.config import GIB, EngineConfig, read_api_keys
 from engine.flags import parse_args
 from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
+from engine.plan import cuts, describe, fit
 from engine.supervise import ChildDied, Family
 from models.backends.choose import choose, list_gpus
 from models.config import ModelConfig
-from models.hub import DEMO, resolve
+from models.hub import DEMO, SIZES, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +41,23 @@ def main(argv: list[str] | None = None) -> int:
     """Serves until interrupted; the exit code."""
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
+    if config.plan:
+        return print_plan(config)
     return serve_one(config) if config.dp == 1 else serve_several(config)
+
+
+def print_plan(config: EngineConfig) -> int:
+    """`--plan`: of the model, or of every published size."""
+    names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in names:
+                model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder)
+                say(describe(config, model, name, config.gpu_memory) + "\n")
+    except (ValueError, OSError) as problem:
+        logger.error("%s", problem)
+        return 2
+    return 0
 
 
 def serve_several(config: EngineConfig) -> int:
@@ -54,16 +74,25 @@ def serve_several(config: EngineConfig) -> int:
 def serve_one(config: EngineConfig) -> int:
     """One engine."""
     started = time.monotonic()
-    family = Family()
+    try:
+        family = Family()
+    except OSError as problem:
+        logger.error("%s", problem)
+        return 2
     _on_interrupt(functools.partial(_leave, family))
     try:
-        with bind(config.host, config.port) as listener:
+        with contextlib.ExitStack() as listeners:
+            listener = listeners.enter_context(bind(config.host, config.port))
             runtime = make_runtime(config, family, listener.fileno())
+            if config.metrics_port is not None:
+                metrics = listeners.enter_context(bind(config.host, config.metrics_port, "--metrics-port"))
+                logger.info("metrics are at port %d", metrics.getsockname()[1])
+                runtime = msgspec.structs.replace(runtime, metrics_fd=metrics.fileno())
             _on_interrupt(_interrupt)
             start_all(family, runtime)
         roles = {"processor", "scheduler", "api"}
         url = family.wait_ready(roles)["api"]
-        print(ready_text(url, runtime, time.monotonic() - started), flush=True)
+        say(ready_text(url, runtime, time.monotonic() - started))
         family.watch(config.wedge_timeout)
     except Interrupted:
         drain(family, config.shutdown_timeout)
@@ -91,7 +120,7 @@ def drain(family: Family, timeout: float) -> None:
         logger.info("stopping now")
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """The api's socket, taken before anything else: an address that cannot be had is known at once. It listens when the api serves.
     OSError says what is wrong."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -100,7 +129,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as problem:
         listener.close()
-        raise OSError(f"cannot listen on --host {host} --port {port}: {problem.strerror}") from None
+        raise OSError(f"cannot listen on --host {host} {flag} {port}: {problem.strerror}") from None
     return listener
 
 
@@ -129,6 +158,8 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     limit = model.text.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
+    if choice.device == "cuda":
+        config = fit_to_card(config, model)
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
@@ -144,6 +175,15 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     )
 
 
+def fit_to_card(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Smaller steps where the GPUs are small, which is said."""
+    memory = config.gpu_memory or min(gpu.total_memory for gpu in list_gpus())
+    fitted = fit(config, model, memory)
+    if smaller := cuts(config, fitted):
+        logger.warning("steps are smaller, so that the model fits in %.1f GiB: %s", memory / GIB, smaller)
+    return fitted
+
+
 def start_engine(family: Family, runtime: Runtime) -> None:
     """Starts every process but the api; they find each other through the run directory."""
     for rank in range(runtime.config.tp):
@@ -155,7 +195,7 @@ def start_engine(family: Family, runtime: Runtime) -> None:
 def start_all(family: Family, runtime: Runtime) -> None:
     """Starts every process at once."""
     start_engine(family, runtime)
-    family.start("api", "server.http.app", runtime, fds=(runtime.listener_fd,))
+    family.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
     for fd in runtime.arena_fds:
         os.close(fd)
 
@@ -163,9 +203,18 @@ def start_all(family: Family, runtime: Runtime) -> None:
 def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     """The one line that says where, and what to try."""
     body = f'{{"model": "{runtime.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if runtime.config.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if read_api_keys(runtime.config) else ""
     example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"ready after {seconds:.1f} s: {url} serves {runtime.model_names[0]}\n  {example}"
+
+
+def say(text: str) -> None:
+    """On stdout. OSError says that it cannot be written to, and nothing tries again at the end."""
+    try:
+        print(text, flush=True)
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(f"cannot write to stdout: {problem.strerror}") from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

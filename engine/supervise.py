@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 API_GRACE_S = 5.0
 KILL_GRACE_S = 5.0
+MAX_RUN_DIR_BYTES = 107 - len("/worker-1000.sock")  # of the address of a UNIX socket
 POLL_S = 0.1
 DUMP_S = 0.3
 
@@ -43,7 +44,12 @@ class Family:
     """All children of one engine, their run directory (0700, removed at the end) and their lifeline."""
 
     def __init__(self) -> None:
+        """OSError if there is no place for it."""
         self.run_dir = Path(tempfile.mkdtemp(prefix="engine-"))  # mkdtemp makes it 0700
+        if len(os.fsencode(self.run_dir)) > MAX_RUN_DIR_BYTES:
+            self.run_dir.rmdir()
+            most = MAX_RUN_DIR_BYTES - 16  # of which this folder's name takes its part
+            raise OSError(f"the path of temporary files is too long for sockets: set TMPDIR to one of {most} bytes at most")
         self.lifeline_fd, self._lifeline_write_fd = os.pipe()
         os.set_inheritable(self.lifeline_fd, True)
         self._inbox: Inbox[Status] = Inbox(str(self.run_dir), "launcher", Status)

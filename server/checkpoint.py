@@ -20,6 +20,7 @@ class Checkpoint:
     sampling: SamplingDefaults
     image_token_id: int
     vocab_size: int
+    hidden_size: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
     chat_template: str
     special_tokens: dict[str, str]  # as templates name them: `eos_token`
@@ -38,6 +39,7 @@ def read_checkpoint(folder: Path, template_file: str | None = None) -> Checkpoin
         sampling=model.sampling,
         image_token_id=model.image_token_id,
         vocab_size=model.text.vocab_size,
+        hidden_size=model.text.hidden_size,
         num_values_per_image_token=model.num_visual_levels * model.vision.out_hidden_size,
         chat_template=_chat_template(folder) if template_file is None else Path(template_file).read_text(encoding="utf-8"),
         special_tokens=_special_tokens(folder),

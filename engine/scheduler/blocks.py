@@ -91,6 +91,11 @@ class BlockPool:
             self._hashes[block] = digest
             self._cached[digest] = block
 
+    def forget_all(self) -> None:
+        """No content has a name any more."""
+        for block in list(self._cached.values()):
+            self._forget(block)
+
     def check(self) -> None:
         """Asserts the invariant."""
         assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))

@@ -35,6 +35,7 @@ from engine.scheduler.state import State
 from engine.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
+UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
@@ -128,6 +129,12 @@ class SchedulerCore:
         assert pixels.error is not None
         for request in requests:
             self._fail(request, pixels.error)
+
+    def forget_all(self, images: bool) -> None:
+        """Empties the prefix cache and, if `images`, the embeddings that no request has pinned. Who holds blocks keeps them."""
+        self.state.blocks.forget_all()
+        if images:
+            self.state.images.forget_unpinned()
 
     def next_step(self) -> PlannedStep | None:
         """Plans a step that the caller must send to every rank; None if nothing can run now."""
@@ -246,7 +253,9 @@ class SchedulerCore:
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
-            self._fail_image(step.made[image_id])
+            self._fail_image(step.made[image_id], UNREADABLE)
+        for image_id in {image_id for result in results for image_id in result.starved_images}:
+            self._fail_image(step.made[image_id], OUT_OF_MEMORY)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
@@ -267,9 +276,11 @@ class SchedulerCore:
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if kept:
-                self._deliver(request, kept, known[: len(kept)], reason)
+                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""))
 
-    def _deliver(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None) -> None:
+    def _deliver(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None, pooled: bytes
+    ) -> None:
         """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
@@ -277,8 +288,8 @@ class SchedulerCore:
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, prompt_logprobs, request.index)
-        self._outputs.append(output)
+        numbers = logprobs, prompt_logprobs
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, request.index, pooled))
         if reason is not None:
             self._end(request)
 
@@ -295,10 +306,9 @@ class SchedulerCore:
             for request in self._live(rid):
                 self._fail(request, OUT_OF_MEMORY)
 
-    def _fail_image(self, digest: bytes) -> None:
+    def _fail_image(self, digest: bytes, error: ErrorInfo) -> None:
         """Every request that shares the image gets the client's error; its hash is forgotten."""
         self.state.forget_image(digest)
-        error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
         for rid in list(self._requests):
             for request in self._live(rid):
                 if any(span.hash == digest for span in request.images):

@@ -81,6 +81,9 @@ class HostTier:
             self.used_bytes -= copy.num_bytes
             self._held.discard(digest)
 
+    def digests(self) -> list[bytes]:
+        return list(self._copies)
+
     def end_plan(self) -> None:
         """What a later plan saves may take the place of what this one restores: workers copy in plan order."""
         self._held.clear()
@@ -159,6 +162,12 @@ class ImageDirectory:
         if digest in self._entries:
             assert self._entries[digest].pins == 0
             self._remove(digest)
+
+    def forget_unpinned(self) -> None:
+        """Drops every embedding from both tiers, but for those that are pinned."""
+        for digest in {*self._entries, *self.host.digests()}:
+            if digest not in self._entries or not self._entries[digest].pins:
+                self.forget(digest)
 
     def take_evicted(self) -> tuple[list[int], list[Save]]:
         """The ids that left since the last call, and which of them are copied to the host first: the next plan names them."""

@@ -20,6 +20,7 @@ from engine.messages import (
     Beat,
     EngineOutputs,
     EngineRequest,
+    Forget,
     Pixels,
     StepPlan,
     StepResult,
@@ -109,6 +110,8 @@ class Scheduler:
                     core.take_pixels(message)
                 case Abort():
                     core.abort(message.rid, message.index)
+                case Forget():
+                    core.forget_all(message.images)
                 case StepResult():
                     core.collect(message)
                 case WorkerReady():

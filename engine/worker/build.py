@@ -17,10 +17,11 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
+from engine.plan import step_graph_bytes
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak, step_graph_bytes
+from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -100,7 +101,7 @@ def measure_needs(
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     sizes = config.max_num_seqs, config.max_num_batched_tokens
-    graphs = 0 if captured is None else step_graph_bytes(model, captured, *sizes, activations)
+    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, *sizes, activations)
     states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
     return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes(), states)
 

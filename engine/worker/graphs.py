@@ -105,6 +105,8 @@ class StepGraphs:
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
+        if step.pooled:
+            return False
         if not len(step.ids):
             return True
         if step.attention.num_prefill_rows > MAX_PREFILL_ROWS or step.scored or not self._chunk_sizes:

@@ -7,10 +7,11 @@ Every rank encodes its share of a step's images (the tower is data-parallel) and
       or      save ──▶ restore ──────────────────▶ │                  stream of the tower
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +20,8 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
@@ -29,12 +32,13 @@ GROWTH = 2  # of one group to the next: the next is read while the tower works o
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading,
-    and marks around the tower's work."""
+    and marks around the tower's work. `starved` are images for which there was no memory."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
     read_ms: float
     marks: Marks
+    starved: tuple[int, ...] = ()
 
 
 NOTHING_ENCODED = Encoded([], [], 0.0, Marks((), ()))
@@ -102,13 +106,13 @@ class ImageCache:
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
-        reports it.
+        reports it. Where memory runs out, all of a rank's share is zeros: the other ranks wait for it in a collective. A single rank
+        raises torch.OutOfMemoryError or MemoryError instead.
 
         Images are read and encoded in groups: while the device encodes one group, the host and the decoder read the next.
         """
         share = self._share(encodes, self._tp.rank)
-        with torch.cuda.stream(self._stream):
-            own, encoded = self._encode(share)
+        own, encoded = self._encode_if_possible(share)
         if own:
             self._let_current_stream_wait()
         if self._tp.size == 1:
@@ -116,6 +120,21 @@ class ImageCache:
         elif encodes:
             self._gather(encodes, own)
         return encoded
+
+    def _encode_if_possible(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._encode(share)
+        except (torch.OutOfMemoryError, MemoryError):
+            if self._tp.size == 1:
+                raise
+        logger.error("there is no memory for %d images: their requests fail", len(share))
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()  # what was allocated so far may still be worked on
+            torch.cuda.empty_cache()
+        zero = self._zeros(1)
+        starved = tuple(encode.image_id for encode in share)
+        return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
 
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
         """What a step that was given up should have added are zeros, which take next to no memory, until a plan evicts them."""

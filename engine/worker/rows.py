@@ -12,6 +12,7 @@ import torch
 
 from engine.messages import Admit, Chunk
 from engine.worker.sampling.draws import Draws, DrawTable, HostDraws
+from engine.worker.sampling.pooling import PooledRow
 from engine.worker.sampling.prompt import ScoredChunk, Scoring
 from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
@@ -29,6 +30,7 @@ class Row:
     known_ids: Int32s
     prompt_positions: Int64s  # (3, num_prompt)
     delta: int
+    pooled_ids: tuple[int, ...] | None  # see `SamplingParams`
     num_prompt_top: int | None  # log-probabilities wanted beside that of each token of the prompt
 
 
@@ -45,6 +47,7 @@ class HostStep:
     draws: HostDraws  # S, or none if the caller draws
     admitted: Int64s  # (2, A): rows that are new, and their last known tokens
     scored: tuple[ScoredChunk, ...] = ()
+    pooled: tuple[PooledRow, ...] = ()
 
     @property
     def decode_rows(self) -> Int64s:
@@ -98,7 +101,7 @@ class Rows:
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
-        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params.prompt_logprobs)
+        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params.pooled_ids, admit.params.prompt_logprobs)
         self._draws.set(admit.row, admit.params)
         self._num_blocks[admit.row] = 0
         self.append_blocks(admit.row, admit.blocks)
@@ -129,6 +132,7 @@ class Rows:
             draws=self._draws.draws(drawing_rows, drawn_positions),
             admitted=np.asarray([[admit.row for admit in admits], last_known], dtype=np.int64),
             scored=self._scored(prefills),
+            pooled=self._pooled(chunks),
         )
 
     def stage(self, step: HostStep, staging: Staging) -> StepInputs:
@@ -187,6 +191,10 @@ class Rows:
                 found.append(ScoredChunk.of(index, chunk, first, prompt_ids, row.num_prompt_top))
             first += chunk.length
         return tuple(scored for scored in found if scored is not None)
+
+    def _pooled(self, chunks: Sequence[Chunk]) -> tuple[PooledRow, ...]:
+        sampled = ((index, self._row(chunk.row).pooled_ids) for index, chunk in enumerate(chunks) if chunk.sample)
+        return tuple(PooledRow(index, draw, ids) for draw, (index, ids) in enumerate(sampled) if ids is not None)
 
     def _layout(self, chunks: Sequence[Chunk], num_prefill_rows: int) -> AttentionLayout:
         rows = np.asarray([chunk.row for chunk in chunks])

@@ -16,6 +16,7 @@ from engine.worker.graphs import StepGraphs
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.pooling import pool
 from engine.worker.sampling.prompt import PromptScores, score_prompts
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
@@ -36,6 +37,7 @@ class LaunchedStep:
     launched: float
     sampled: Sampled  # in pinned host memory, as `scores`
     scores: PromptScores | None
+    pooled: dict[int, torch.Tensor]  # the same
     encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
     out_of_memory: bool = False
@@ -50,6 +52,7 @@ class LaunchedStep:
             step=self.step,
             token_ids=self.sampled.tokens_S.tolist() if self.rank == 0 else [],
             failed_images=self.encoded.failed,
+            starved_images=self.encoded.starved,
             launched=self.launched,
             done=time.monotonic(),
             decode_ms=self.encoded.read_ms,
@@ -57,6 +60,7 @@ class LaunchedStep:
             forward_ms=forward_ms,
             logprobs=self.sampled.logprobs_per_draw(),
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
+            pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
             out_of_memory=self.out_of_memory,
         )
 
@@ -116,14 +120,14 @@ class Runner:
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
-        sampled, scores = self._draw(step)
+        sampled, scores, pooled = self._draw(step)
         sampled, scores = sampled.to_host(), scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
         self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
-        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, encoded, marks)
+        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks)
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """A step that computes nothing. Plans on their way may name its images."""
@@ -135,7 +139,7 @@ class Runner:
         watch.mark()
         watch.mark()
         nothing = Sampled(torch.empty(0, dtype=torch.int64), None)
-        return LaunchedStep(plan.step, self._tp.rank, launched, nothing, None, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
+        return LaunchedStep(plan.step, self._tp.rank, launched, nothing, None, {}, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
@@ -153,28 +157,29 @@ class Runner:
         if admit.grammar is not None and self._tp.rank == 0:
             region, after = admit.grammar.region, admit.grammar.after
             data = bytes(self._prompts.view(region.offset, region.length))
-        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids)
+        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
-    def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None]:
+    def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
         """Forward and sample; the tokens also go to the rows, for the next step."""
-        logits_SV, draws, scores = self._forward(step)
+        logits_SV, draws, scores, pooled = self._forward(step)
         if not draws.num_rows:
-            return Sampled(draws.rows_S, None), scores
+            return Sampled(draws.rows_S, None), scores, pooled
         if self._tp.rank == 0:
             sampled = self._sampler.sample(logits_SV, draws, self._sampler.grammars.masks(step.draws.rows))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
         self._rows.last_token_R[draws.rows_S] = sampled.tokens_S
-        return sampled, scores
+        return sampled, scores, pooled
 
-    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None]:
+    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
         if self._graphs is not None and self._graphs.fits(step):
-            return *self._graphs.run(step), None
+            return *self._graphs.run(step), None, {}
         inputs = self._rows.stage(step, self._staging)
         self._attention.plan(inputs.batch.attention)
         hidden_SD, scores = self._model(inputs.batch, self._attention), None
         if inputs.scoring is not None:
             scores = score_prompts(hidden_SD, inputs.scoring, self._model.logits)
             hidden_SD = hidden_SD[inputs.places_S]
-        return self._model.logits(hidden_SD), inputs.draws, scores
+        logits_SV = self._model.logits(hidden_SD)
+        return logits_SV, inputs.draws, scores, pool(step.pooled, hidden_SD, logits_SV)

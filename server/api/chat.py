@@ -1,11 +1,12 @@
 """`POST /v1/chat/completions`. Routed to by `server/http/app.py`."""
 
+import hashlib
 from typing import Any
 
 import msgspec
 
 from engine.messages import ChatPrompt, Submit
-from server.api.conversation import read_conversation
+from server.api.conversation import Source, read_conversation
 from server.api.generation import GenerationEndpoint, Job, output_options, sampling_params, stages_of
 from server.api.grammar import read_grammar
 from server.api.schema import ChatRequest, json_of
@@ -24,7 +25,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body) -> Job:
         """What a checked request is to the processor. RequestError 400."""
-        conversation = read_conversation(request.messages, body.scanner, body.region.offset, request.mm_processor_kwargs)
+        conversation = read_conversation(request.messages, source_of(request, body), request.mm_processor_kwargs)
         limit = self.service.config.max_images_per_request
         if len(conversation.media) > limit:
             raise RequestError(400, f"The request holds {len(conversation.media)} images, the limit is {limit}.", "messages")
@@ -45,6 +46,12 @@ class ChatEndpoint(GenerationEndpoint):
             grammar_field=grammar_field or "tools",
         )
         return Job(request, [submit], conversation.used_references)
+
+
+def source_of(request: ChatRequest, body: Body) -> Source:
+    """Names of images are apart for each key that clients send, and for each salt."""
+    owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((request.cache_salt or "").encode()).digest()
+    return Source(body.scanner, body.region.offset, owner)
 
 
 def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:

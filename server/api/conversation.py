@@ -1,5 +1,6 @@
 """Messages of a request in the processor's terms, and the media that they name. Used by the other files of this folder."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 
@@ -20,7 +21,16 @@ class Conversation:
     used_references: set[int]  # of the scanner's
 
 
-def read_conversation(messages: list[Message], scanner: Scanner, body_offset: int, limits: PixelLimits | None = None) -> Conversation:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The body that a conversation stands in, and who sent it: names of images are the client's own."""
+
+    scanner: Scanner
+    body_offset: int
+    owner: bytes
+
+
+def read_conversation(messages: list[Message], source: Source, limits: PixelLimits | None = None) -> Conversation:
     """Replaces every image part by an index into the media; `limits` are of the whole request. RequestError 400 for a URL that no loader
     knows."""
     limits = limits or PixelLimits()
@@ -31,7 +41,7 @@ def read_conversation(messages: list[Message], scanner: Scanner, body_offset: in
         if isinstance(message.content, list):
             names = (f"messages.{i}.content.{j}" for j in range(len(message.content)))
             parts = zip(message.content, names, strict=True)
-            content = [_read_part(part, name, scanner, body_offset, conversation, limits) for part, name in parts]
+            content = [_read_part(part, name, source, conversation, limits) for part, name in parts]
         entry: dict[str, object] = {"role": role, "content": content}
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
@@ -55,26 +65,21 @@ def _read_call(call: ToolCall) -> dict[str, object]:
 
 
 def _read_part(
-    part: TextPart | RefusalPart | ImagePart,
-    name: str,
-    scanner: Scanner,
-    body_offset: int,
-    conversation: Conversation,
-    limits: PixelLimits,
+    part: TextPart | RefusalPart | ImagePart, name: str, source: Source, conversation: Conversation, limits: PixelLimits
 ) -> dict[str, object]:
     if not isinstance(part, ImagePart):
         return {"type": "text", "text": part.text}
     url = part.image_url.url
-    index = scanner.index_of(url)
-    least, most = part.limits(limits)
+    index = None if url is None else source.scanner.index_of(url)
+    payload = None
     if index is not None:
-        reference = scanner.references[index]
+        reference, url = source.scanner.references[index], None
         conversation.used_references.add(index)
-        payload = Region(API_ARENA, body_offset + reference.offset, reference.length)
-        conversation.media.append(MediaRef(payload, min_pixels=least, max_pixels=most))
-    elif url.lower().startswith(URL_SCHEMES):
-        conversation.media.append(MediaRef(url=url, min_pixels=least, max_pixels=most))
-    else:
+        payload = Region(API_ARENA, source.body_offset + reference.offset, reference.length)
+    elif url is not None and not url.lower().startswith(URL_SCHEMES):
         param = f"{name}.image_url.url"
         raise RequestError(400, f"{param}: expected a data:, http://, https:// or file:// URL.", param, "invalid_value")
+    least, most = part.limits(limits)
+    image_name = None if part.uuid is None else hashlib.sha256(source.owner + part.uuid.encode()).digest()
+    conversation.media.append(MediaRef(payload, url, least, most, image_name))
     return {"type": "image", "media": len(conversation.media) - 1}

@@ -34,7 +34,6 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "logprob_token_ids": (),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "allowed_token_ids": (),
     "echo": (False,),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),  # of a truncation that is not asked for

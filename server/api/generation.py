@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
+from server.http.guards import credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import Reply, ReplyOptions
 from server.http.shares import Shares
@@ -61,6 +63,7 @@ class Job:
     request: GenerationRequest
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
+    echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
 
 
 class Endpoint(ABC):
@@ -82,9 +85,13 @@ class Endpoint(ABC):
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Everything that can be told of a request by itself. RequestError 400."""
         request = check(model, value)
-        self._unknown.check(request.model_extra or {})
+        self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
         return request
+
+    def note_unknown(self, extra: dict[str, Any]) -> None:
+        """Fields that no schema here has. RequestError 400 for one that would change the answer."""
+        self._unknown.check(extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._accept(Request(scope, receive))
@@ -100,6 +107,7 @@ class Endpoint(ABC):
             try:
                 direct = direct_reader(request.scope)
                 body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
+                body.credentials = credentials_of(request.scope)
                 return await self._submit(body)
             except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
                 service.client.check_open()
@@ -113,7 +121,9 @@ class Endpoint(ABC):
             if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
             self._limit_time(job, body)
-            job.submits[0].body = body.region.offset if job.used or body.num_announced else None
+            if job.used or body.num_announced:
+                for submit in job.submits:  # the last one that has read it lets go of it
+                    submit.body = body.region.offset
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
@@ -160,7 +170,11 @@ class GenerationEndpoint(Endpoint):
             timings=bool(request.timings),
             num_images=len(job.submits[0].media),
         )
-        return Reply(stream, service.client, service.metrics, self.format, reply_options)
+        return Reply(stream, service.client, service.metrics, self.format_of(job), reply_options)
+
+    def format_of(self, job: Job) -> Callable[..., Format]:
+        """How the answer to this one looks."""
+        return self.format
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -180,6 +194,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
         repetition_penalty=request.repetition_penalty or 1.0,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         min_tokens=request.min_tokens or 0,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=request.num_logprobs,
     )
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from engine.params import MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.validate import Strict, bad_value
 
@@ -47,7 +47,7 @@ class ImageUrl(PixelLimits):
 
     model_config = ConfigDict(extra="allow")
 
-    url: str
+    url: str | None
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -64,15 +64,18 @@ class RefusalPart(Strict):
 
 
 class ImagePart(PixelLimits):
+    """With a `uuid`, the URL may be null the next time."""
+
     model_config = ConfigDict(extra="allow")
 
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl
+    uuid: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
     @field_validator("image_url", mode="before")
     @classmethod
     def _from_bare_string(cls, value: object) -> object:
-        return {"url": value} if isinstance(value, str) else value
+        return {"url": value} if isinstance(value, str | None) else value
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None]:
         """What stands nearest to the image counts, `others` last."""
@@ -194,6 +197,7 @@ class GenerationRequest(Strict):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -219,9 +223,10 @@ class GenerationRequest(Strict):
 
     def check_together(self, vocab_size: int) -> None:
         """What no single field shows. RequestError 400."""
-        for i, token_id in enumerate(self.stop_token_ids or ()):
-            if token_id >= vocab_size:
-                raise bad_value(f"stop_token_ids.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
+            for i, token_id in enumerate(ids or ()):
+                if token_id >= vocab_size:
+                    raise bad_value(f"{field}.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
         for name in self.logit_bias or ():
             if not (name.isascii() and name.isdigit() and int(name) < vocab_size):
                 raise bad_value("logit_bias", f"'{name[:64]}' is no token id less than {vocab_size}")
@@ -280,10 +285,7 @@ class ChatRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        for i, message in enumerate(self.messages):
-            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                if isinstance(part, ImagePart):
-                    _check_image(part, f"messages.{i}.content.{j}")
+        check_images(self.messages)
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
@@ -337,6 +339,12 @@ class CompletionRequest(GenerationRequest):
                 raise bad_value("prompt", f"holds token ids outside of the vocabulary of {vocab_size}")
 
 
+class TokenizeRequest(GenerationRequest):
+    """The body of `POST /tokenize` without messages."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+
+
 class DetokenizeRequest(GenerationRequest):
     """The body of `POST /detokenize`."""
 
@@ -361,7 +369,17 @@ def check_tool_choice(choice: object, names: list[str]) -> None:
         raise bad_value("tool_choice", "names a function that is not among the tools")
 
 
+def check_images(messages: list[Message]) -> None:
+    """What no type says of image parts. RequestError 400."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                _check_image(part, f"messages.{i}.content.{j}")
+
+
 def _check_image(part: ImagePart, path: str) -> None:
+    if part.image_url.url is None and part.uuid is None:
+        raise bad_value(f"{path}.image_url", "may be null beside a `uuid` only")
     for extra, prefix in ((part.image_url.model_extra, f"{path}.image_url"), (part.model_extra, path)):
         for name, value in (extra or {}).items():
             if name in LIMITED_IN_IMAGES:

@@ -35,7 +35,10 @@ class Status:
             "/load": self.load,
             "/tokenizer_info": self.tokenizer_info,
         }
-        return [*(Route(path, page, methods=["GET"]) for path, page in pages.items()), Route("/ping", self.health, methods=["GET", "POST"])]
+        commands = {"/reset_prefix_cache": self.reset_prefix_cache, "/flush_cache": self.flush_cache}
+        routes = [Route(path, page, methods=["GET"]) for path, page in pages.items()]
+        routes += [Route(path, command, methods=["POST"]) for path, command in commands.items()]
+        return [*routes, Route("/ping", self.health, methods=["GET", "POST"])]
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._service.model_names]})
@@ -64,6 +67,16 @@ class Status:
 
     async def load(self, request: Request) -> Response:
         return JSONResponse({"server_load": self._service.client.num_streams})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """As vLLM has it: no later request finds its beginning computed."""
+        self._service.client.forget(images=False)
+        return Response()
+
+    async def flush_cache(self, request: Request) -> Response:
+        """As SGLang has it: no later request finds anything, embeddings of images included."""
+        self._service.client.forget(images=True)
+        return Response("Cache flushed.\n", media_type="text/plain")
 
     async def server_info(self, request: Request) -> Response:
         """The settings, without secrets, and the latest numbers of the engine."""

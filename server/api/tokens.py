@@ -13,14 +13,14 @@ from engine.messages import (
     TokenPrompt,
 )
 from engine.params import OutputOptions, SamplingParams
-from server.api.chat import chat_prompt
+from server.api.chat import chat_prompt, source_of
 from server.api.conversation import read_conversation
 from server.api.generation import Endpoint, Job, Service, stages_of
-from server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest
+from server.api.grammar import read_grammar
+from server.api.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from server.http.body import Body
 from server.http.client import Stream
 from server.http.reply import error_response
-from server.http.validate import bad_value
 
 
 class CountReply:
@@ -47,10 +47,9 @@ class TokenizeEndpoint(Endpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         if "messages" not in value:
-            request = self.check(CompletionRequest, value)
-            if len(request.prompts) > 1 or not isinstance(request.prompts[0], str):
-                raise bad_value("prompt", "must be one text")
-            return Job(request, [counted(body, TextPrompt(request.prompts[0]))])
+            request = self.check(TokenizeRequest, value)
+            read_grammar(request)  # for what is wrong with it
+            return Job(request, [counted(body, TextPrompt(request.prompt))])
         return counted_chat(self.check(ChatRequest, value), body)
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
@@ -66,6 +65,7 @@ class DetokenizeEndpoint(Endpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(DetokenizeRequest, value)
+        read_grammar(request)
         return Job(request, [counted(body, TokenPrompt(request.tokens))])
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
@@ -79,7 +79,8 @@ def counted(body: Body, prompt: Any) -> Submit:
 
 def counted_chat(chat: ChatRequest, body: Body) -> Job:
     """The same, of messages and their images."""
-    conversation = read_conversation(chat.messages, body.scanner, body.region.offset, chat.mm_processor_kwargs)
+    read_grammar(chat)
+    conversation = read_conversation(chat.messages, source_of(chat, body), chat.mm_processor_kwargs)
     submit = counted(body, chat_prompt(chat, conversation.messages))
     submit.media = conversation.media
     return Job(chat, [submit], conversation.used_references)

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -26,12 +27,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from engine.arena import Arena
+from engine.config import read_api_keys
 from engine.ipc import AsyncInbox, Child, Outbox
 from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.generation import Endpoint, Service
 from server.api.messages import CountMessageTokens, MessagesEndpoint
+from server.api.openapi import Description
+from server.api.pooling import EmbeddingsEndpoint, RerankEndpoint, ScoreEndpoint
+from server.api.responses import ResponsesEndpoint
 from server.api.status import Status
 from server.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from server.checkpoint import read_checkpoint
@@ -39,7 +44,8 @@ from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.connection import Door
 from server.http.direct import DirectProtocol
-from server.http.guards import ApiKeyGuard, JsonGuard
+from server.http.docs_page import DocsPage
+from server.http.guards import ApiKeyGuard, HostGuard, JsonGuard
 from server.http.log import RequestLog, Sparing, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
@@ -50,12 +56,20 @@ from server.warm import warm_up
 ENDPOINTS: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/completions": CompletionEndpoint,
+    "/v1/responses": ResponsesEndpoint,
     "/v1/messages": MessagesEndpoint,
     "/v1/messages/count_tokens": CountMessageTokens,
+    "/v1/embeddings": EmbeddingsEndpoint,
+    "/rerank": RerankEndpoint,
+    "/v1/rerank": RerankEndpoint,
+    "/v2/rerank": RerankEndpoint,
+    "/score": ScoreEndpoint,
+    "/v1/score": ScoreEndpoint,
     "/tokenize": TokenizeEndpoint,
     "/detokenize": DetokenizeEndpoint,
 }
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
+METRICS_PATH = "/metrics"
 DRAIN_POLL_S = 0.05
 ALIVE_S = 1.0
 GRACE_S = 3  # for writing the last errors out
@@ -75,24 +89,37 @@ class Api:
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
         limit, shares = runtime.max_model_len, Shares(self.arena)
         self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
+        self._status = Status(self._service)
+
+    def build_metrics(self) -> ASGIApp:
+        """The application of the port for metrics."""
+        return Starlette(routes=[route for route in self._status.routes() if route.path == METRICS_PATH])
 
     def build(self) -> ASGIApp:
         """The ASGI application."""
         config = self._child.config
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.router.routes += [Route(path, endpoint(self._service), methods=["POST"]) for path, endpoint in ENDPOINTS.items()]
-        app.router.routes += Status(self._service).routes()
-        app.add_route("/", Page().show, methods=["GET"])
+        app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
+        description = Description(self._service)
+        pages = {"/": Page().show, "/openapi.json": description.show, "/docs": DocsPage(description.document).show}
+        app.router.routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(Exception, self._on_bug)
         guarded: ASGIApp = JsonGuard(app)
-        if config.api_key:
-            guarded = ApiKeyGuard(guarded, config.api_key)
+        if keys := read_api_keys(config):
+            guarded = ApiKeyGuard(guarded, keys)
+        if config.allowed_hosts:
+            guarded = HostGuard(guarded, config.allowed_hosts)
         if config.allowed_origins:  # a preflight carries no key
             origins = [origin.strip() for origin in config.allowed_origins.split(",")]
             guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
+        if config.otlp_traces_endpoint:
+            from server.http.tracing import traced  # with the extra of that name alone
+
+            guarded = traced(guarded, config.otlp_traces_endpoint)
         return RequestLog(guarded, is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
@@ -188,9 +215,13 @@ async def serve(child: Child) -> None:
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     pump = asyncio.create_task(api.pump(inbox, url))
     pump.add_done_callback(lambda task: stop())
-    telling = asyncio.create_task(api.tell_the_launcher())
+    others = [asyncio.create_task(api.tell_the_launcher())]
+    if child.runtime.metrics_fd is not None:
+        metrics = Server(uvicorn.Config(api.build_metrics(), loop="uvloop", lifespan="off", access_log=False, log_config=None, ws="none"))
+        others.append(asyncio.create_task(metrics.serve(sockets=[socket.socket(fileno=child.runtime.metrics_fd)])))
     await server.serve(sockets=[listener])
-    telling.cancel()
+    for task in others:
+        task.cancel()
     if pump.done():
         pump.result()
     pump.cancel()

@@ -41,6 +41,7 @@ class Body:
         self.started = started  # first byte asked for
         self.received = 0.0  # last byte here
         self.rid = client.new_rid()
+        self.credentials = b""  # of whoever sent it
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._client = client
 

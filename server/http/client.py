@@ -18,6 +18,7 @@ from engine.messages import (
     ErrorInfo,
     Event,
     Events,
+    Forget,
     Payload,
     Region,
     Submit,
@@ -88,7 +89,8 @@ class Client:
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena, max_requests: int):
         self._max_requests = max_requests
         self.stats = EngineStats()
-        self.num_bodies = 0  # handed to the processor, not yet released
+        self.num_bodies = 0  # handed to the processor, not yet released; one that several requests read counts for each
+        self._num_readers: dict[int, int] = {}  # of these bodies, by their offset
         self.num_reading = 0  # held by this process before the processor has them
         self._outbox = outbox
         self._arena = arena
@@ -139,9 +141,15 @@ class Client:
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         for message in messages:
             self._outbox.send(message)
-            self.num_bodies += message.body is not None
+            if message.body is not None:
+                self.num_bodies += 1
+                self._num_readers[message.body] = self._num_readers.get(message.body, 0) + 1
             self._streams[message.rid] = stream
         return stream
+
+    def forget(self, images: bool) -> None:
+        """What is submitted later finds empty caches."""
+        self._outbox.send(Forget(images))
 
     def check_open(self) -> None:
         """RequestError 503 while the server starts, shuts down, or has made no progress for a while, and if it has been handed as many
@@ -171,8 +179,12 @@ class Client:
             if stream is not None:
                 stream.push(event if event.error is None else msgspec.structs.replace(event, error=self.advise(event.error)))
         for offset in message.released_bodies:
-            self._arena.free(offset)
             self.num_bodies -= 1
+            num_readers = self._num_readers.pop(offset, 1) - 1
+            if num_readers:
+                self._num_readers[offset] = num_readers
+            else:
+                self._arena.free(offset)
         if message.stats is not None:
             self.stats = message.stats
             self._arena.check()

@@ -1,6 +1,7 @@
 """ASGI middleware that decides who gets in and with what. Put around the routes by `app.py`."""
 
 import hmac
+import re
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -10,6 +11,7 @@ from engine.messages import ErrorInfo
 from server.errors import error_type
 from server.http.reply import error_response
 
+PORT = re.compile(r":\d*$")
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
@@ -18,29 +20,57 @@ def is_open(scope: Scope) -> bool:
     return get_route_path(scope) in OPEN_PATHS
 
 
-class ApiKeyGuard:
-    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`."""
+def credentials_of(scope: Scope) -> bytes:
+    """The headers in which a client's key stands."""
+    return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
 
-    def __init__(self, app: ASGIApp, api_key: str):
+
+class ApiKeyGuard:
+    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of several keys."""
+
+    def __init__(self, app: ASGIApp, api_keys: list[str]):
         self._app = app
-        self._key = api_key.encode()
+        self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not is_open(scope) and not self._is_authorised(scope):
             error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
-            await error_response(error, scope)(scope, receive, send)
+            response = error_response(error, scope)
+            response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_authorised(self, scope: Scope) -> bool:
         headers = dict(reversed(scope["headers"]))  # of several, the first one counts
         bearer = headers.get(b"authorization", b"")
-        is_bearer = hmac.compare_digest(bearer[:7].lower() + bearer[7:], b"bearer " + self._key)
-        return hmac.compare_digest(headers.get(b"x-api-key", b""), self._key) or is_bearer
+        words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
+        pairs = zip(words, (b"bearer ", b""), strict=True)
+        return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in self._keys])  # all are compared
+
+
+class HostGuard:
+    """Requests call the server by one of these names: a page of another site, whose name was made to lead here, does not."""
+
+    def __init__(self, app: ASGIApp, hosts: str):
+        self._app = app
+        self._hosts = [host.strip().lower() for host in hosts.split(",")]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS - {"/"} and not self._is_allowed(scope):
+            error = ErrorInfo(421, "This server has another name.", error_type(421), code="host_not_allowed")
+            await error_response(error, scope)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        host = PORT.sub("", Headers(scope=scope).get("host", "").lower())
+        return any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._hosts)
 
 
 class JsonGuard:
-    """A body is JSON and says so, uncompressed. What a web page may send without asking first never gets in."""
+    """A body is JSON and says so, uncompressed. What a web page may send without asking first never gets in: a request without a body
+    needs no type, unless a page sends it."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -55,6 +85,9 @@ class JsonGuard:
 
     @staticmethod
     def _find_problem(headers: Headers) -> str | None:
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        if not (has_body or "content-type" in headers or "origin" in headers):
+            return None
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             return "The Content-Type of a request must be application/json."

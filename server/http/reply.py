@@ -8,6 +8,7 @@ The client may leave at any time, also before the first event: a watcher listens
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette._utils import get_route_path
@@ -28,6 +29,7 @@ from server.http.metrics import Metrics
 from server.http.sse import Choice, Format, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
@@ -63,7 +65,7 @@ class ReplyOptions:
 class Reply:
     """An ASGI response, run once. Gives its stream back to the client table however it ends."""
 
-    def __init__(self, stream: Stream, client: Client, metrics: Metrics, format: type[Format], options: ReplyOptions):
+    def __init__(self, stream: Stream, client: Client, metrics: Metrics, format: Callable[..., Format], options: ReplyOptions):
         self._stream = stream
         self._client = client
         self._metrics = metrics
@@ -159,7 +161,11 @@ class Reply:
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
         self._metrics.note_response(200)
-        body = self._format.document(choices, self._total(), self._timings())
+        arguments = choices, self._total(), self._timings()
+        if sum(len(choice.logprobs) for choice in choices) > LARGE_LOGPROBS:
+            body = await asyncio.to_thread(self._format.document, *arguments)
+        else:
+            body = self._format.document(*arguments)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _total(self) -> Usage:

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,9 +22,9 @@ from yarl import URL
 from engine.arena import ArenaTooSmall
 from engine.config import EngineConfig
 from server.errors import RequestError
+from server.processor.beneath import Outside, open_beneath
 
-CONNECT_TIMEOUT_S = 5.0
-TOTAL_TIMEOUT_S = 30.0
+GRACE_S = 5.0  # before a download's pace counts
 MAX_REDIRECTS = 3
 MAX_CONCURRENT = 64
 MAX_URL_CHARACTERS = 8192
@@ -70,13 +71,14 @@ class Resolver(AbstractResolver):
     """Resolves for one connection and hands out public addresses only, unless private ones are allowed: what was checked is what is
     connected to. In a pool of its own: the event loop's resolves two names at a time, so that slow ones would hold up all others."""
 
-    def __init__(self, allow_private: bool = False) -> None:
+    def __init__(self, timeout: float, allow_private: bool = False) -> None:
+        self._timeout = timeout
         self._allow_private = allow_private
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT, "resolve")
 
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
         lookup = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, family=family)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(self._timeout):
             found = await asyncio.get_running_loop().run_in_executor(self._pool, lookup)
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         results = [
@@ -97,27 +99,33 @@ class Fetcher:
 
     def __init__(self, config: EngineConfig):
         self._max_bytes = config.max_download_bytes
+        self._timeout = config.download_timeout
+        self._bytes_per_s = config.download_pace_bytes
         self._allow_private = config.allow_private_media
         domains = config.allowed_media_domains
         self._domains = None if domains is None else {name.strip().lower() for name in domains.split(",")}
-        self._local_root = None if config.allowed_local_media_path is None else os.path.realpath(config.allowed_local_media_path)
-        resolver = Resolver(self._allow_private)
+        folder = config.allowed_local_media_path
+        self._local_root = None if folder is None else os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._local_names = [] if folder is None else [os.path.abspath(folder), os.path.realpath(folder)]
+        resolver = Resolver(config.download_connect_timeout, self._allow_private)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=MAX_CONCURRENT)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(None, sock_connect=config.download_connect_timeout, sock_read=config.download_connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "engine"},
         )
 
     async def close(self) -> None:
+        if self._local_root is not None:
+            os.close(self._local_root)
         await self._session.close()
 
     async def download(self, url: str, write: Write) -> None:
         """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422; or what `write` raises."""
         try:
-            async with asyncio.timeout(TOTAL_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout):
                 await self._follow(url, write)
         except ForbiddenAddress:
             raise RequestError(400, "its host has no globally routable address", code="media_not_allowed") from None
@@ -159,11 +167,13 @@ class Fetcher:
     async def _read(self, response: aiohttp.ClientResponse, write: Write) -> None:
         if response.content_length is not None and response.content_length > self._max_bytes:
             raise self._too_large()
-        num_bytes = 0
+        num_bytes, started = 0, time.monotonic()
         async for piece in response.content.iter_chunked(READ_BYTES):
             num_bytes += len(piece)
             if num_bytes > self._max_bytes:
                 raise self._too_large()
+            if num_bytes < self._bytes_per_s * (time.monotonic() - started - GRACE_S):
+                raise TimeoutError
             write(piece)
 
     def _too_large(self) -> RequestError:
@@ -181,15 +191,16 @@ class Fetcher:
             raise RequestError(400, "its URL is damaged", code="media_not_allowed") from None
         if parsed.host not in (None, "", "localhost"):
             raise RequestError(400, "its file URL names another host", code="media_not_allowed")
+        path = os.path.normpath(parsed.path)
+        folder = next((folder for folder in self._local_names if f"{path}/".startswith(folder.rstrip("/") + "/")), None)
         try:
-            path = os.path.realpath(parsed.path)
-            is_inside = os.path.commonpath([path, self._local_root]) == self._local_root
-            # A FIFO must not block, and a link that was put there meanwhile must not be followed.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) if is_inside else None
+            if folder is None:
+                raise Outside
+            descriptor = open_beneath(self._local_root, path[len(folder) :].lstrip("/") or ".")
+        except Outside:
+            raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed") from None
         except (OSError, ValueError):
             raise RequestError(422, "it could not be read", code="media_unavailable") from None
-        if descriptor is None:
-            raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed")
         try:
             return self._read_regular(descriptor)
         finally:

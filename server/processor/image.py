@@ -29,6 +29,7 @@ from server.processor.decoders import Decoders
 from server.processor.early import EarlyReads
 from server.processor.fetch import Fetcher
 from server.processor.inspect import Allowance, Header, Inspector
+from server.processor.named import NamedImages
 from server.processor.pixels import DecodedSize
 from server.processor.room import Room
 from server.processor.threads import run
@@ -49,6 +50,7 @@ class ImageTools:
         self.early = early
         self.inspector = Inspector(config, checkpoint, has_gpu)
         self.fetcher = Fetcher(config)
+        self.named = NamedImages()
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self.decoders = Decoders(config, room.arena)
         self.num_decoded = 0  # images that became RGB here
@@ -108,9 +110,14 @@ class Image:
                 with contextlib.suppress(ArenaFull):  # there may be room by now
                     await self._task
             if self._header is None:
-                await self._encode()
+                async with allowance.downloads if self._ref.payload is None else contextlib.nullcontext():
+                    await self._encode()
             assert self._header is not None
             allowance.take(self._header)
+            if ref.name is not None:
+                encoded = self._encoded
+                assert encoded is not None
+                self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(encoded.view)))
             await self._settle()
 
     def span(self, start: int) -> ImageSpan:
@@ -139,7 +146,7 @@ class Image:
         if payload is not None:
             self._digest, header = await self._take_payload(payload)
         else:
-            encoded = await self._fetch(self._ref.url or "")
+            encoded = await self._fetch(self._ref)
             self._digest, header = await run(tools.media_pool, lambda: tools.inspector.inspect(encoded.view))
         self._header = header
         if header.stays_encoded:
@@ -161,15 +168,20 @@ class Image:
         encoded.trim()
         return facts
 
-    async def _fetch(self, url: str) -> Region:
-        tools = self._tools
+    async def _fetch(self, ref: MediaRef) -> Region:
+        tools, url = self._tools, ref.url or ""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
             encoded = self._encoded = tools.room.take(FIRST_DOWNLOAD_BYTES)
             await tools.fetcher.download(url, encoded.append)
         else:
-            read = decode_data_url if scheme == "data" else tools.fetcher.read_local
-            data = await run(tools.media_pool, lambda: read(url))
+            if ref.url is None:
+                data = tools.named.get(ref.name or b"")
+                if data is None:
+                    raise RequestError(400, "no image is known by this uuid (any more): send it with its URL", code="unknown_uuid")
+            else:
+                read = decode_data_url if scheme == "data" else tools.fetcher.read_local
+                data = await run(tools.media_pool, lambda: read(url))
             encoded = self._encoded = tools.room.take(len(data))
             encoded.append(data)
         encoded.trim()

@@ -1,5 +1,6 @@
 """What is told of an image from its encoded bytes: size, limits, identity. Called by `server/processor/image.py` in pools."""
 
+import asyncio
 import dataclasses
 import hashlib
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ class Header:
 class Allowance:
     """What the images of one request may have together."""
 
-    def __init__(self, max_pixels: int):
+    def __init__(self, max_pixels: int, max_downloads: int):
         self._max_pixels = self._left = max_pixels
+        self.downloads = asyncio.Semaphore(max_downloads)  # at once: others fetch, too
 
     def take(self, header: Header) -> None:
         """RequestError 413 if there is not so much left."""

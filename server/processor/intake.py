@@ -67,6 +67,7 @@ class Intake:
         self.max_model_len = max_model_len
         self._max_requests = config.max_queued_requests
         self._max_request_pixels = config.max_request_pixels
+        self._max_request_downloads = config.max_request_downloads
         self._requests = requests
         self._tools = tools
         self._prompts = prompts
@@ -147,7 +148,7 @@ class Intake:
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised here."""
         submit, images = request.submit, request.images
-        allowance = Allowance(self._max_request_pixels)
+        allowance = Allowance(self._max_request_pixels, self._max_request_downloads)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
@@ -177,6 +178,8 @@ class Intake:
         limit = submit.params.max_tokens
         bad_words = self._prompts.bad_words(submit.output.bad_words)
         params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room), bad_words=bad_words)
+        if submit.pooled_words is not None:
+            params = msgspec.structs.replace(params, max_tokens=1, pooled_ids=self._prompts.first_tokens(submit.pooled_words))
         submit.stages.submitted = time.monotonic()
         return EngineRequest(
             rid=submit.rid,
@@ -196,7 +199,7 @@ class Intake:
             if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
                 return submit.prompt.ids
             limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
-            return self._prompts.encode(submit.prompt, len(submit.media), limit)
+            return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
 
         if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
             return job()

@@ -15,7 +15,19 @@ import uvloop
 
 from engine.arena import Arena
 from engine.ipc import AsyncInbox, Child, Outbox
-from engine.messages import API_ARENA, PROCESSOR_ARENA, Abort, EngineOutputs, Events, Payload, Prefetch, Submit, ToProcessor, ToScheduler
+from engine.messages import (
+    API_ARENA,
+    PROCESSOR_ARENA,
+    Abort,
+    EngineOutputs,
+    Events,
+    Forget,
+    Payload,
+    Prefetch,
+    Submit,
+    ToProcessor,
+    ToScheduler,
+)
 from server.checkpoint import read_checkpoint
 from server.processor.early import EarlyReads
 from server.processor.image import ImageTools
@@ -36,6 +48,7 @@ class Processor:
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
         api: Outbox[Events] = Outbox(child.run_dir, "api")
         scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
+        self._scheduler = scheduler
         folder = Path(child.runtime.model_folder)
         checkpoint = read_checkpoint(folder, child.config.chat_template)
         bodies = child.arena_view(API_ARENA)
@@ -64,6 +77,8 @@ class Processor:
                         self._intake.accept(message)
                     case Abort():
                         self._intake.abort(message)
+                    case Forget():
+                        self._scheduler.send(message)
                     case EngineOutputs():
                         self._output.forward(message)
                         if message.stats is not None:

@@ -53,7 +53,10 @@ class Output:
         events: list[Event] = []
         for output in message.outputs:
             request = self._requests.get(output.rid)
-            if request is not None and not request.is_ended and not request.answers[output.index].is_ended:
+            if request is not None and request.submit.params.prompt_logprobs is not None:
+                request.backlog.append(output)
+                request.writer = request.writer or self._tasks.create_task(self._write_slowly(request))
+            elif request is not None:
                 self._append_events(events, request, request.answers[output.index], output)
         for rid in message.released:
             self._release(rid, events)
@@ -66,7 +69,10 @@ class Output:
             self._api.send(Events(events, [], stats, message.heartbeat))
 
     def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
-        """One event a token; an answer's last one is terminal and carries the last token, so that an end token is no extra event."""
+        """One event a token; an answer's last one is terminal and carries the last token, so that an end token is no extra event. None
+        for an answer that has ended."""
+        if request.is_ended or answer.is_ended:
+            return
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
@@ -95,9 +101,32 @@ class Output:
         if output.finish_reason is None and output.error is None:
             self._scheduler.send(Abort(request.submit.rid, index=output.index))
 
+    async def _write_slowly(self, request: Request) -> None:
+        """Log-probabilities of a long prompt take the time of many tokens: others' events go out between slices of them."""
+        while request.backlog:
+            output = request.backlog.popleft()
+            if output.token_ids and not request.answers[output.index].num_tokens:
+                for part in request.prompt_logprobs(output):
+                    if not request.is_ended:
+                        self._api.send(Events([_beginning(request, output, part)]))
+                        await asyncio.sleep(0)
+            events: list[Event] = []
+            self._append_events(events, request, request.answers[output.index], output)
+            self._api.send(Events(events))
+        request.writer = None
+
+    async def _release_behind(self, writer: "asyncio.Task[None]", rid: int) -> None:
+        events: list[Event] = []
+        await asyncio.wait([writer])
+        self._release(rid, events)
+        self._api.send(Events(events))
+
     def _release(self, rid: int, events: list[Event]) -> None:
         """The engine is done with the request's regions. A request that it gave up without a word still gets its terminal event."""
         request = self._requests[rid]
+        if request.writer is not None:
+            self._tasks.create_task(self._release_behind(request.writer, rid))
+            return
         if not request.is_ended:
             request.is_ended = True
             events.append(Event(rid, error=ABORTED))
@@ -123,6 +152,12 @@ class Output:
             failure = task.exception()
             source, error = (image.source, None) if failure is None else (None, error_of(failure))
             self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
+
+
+def _beginning(request: Request, output: RequestOutput, logprobs: list[Logprob]) -> Event:
+    """An event before the first token."""
+    counts = request.num_prompt_tokens, output.num_cached_tokens
+    return Event(request.submit.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], logprobs=logprobs, index=output.index)
 
 
 def _event(request: Request, answer: Answer, output: RequestOutput, text: str, logprobs: list[Logprob]) -> Event:
@@ -157,6 +192,7 @@ def _full_event(
         logprobs=logprobs,
         stop_reason=stop_reason,
         index=output.index,
+        pooled=output.pooled,
     )
 
 

@@ -38,8 +38,10 @@ MARGIN = 0.1
 
 def too_long(limit: int, num_tokens: str) -> RequestError:
     """Of a prompt that leaves no room for an answer."""
-    words = f"This model's maximum context length is {limit} tokens, answer included. However, your prompt has {num_tokens} tokens."
-    return RequestError(400, f"{words} Please reduce its length.", "messages", "context_length_exceeded")
+    # In words that client libraries look for.
+    maximum = f"This model's maximum context length is {limit} tokens, answer included."
+    words = f"{maximum} However, your prompt is too long: it has {num_tokens} tokens. Please reduce its length."
+    return RequestError(400, words, "messages", "context_length_exceeded")
 
 
 class ExpandedPrompt:
@@ -69,6 +71,7 @@ class PromptBuilder:
         self._special_variables = checkpoint.special_tokens
         self.template = checkpoint.chat_template
         self._template = _environment().from_string(checkpoint.chat_template)
+        self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         self._special = re.compile("|".join(re.escape(token) for token in sorted(self._special_ids, key=len, reverse=True)))
@@ -81,9 +84,10 @@ class PromptBuilder:
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else 0
 
-    def encode(self, prompt: Prompt, num_images: int, limit: int = MAX_TOKENS) -> list[int]:
-        """Ids with one placeholder per image. RequestError 400 if the template refuses the messages or does not show every image, or, in
-        a fraction of the time and memory, for a text of far more tokens than `limit`; how many ids there are is the caller's business."""
+    def encode(self, prompt: Prompt, num_images: int, limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
+        """Ids with one placeholder per image; `is_framed`: within the tokens that the tokenizer puts around a text, if any. RequestError
+        400 if the template refuses the messages or does not show every image, or, in a fraction of the time and memory, for a text of far
+        more tokens than `limit`; how many ids there are is the caller's business."""
         if isinstance(prompt, ChatPrompt):
             ids, name = self._encode_chat(prompt, limit), "messages"
         elif isinstance(prompt, TokenPrompt):
@@ -96,7 +100,11 @@ class PromptBuilder:
             raise RequestError(400, "prompt: holds the placeholder of an image, which only messages can bring.", name, "invalid_value")
         if num_shown != num_images:
             raise RequestError(400, "The chat template of this model does not show every image of these messages.", name)
-        return ids
+        return [*self._frame[0], *ids, *self._frame[1]] if is_framed and name == "messages" else ids
+
+    def first_tokens(self, words: list[str]) -> tuple[int, ...]:
+        """Of each word. They are whole words in vocabularies as large as Qwen's."""
+        return tuple(self._literal.encode(word, add_special_tokens=False).ids[0] for word in words)
 
     def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
@@ -205,6 +213,14 @@ class PromptBuilder:
             ids.append(self._special_ids[token])
             ids.extend(encoding.ids)
         return ids
+
+
+def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer's own post-processor puts before and behind a text."""
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    framed: list[int] = tokenizer.encode("a").ids
+    start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+    return framed[:start], framed[start + len(bare) :]
 
 
 class _Shield:

@@ -1,22 +1,14 @@
 """Anthropic's own client, sync and async, against the demo model."""
 
 import base64
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
-from models.demo import CHECKPOINT
+from tests.clients.asking import DAYS, NUMBER
 from tests.e2e.serving import Engine, serve
 
-NUMBER = Path(CHECKPOINT).parent / "pictures" / "number.png"
-DAYS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
-    "required": ["days", "unit"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
     {"name": "forecast", "description": "of days", "input_schema": DAYS},
     {"name": "now", "input_schema": {"type": "object"}},

@@ -1,31 +1,23 @@
 """OpenAI's own client, sync and async, against the demo model."""
 
-import base64
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 
-from models.demo import CHECKPOINT
+from tests.clients.asking import TOOLS, question
 from tests.e2e.serving import Engine
 
-NUMBER = Path(CHECKPOINT).parent / "pictures" / "number.png"
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+WEATHER: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
 def client(engine: Engine) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
-
-
-def question(text: str = "What number is in picture 1?") -> list[Any]:
-    url = "data:image/png;base64," + base64.b64encode(NUMBER.read_bytes()).decode()
-    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]}]
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -63,6 +55,7 @@ def test_a_bias_decides(client: openai.OpenAI, engine: Engine) -> None:
     forced = ask(client, logit_bias={str(star): 100}, max_tokens=3, extra_body={"ignore_eos": True})
     assert forced.choices[0].message.content == "555"
     assert "4" not in ask(client, extra_body={"bad_words": ["4"]}).choices[0].message.content
+    assert set(ask(client, extra_body={"allowed_token_ids": [star], "ignore_eos": True}).choices[0].message.content) == {"5"}
     assert ask(client, extra_body={"min_tokens": 8}).usage.completion_tokens == 8
 
 
@@ -71,19 +64,10 @@ def test_tools(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     history = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
     for choice in ("auto", "none"):
-        assert ask(client, messages=[*question(), *history], tools=TOOLS, tool_choice=choice).choices[0].finish_reason in ("stop", "length")
+        answer = ask(client, messages=[*question(), *history], tools=WEATHER, tool_choice=choice)
+        assert answer.choices[0].finish_reason in ("stop", "length")
 
 
-DAYS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
-    "required": ["days", "unit"],
-    "additionalProperties": False,
-}
-FORECAST: list[Any] = [
-    {"type": "function", "function": {"name": "forecast", "parameters": DAYS, "strict": True}},
-    {"type": "function", "function": {"name": "now"}},
-]
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
 
 
@@ -91,7 +75,7 @@ NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
 @pytest.mark.parametrize(("choice", "parallel"), [("required", False), (NAMED, True), (NAMED, False)])
 def test_calls_that_must_come(client: openai.OpenAI, choice: Any, parallel: bool, stream: bool) -> None:
     """Any model calls what it must under a grammar. Red if it does not, if the arguments break their schema, or if a stream differs."""
-    asked = {"tools": FORECAST, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 120, "seed": 1}
+    asked = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 120, "seed": 1}
     if stream:
         with client.chat.completions.stream(model="demo", messages=question(), temperature=0, **asked) as events:  # type: ignore[arg-type]
             message, reason = (end := events.get_final_completion().choices[0]).message, end.finish_reason
@@ -137,7 +121,7 @@ def test_grammars(client: openai.OpenAI, fields: dict[str, object], pattern: str
 
 def test_a_format_or_a_call(client: openai.OpenAI) -> None:
     """Red if tools beside a format are a contradiction: the answer is the one or the other."""
-    answer = ask(client, tools=FORECAST, max_tokens=100, response_format={"type": "json_object"}).choices[0]
+    answer = ask(client, tools=TOOLS, max_tokens=100, response_format={"type": "json_object"}).choices[0]
     assert answer.message.tool_calls or answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
 
 

@@ -23,6 +23,31 @@ class Reference:
     @torch.inference_mode()
     def text(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], max_tokens: int, ignore_eos: bool = False) -> str:
         """The greedy answer. Image parts of `messages` are `{"type": "image"}`, in the order of `images`."""
+        inputs = self._inputs(messages, images)
+        self._model.model.rope_deltas = None
+        options: dict[str, Any] = (
+            {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
+        )
+        tokens = self._model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, top_k=None, top_p=None, **options)
+        return str(self._tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    @torch.inference_mode()
+    def last_hidden(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool) -> torch.Tensor:
+        """(D,) of the last token, behind the final norm."""
+        self._model.model.rope_deltas = None
+        hidden: torch.Tensor = self._model.model(**self._inputs(messages, images, is_framed)).last_hidden_state[0, -1]
+        return hidden
+
+    @torch.inference_mode()
+    def logits_of_words(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], words: list[str]) -> list[float]:
+        """Behind the prompt, of the first token of each."""
+        logits = self._model.lm_head(self.last_hidden(messages, images, is_framed=True))
+        ids = [self._tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+        found: list[float] = logits[ids].tolist()
+        return found
+
+    def _inputs(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool = False) -> dict[str, torch.Tensor]:
+        """`is_framed`: with what the tokenizer puts around a text."""
         prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs: dict[str, torch.Tensor] = {}
         if images:
@@ -31,15 +56,9 @@ class Reference:
             for grid in pixels["image_grid_thw"]:
                 prompt = prompt.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // self._config.vision.merge_size**2), 1)
             prompt = prompt.replace("<|placeholder|>", "<|image_pad|>")
-        ids = torch.tensor([self._tokenizer.encode(prompt, add_special_tokens=False)])
-        inputs |= {
+        ids = torch.tensor([self._tokenizer.encode(prompt, add_special_tokens=is_framed)])
+        return inputs | {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": (ids == self._config.image_token_id).int(),
         }
-        self._model.model.rope_deltas = None
-        options: dict[str, Any] = (
-            {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
-        )
-        tokens = self._model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, top_k=None, top_p=None, **options)
-        return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))

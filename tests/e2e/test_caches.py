@@ -195,3 +195,16 @@ def test_no_prefix_cache_means_none() -> None:
         usage(plain, content)
         assert usage(plain, content)["prompt_tokens_details"]["cached_tokens"] == 0
         assert plain.metric("engine_images_encoded_total") == 2
+
+
+@pytest.mark.parametrize(("path", "is_encoded_again"), [("/reset_prefix_cache", False), ("/flush_cache", True)])
+def test_what_is_forgotten_is_computed_again(engine: Engine, path: str, is_encoded_again: bool) -> None:
+    """Red if a request that follows such a command finds what came before it, or if it needs more than an empty POST."""
+    content = [*document(400, 2), text_part("What is in picture 1?")]
+    usage(engine, content)
+    assert usage(engine, content)["prompt_tokens_details"]["cached_tokens"] > 0
+    with Counted(engine) as counted:
+        answer = engine.client.post(path)
+        assert answer.status_code == 200, answer.text
+        assert usage(engine, content)["prompt_tokens_details"]["cached_tokens"] == 0
+    assert counted.grown["images_encoded"] == 2 * is_encoded_again

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -153,3 +155,12 @@ def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str
     assert log.count("most recent call first") >= 3, "where the others stood"
     assert outcome and outcome[0] != "completed"
     engine.log_path.unlink()
+
+
+def test_a_full_disk_under_stdout_is_one_line(tiny: Path) -> None:
+    """Red if an engine that cannot say where it listens ends with a traceback, leaves processes, or serves unseen."""
+    command = [sys.executable, "-m", "engine.serve", "--model", str(tiny), "--port", "0", *SMALL]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("cannot write to stdout: No space left on device") == 1
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

@@ -1,6 +1,9 @@
 """The page at `/` in a real Chromium, with the demo model behind it: what a newcomer does, clicks and keys included."""
 
+import base64
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -114,10 +117,9 @@ async def test_every_example_is_answered_rightly(page: Page) -> None:
     examples = [f"#examples li:nth-child({i}) button" for i in (1, 2, 3)] + ["#words button:first-of-type", "#words button:last-of-type"]
     for example in examples:
         await page.click(example)
-        labels = await page.evaluate("[...document.querySelectorAll('#attached img')].map(image => image.alt)")
-        question = await page.evaluate("document.getElementById('question').value")
-        await page.press("Enter")
         await page.wait(DONE)
+        labels = await page.evaluate("[...document.querySelectorAll('.mine img')].map(image => image.alt)")
+        question = await page.evaluate("document.querySelector('.mine > .text').textContent")
         assert await page.evaluate(ANSWERS) == [right_answer(question, [label.split() for label in labels])], (question, labels)
         await page.click("#new")
 
@@ -155,6 +157,77 @@ async def test_stop_drop_and_words_for_errors(page: Page, engine: Engine) -> Non
     assert problem.startswith("Image 1") and await page.evaluate("document.getElementById('question').value") == "What is in this picture?"
     assert len(await page.evaluate(ANSWERS)) == 1
     page.complaints.clear()  # the browser logs the 422
+
+
+SENT = (
+    "let sent = []; const plainFetch = fetch;"
+    "window.fetch = (url, init) => { if (init?.body) sent.push(init.body); return plainFetch(url, init); };"
+)
+COPIED = "let copied = []; Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => { copied.push(text); }}});"
+
+
+@needs_browser
+async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
+    """Red if a setting does not reach the server, or if what is copied is not what was asked and answered: it is run."""
+    async with open_page(engine.url + "/", SENT + COPIED + SAME_DRAWINGS) as page:
+        await page.wait("document.querySelector('#status.good')")
+        await page.click("#settings summary")
+        for field, value in (("#system", "Be short."), ("#temperature", "0"), ("#max-tokens", "7")):
+            await page.click(field)
+            await page.type(value)
+        await page.click("#draw-number")
+        await ask(page, "What number is in picture 1? It's \"one\".")
+        (body,) = [json.loads(text) for text in await page.evaluate("sent")]
+        assert (body["messages"][0], body["temperature"], body["max_tokens"]) == ({"role": "system", "content": "Be short."}, 0, 7)
+        for i in (1, 2, 3):
+            await page.click(f".copies button:nth-child({i})")
+        await page.wait("copied.length === 3")
+        answer, curl, python = await page.evaluate("copied")
+        assert [answer] == await page.evaluate(ANSWERS) and answer.isdigit()
+        for command in (["bash", "-c", curl], [sys.executable, "-c", python]):
+            said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+            assert (json.loads(said)["choices"][0]["message"]["content"] if said.startswith("{") else said.strip()) == answer
+        assert not page.complaints
+
+
+@needs_browser
+async def test_pictures_by_paste(page: Page, tmp_path: Path) -> None:
+    """Red if a picture from the clipboard is lost."""
+    path = drawn(tmp_path)[0]
+    data = base64.b64encode(path.read_bytes()).decode()
+    await page.evaluate(
+        f"(() => {{ const bytes = Uint8Array.from(atob('{data}'), letter => letter.charCodeAt(0)), data = new DataTransfer();"
+        f"data.items.add(new File([bytes], 'a.png', {{type: 'image/{path.suffix[1:]}'}}));"
+        "document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})); })()"
+    )
+    await page.wait("document.querySelectorAll('#attached .thumb').length === 1")
+    await ask(page, "What number is in picture 1?")
+    assert await page.evaluate(ANSWERS) == ["472"]
+
+
+@needs_browser
+async def test_a_phone(page: Page, tmp_path: Path) -> None:
+    """Red if something is cut off, too small to be touched, or wider than a phone, at any time of a conversation."""
+    await page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
+    await fits(page)
+    await page.click("#settings summary")
+    await page.choose_files("#files", drawn(tmp_path))
+    await page.wait("document.querySelectorAll('#attached .thumb').length === 2")
+    await fits(page)
+    await ask(page, "What number is in picture 1?")
+    assert await page.evaluate(ANSWERS) == ["472"]
+    await fits(page)
+
+
+async def fits(page: Page) -> None:
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth && innerWidth === 360")
+    outside = (
+        "[...document.querySelectorAll('button, input, textarea, a, summary')]"
+        ".filter(node => node.checkVisibility() && !node.matches('.hidden'))"
+        ".map(node => [node.id || node.textContent, node.getBoundingClientRect()])"
+        ".filter(([, box]) => box.left < 0 || box.right > innerWidth || box.height < 16).map(([name]) => name)"
+    )
+    assert await page.evaluate(outside) == []
 
 
 @needs_browser

@@ -170,7 +170,9 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     decoding = f"{config.decode_timeout} s, {config.max_decode_bytes >> 30} GiB for all at once"
     assert page[f"decoding an image of more than {LARGE_PIXELS >> 20} megapixels"] == decoding
     assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
-    assert page["a download"].startswith(f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects")
+    waits = f"{config.download_connect_timeout} s to connect, {config.download_timeout} s in all, {config.download_pace_bytes >> 10} KiB/s"
+    download = f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects, {waits}"
+    assert page["a download"] == f"{download}, {config.max_request_downloads} at once for a request"
     assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
     answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {schema.MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
     assert page["answers (`n`); log-probabilities beside a token; biased tokens; bad words"] == answers
@@ -183,5 +185,5 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
-    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/"}
+    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     assert told == {path.replace("{name:path}", "NAME") for path in routes}

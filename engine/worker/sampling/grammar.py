@@ -1,4 +1,4 @@
-"""Which tokens the grammars of rows allow next. Used by the sampler of rank 0.
+"""Which tokens the grammars of rows, and their lists of allowed tokens, leave next. Used by the sampler of rank 0.
 
 The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
 before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
@@ -20,6 +20,8 @@ from engine.worker.stopwatch import Marks
 
 if TYPE_CHECKING:  # importing it takes seconds, which only those wait for who use it
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
+
+Int32s = npt.NDArray[np.int32]
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
@@ -62,6 +64,13 @@ class Mask:
     allowed_AW: torch.Tensor
 
 
+def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
+    """A mask of these tokens alone."""
+    bits = np.zeros(32 * num_words, dtype=np.uint8)
+    bits[np.asarray(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 class Grammars:
     """Grammars of all rows. `model_folder` has the tokenizer by which they were compiled."""
 
@@ -69,6 +78,8 @@ class Grammars:
         self._folder = model_folder
         self._num_words = -(-vocab_size // 32)
         self._sessions: list[Session | None] = [None] * max_num_seqs
+        self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the only tokens, as in a mask
+        self._is_limited = [False] * max_num_seqs  # by the one or the other
         self._drawn: deque[Drawn] = deque()
         self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
@@ -80,8 +91,11 @@ class Grammars:
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
-    def admit(self, row: int, data: bytes | None, after: int | None, output_ids: Sequence[int]) -> None:
-        """Row `row` now belongs to a request with this compiled grammar, or none, which has drawn `output_ids` before a preemption."""
+    def admit(self, row: int, data: bytes | None, after: int | None, output_ids: Sequence[int], allowed: Sequence[int] = ()) -> None:
+        """Row `row` now belongs to a request with this compiled grammar, or none, which has drawn `output_ids` before a preemption and
+        draws no other tokens than `allowed`, if there are some."""
+        self._allowed[row] = bits_of(allowed, self._num_words) if allowed else None
+        self._is_limited[row] = data is not None or bool(allowed)
         if data is None:
             self._sessions[row] = None
             return
@@ -92,18 +106,23 @@ class Grammars:
             session.take(token_id)
 
     def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
-        """What these rows may draw now. Waits for the tokens drawn before, if a row has a grammar; None if none has."""
-        found = [(index, self._sessions[row]) for index, row in enumerate(rows.tolist()) if self._sessions[row] is not None]
+        """What these rows may draw now; None if they may draw anything. Waits for the tokens drawn before if a row has a grammar."""
+        found = [(index, self._sessions[row], self._allowed[row]) for index, row in enumerate(rows.tolist()) if self._is_limited[row]]
         if not found:
             return None
-        while self._drawn:
-            self._take(self._drawn.popleft())
-        limited = [(index, session.matcher) for index, session in found if session is not None and session.restricts]
+        if any(session is not None for _, session, _ in found):
+            while self._drawn:
+                self._take(self._drawn.popleft())
+        matchers = {index: session.matcher for index, session, _ in found if session is not None and session.restricts}
+        limited = [(index, allowed) for index, _, allowed in found if index in matchers or allowed is not None]
         if not limited:
             return None
-        words = torch.zeros((len(limited), self._num_words), dtype=torch.int32)
-        for place, (_, matcher) in enumerate(limited):
-            matcher.fill_next_token_bitmask(words, place)
+        words = torch.full((len(limited), self._num_words), -1, dtype=torch.int32)
+        for place, (index, allowed) in enumerate(limited):
+            if index in matchers:
+                matchers[index].fill_next_token_bitmask(words, place)
+            if allowed is not None:
+                words[place] &= torch.from_numpy(allowed)
         self._staging.begin()
         index_A = self._staging.put(np.asarray([index for index, _ in limited], dtype=np.int64))
         allowed_AW = self._staging.put(words.numpy())

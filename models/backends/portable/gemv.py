@@ -62,11 +62,11 @@ def _gemv(
     The next weights are under way while the last ones are multiplied. With OVERLAP the program starts while the kernel before it still
     runs: it fetches its first weights, which nobody writes, and only then waits for the vector. If KEPT, what the norm gives is stored.
     """
-    column = tl.arange(0, BLOCK)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    gate = up = _fetch(place, row, column, OUT, WIDTH)
+    gate = _fetch(place, row, column, OUT, WIDTH)
+    up = gate
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
     if OVERLAP:

@@ -1,8 +1,10 @@
 """What the launcher says when it is ready, and what it refuses to start."""
 
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -69,3 +71,17 @@ def test_a_socket_that_nobody_serves_refuses_connections() -> None:
     """Red if clients of a server that still loads wait instead of being told at once."""
     with bind("127.0.0.1", 0) as listener, socket.socket() as client:
         assert client.connect_ex(listener.getsockname()) != 0
+
+
+def run_with(tmpdir: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "engine.serve", "--port", "0"]
+    return subprocess.run(command, env={**os.environ, "TMPDIR": tmpdir}, capture_output=True, text=True, timeout=60)
+
+
+def test_a_path_that_is_too_long_for_sockets_is_one_line(tmp_path: Path) -> None:
+    """Red if the library of sockets says it with a traceback, or if a folder is left behind."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    done = run_with(str(long))
+    assert done.returncode == 2 and "TMPDIR" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not list(long.iterdir())

@@ -291,7 +291,9 @@ class Simulation:
             failed_here = failed if rank == self.num_ranks - 1 else []
             flat, counts = [token for drawn in tokens for token in drawn], [len(drawn) for drawn in tokens]
             counts = counts if max(counts, default=1) > 1 else []
-            result = StepResult(rank, step.plan.step, flat if rank == 0 else [], failed_here, 1.0, 2.0, num_tokens=counts)
+            bad, starved = ([], tuple(failed_here)) if step.plan.step % 2 else (failed_here, ())  # damaged, or without memory for them
+            drawn_ids = flat if rank == 0 else []
+            result = StepResult(rank, step.plan.step, drawn_ids, bad, 1.0, 2.0, num_tokens=counts, starved_images=starved)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)

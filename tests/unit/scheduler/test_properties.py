@@ -40,7 +40,7 @@ def questions_about(
     return prompt[:cut] + [rng.randint(20, 22) for _ in range(rng.randint(1, 6))], kept
 
 
-def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int, fail: bool) -> None:
+def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int, fail: bool, forget_rate: float) -> None:
     capacity = sim.core.state.blocks.num_blocks * sim.core.state.blocks.block_size
     if fail:
         sim.bad_images = {hashlib.sha256(bytes([3])).digest()}
@@ -61,6 +61,8 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
         if rng.random() < 0.15:
             victim = sim.sequences[rng.choice(list(sim.sequences))]
             sim.abort(victim.wire.rid, rng.choice([None, victim.index]))
+        if forget_rate and rng.random() < forget_rate:
+            sim.core.forget_all(images=rng.random() < 0.5)
     sim.run()
 
 
@@ -74,6 +76,13 @@ def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool
     that what comes back from the host's memory (`host`) is what went there, whatever was overwritten since.
     """
     serve_any_load(prefix_cache, seed, tight, fail, host)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), host=st.booleans())
+def test_any_load_survives_that_all_is_forgotten(seed: int, tight: bool, fail: bool, host: bool) -> None:
+    """Red if a command to empty the caches takes from a request what it holds, or leaves a copy that nobody knows."""
+    serve_any_load(True, seed, tight, fail, host, forget_rate=0.5)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -116,7 +125,14 @@ def test_loads_restore_images() -> None:
 
 
 def serve_any_load(
-    prefix_cache: bool, seed: int, tight: bool, fail: bool, host: bool, drafts: bool = False, give_up_rate: float = 0.0
+    prefix_cache: bool,
+    seed: int,
+    tight: bool,
+    fail: bool,
+    host: bool,
+    drafts: bool = False,
+    give_up_rate: float = 0.0,
+    forget_rate: float = 0.0,
 ) -> Simulation:
     rng = random.Random(seed)
     core = make_core(
@@ -135,7 +151,7 @@ def serve_any_load(
     sim.draft_rate = rng.choice([0.0, 0.5, 1.0]) if drafts else 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
-        drive(rng, sim, 14, 8, fail)
+        drive(rng, sim, 14, 8, fail, forget_rate)
     capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
     for rid, reason in sim.terminal.items():
         sequence, received = sim.sequences[rid], sim.received.get(rid, [])

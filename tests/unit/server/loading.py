@@ -53,7 +53,7 @@ class Loading:
         self._images.append(image)
         if ref.payload is not None:
             image.start()
-        await image.load(0, ref, Allowance(self.max_request_pixels))
+        await image.load(0, ref, Allowance(self.max_request_pixels, 8))
         return image
 
     async def load_bytes(self, data: bytes) -> Image:

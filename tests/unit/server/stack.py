@@ -158,9 +158,16 @@ class Stack:
         listener = bind(self.config.host, self.config.port)
         os.set_inheritable(listener.fileno(), True)
         self._inherited = (*self._fds, lifeline, listener.fileno())
+        metrics = None if self.config.metrics_port is None else bind(self.config.host, self.config.metrics_port)
+        if metrics is not None:
+            os.set_inheritable(metrics.fileno(), True)
+            self._inherited += (metrics.fileno(),)
+            self.metrics_url = f"http://127.0.0.1:{metrics.getsockname()[1]}/metrics"
+        metrics_fd = None if metrics is None else metrics.fileno()
         fds: tuple[int, int] = self._fds  # type: ignore[assignment]
         names, folder = ("test-model", "other-name"), str(model_folder)
-        runtime = Runtime(self.config, "torch", "cpu", self.run_dir, fds, lifeline, listener.fileno(), folder, names, max_model_len)
+        place = (self.run_dir, fds, lifeline, listener.fileno(), folder)
+        runtime = Runtime(self.config, "torch", "cpu", *place, names, max_model_len, metrics_fd)
         self._runtime_file = Path(self.run_dir, "runtime.json")
         self._runtime_file.write_bytes(msgspec.json.encode(runtime))
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
@@ -168,6 +175,8 @@ class Stack:
         self.processes = {role: self._spawn(role, module) for role, module in MODULES.items()}
         os.close(lifeline)
         listener.close()
+        if metrics is not None:
+            metrics.close()
         self.scheduler.beats = is_started
         self.scheduler.start()
         self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"

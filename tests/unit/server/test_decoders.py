@@ -126,7 +126,7 @@ async def test_memory_is_lent_in_the_order_of_asking() -> None:
 
 async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> None:
     """Red if many images may have together what no single one may."""
-    allowance = Allowance(100)
+    allowance = Allowance(100, 8)
     allowance.take(Header(True, 6, 10))
     allowance.take(Header(False, 4, 10))
     with pytest.raises(RequestError) as caught:

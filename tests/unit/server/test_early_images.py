@@ -101,11 +101,11 @@ def test_a_client_that_leaves_when_it_has_sent_all(stack: Stack) -> None:
         connection.close()
 
 
-def test_a_full_media_arena_is_still_a_503(model_folder: Path) -> None:
+def test_images_that_never_fit_are_still_a_413(model_folder: Path) -> None:
     """Red if early decoding turns a lack of room into another error, or keeps what it has taken."""
     stack = Stack(model_folder, processor_arena_bytes=2 * MIB)
     try:
-        assert ask(stack, body_of(*images()))[0] == 503
+        assert ask(stack, body_of(*images()))[0] == 413
         assert stack.chat([image(uri(JPEG))]).status_code == 200
         stack.settle()
     finally:

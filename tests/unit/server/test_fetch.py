@@ -1,6 +1,7 @@
 """Fetching: a client cannot make the server read what the network or the file system would not show to the client itself."""
 
 import asyncio
+import contextlib
 import dataclasses
 import ipaddress
 import socket
@@ -12,11 +13,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine.arena import ArenaTooSmall
+from engine.arena import ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig
+from engine.messages import MediaRef
+from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor import fetch
 from server.processor.fetch import Fetcher, Resolver, is_public
+from server.processor.image import Image, release_all
+from server.processor.inspect import Allowance
+from tests.unit.server.loading import Loading
 
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
@@ -63,7 +69,15 @@ async def site() -> AsyncIterator[Site]:
         if kind == "missing":
             raise web.HTTPNotFound
         if kind == "slow":
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(2)
+        if kind == "drip":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(50):
+                    await response.write(b"x")
+                    await asyncio.sleep(0.05)
+            return response
         if kind == "endless":
             response = web.StreamResponse()
             await response.prepare(request)
@@ -115,7 +129,7 @@ async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.Monk
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("10.0.0.1", "8.8.8.8", "127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: list(answers))
-    results = await Resolver().resolve("mixed.example", 80)
+    results = await Resolver(5.0).resolve("mixed.example", 80)
     assert [result["host"] for result in results] == ["8.8.8.8"]
     assert all(result["flags"] & socket.AI_NUMERICHOST for result in results)
     answers[:] = answers[:1]
@@ -132,8 +146,7 @@ async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyP
         return resolve("127.0.0.1", *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(fetch, "CONNECT_TIMEOUT_S", 0.5)
-    fetcher = Fetcher(EngineConfig(allow_private_media=True))
+    fetcher = Fetcher(EngineConfig(allow_private_media=True, download_connect_timeout=1))
     slow = [asyncio.create_task(fetcher.download(f"http://slow.example/{i}", lambda piece: None)) for i in range(8)]
     await asyncio.sleep(0.1)
     pieces: list[bytes] = []
@@ -181,13 +194,44 @@ async def test_a_url_of_many_characters_is_not_parsed(scheme: str, where: str) -
     assert caught.value.info.status == 400 and time.monotonic() - started < 0.3
 
 
-async def test_size_status_and_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_size_status_and_time(site: Site) -> None:
     """Red if a download may be larger or slower than allowed, or if another status than 200 counts as an image."""
     assert await status_of(f"{site.url}/endless", allow_private_media=True, max_download_bytes=50_000) == 413
     assert await status_of(f"{site.url}/data", allow_private_media=True, max_download_bytes=6) == 413
     assert await status_of(f"{site.url}/missing", allow_private_media=True) == 422
-    monkeypatch.setattr(fetch, "TOTAL_TIMEOUT_S", 0.2)
-    assert await status_of(f"{site.url}/slow", allow_private_media=True) == 422
+    for limit in ("download_timeout", "download_connect_timeout"):
+        assert await status_of(f"{site.url}/slow", allow_private_media=True, **{limit: 1}) == 422
+
+
+async def test_a_download_that_drips_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a server that sends a byte now and then keeps a slot until the end of the time."""
+    monkeypatch.setattr(fetch, "GRACE_S", 0.5)
+    started = time.monotonic()
+    assert await status_of(f"{site.url}/drip", allow_private_media=True) == 422
+    assert time.monotonic() - started < 3
+    assert len(await download(f"{site.url}/drip", allow_private_media=True, download_pace_bytes=1)) == 50
+
+
+async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a request of many addresses that do not answer keeps everybody else's waiting."""
+    made, most, running = Loading(checkpoint, allow_private_media=True), 0, 0
+
+    async def download(self: Fetcher, url: str, write: object) -> None:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        raise RequestError(422, "it could not be fetched")
+
+    monkeypatch.setattr(Fetcher, "download", download)
+    allowance = Allowance(1 << 30, 5)
+    images = [Image(made.tools, MediaRef(url="http://tar.example/pit")) for _ in range(128)]
+    loads = [image.load(i, MediaRef(url="http://tar.example/pit"), allowance) for i, image in enumerate(images)]
+    failures = await asyncio.gather(*loads, return_exceptions=True)
+    assert most == 5 and all(isinstance(failure, RequestError | ArenaFull) for failure in failures)
+    await release_all(images)
+    await made.close()
 
 
 async def test_an_item_that_outgrows_the_arena_is_too_large(site: Site) -> None:

@@ -1,5 +1,6 @@
 """The request schema: what is accepted, what is refused and which field the refusal names."""
 
+import hashlib
 import json
 import logging
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
-from server.api.conversation import read_conversation
+from server.api.conversation import Source, read_conversation
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.generation import sampling_params
 from server.api.grammar import read_grammar
@@ -236,8 +237,9 @@ def test_images_in_any_message_become_indices() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "c", "name": "n"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE:///b", "detail": "low"}}]},
     ]
-    conversation = read_conversation(parse(messages=messages).messages, Scanner("nonce", 4), 0)
-    assert conversation.media == [MediaRef(url="https://x.org/a"), MediaRef(url="FILE:///b", max_pixels=512 * 512)]
+    conversation = read_conversation(parse(messages=messages).messages, Source(Scanner("nonce", 4), 0, b""))
+    name = hashlib.sha256(b"u").digest()
+    assert conversation.media == [MediaRef(url="https://x.org/a", name=name), MediaRef(url="FILE:///b", max_pixels=512 * 512)]
     assert conversation.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
         {"role": "user", "content": [{"type": "image", "media": 0}, {"type": "text", "text": "?"}]},
@@ -255,7 +257,7 @@ def test_references_are_honoured_in_urls_only() -> None:
     scanner = Scanner("nonce", 4)
     scanner.feed(body)
     request = parse_body(scanner.json(memoryview(b"")), UnknownFields())
-    conversation = read_conversation(request.messages, scanner, 4096)
+    conversation = read_conversation(request.messages, Source(scanner, 4096, b""))
     assert conversation.used_references == {1}
     assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
@@ -264,7 +266,7 @@ def test_references_are_honoured_in_urls_only() -> None:
 def test_other_urls_are_refused(url: str) -> None:
     """Red if a URL without a loader gets past the door."""
     with pytest.raises(RequestError) as caught:
-        read_conversation(parse(messages=image({"url": url})).messages, Scanner("nonce", 4), 0)
+        read_conversation(parse(messages=image({"url": url})).messages, Source(Scanner("nonce", 4), 0, b""))
     assert caught.value.info.status == 400
     assert caught.value.info.param == "messages.0.content.0.image_url.url"
 
@@ -398,7 +400,7 @@ def test_limits_on_pixels() -> None:
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
     ]
     request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
-    media = read_conversation(request.messages, Scanner("nonce", 4), 0, request.mm_processor_kwargs).media
+    media = read_conversation(request.messages, Source(Scanner("nonce", 4), 0, b""), request.mm_processor_kwargs).media
     assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 512 * 512), (7, 9), (7, 8)]
-    media = read_conversation(request.messages, Scanner("nonce", 4), 0).media
+    media = read_conversation(request.messages, Source(Scanner("nonce", 4), 0, b"")).media
     assert (media[3].min_pixels, media[3].max_pixels) == (None, None)

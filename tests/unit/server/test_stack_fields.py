@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -245,3 +246,9 @@ def test_only_json_is_read(stack: Stack, path: str, headers: dict[str, str], is_
     assert (response.status_code == 415) != is_fine
     if not is_fine:
         assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(("headers", "status"), [({}, 200), ({"Origin": "https://example.org"}, 415)])
+def test_a_command_without_a_body_needs_no_type(stack: Stack, headers: dict[str, str], status: int) -> None:
+    """Red if tools cannot flush the cache as they do, or if any web page can."""
+    assert httpx.post(f"{stack.url}/flush_cache", headers=headers).status_code == status

@@ -1,10 +1,13 @@
 """What operators and their tools see: ids, log lines, metrics, small endpoints, pages of other origins."""
 
+import gzip
 import re
 import shutil
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -206,6 +209,7 @@ def test_a_prompt_that_is_too_long_in_words_that_clients_know(stack: Stack, path
     body = {"messages": [{"role": "user", "content": "word " * 9000}]} if "chat" in path else {"prompt": "word " * 9000}
     error = stack.http.post(path, json=body).json()["error"]
     assert error["code"] == "context_length_exceeded" and "maximum context length is 4096 tokens" in error["message"]
+    assert "prompt is too long" in error["message"]
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------------------------
@@ -226,3 +230,39 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) 
         assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
     refusals = {sample.labels["reason"]: sample.value for sample in families["engine_refused_requests"].samples if "total" in sample.name}
     assert refusals["invalid_image"] >= 1
+
+
+# ---- traces --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_for_every_request(model_folder: Path) -> None:
+    """Red if a collector gets no span, one that does not continue the client's trace, or one for every token of a stream."""
+    trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Says nothing."""
+
+    collector = HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    stack = Stack(model_folder, otlp_traces_endpoint=f"http://127.0.0.1:{collector.server_port}/v1/traces")
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    try:
+        stack.http.headers["traceparent"] = f"00-{trace_id}-b7ad6b7169203331-01"
+        assert stack.chat("x", stream=True).status_code == stack.http.get("/v1/models").status_code == 200
+        stack.wait_until(lambda: bool(bodies), 15)
+    finally:
+        stack.close()
+        collector.shutdown()
+        collector.server_close()
+    plain = (gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body for body in bodies)
+    requests = [trace_service.ExportTraceServiceRequest.FromString(body) for body in plain]
+    spans = [span for request in requests for found in request.resource_spans for scope in found.scope_spans for span in scope.spans]
+    assert sorted(span.name for span in spans) == ["GET /v1/models", "POST /v1/chat/completions"]
+    assert {span.trace_id.hex() for span in spans} == {trace_id}

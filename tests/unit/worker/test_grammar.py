@@ -122,6 +122,25 @@ def test_thoughts_come_first(model: Qwen3VL, tokenizer: Tokenizer, compiled: dic
     assert follows("regex", text_of(tokenizer, model, tokens[start:]))
 
 
+def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
+    """Red if another token is drawn, also beside a grammar or after a preemption, if other rows are held to the list."""
+    ids = [tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in "abc"]
+    engine, plain = Engine(model, num_blocks=8, prefix_cache=False), Engine(model)
+    free = {**PARAMS, "ignore_eos": True, "max_tokens": 40}
+    for rid in range(3):
+        engine.add(rid, [[rid, 2]], allowed_token_ids=tuple(ids), seed=rid, **free)
+        engine.add(10 + rid, [[rid, 3]], seed=rid, **free)
+        plain.add(10 + rid, [[rid, 3]], seed=rid, **free)
+    both = (*ids, *tokenizer.encode("-0!", add_special_tokens=False).ids, *model.config.eos_token_ids)
+    engine.add(20, [[7]], grammar=compiled["regex"], allowed_token_ids=both, **PARAMS)
+    tokens = engine.run()
+    others = plain.run()
+    assert engine.core.state.counters.preemptions > 0
+    assert all(set(tokens[rid]) <= set(ids) and len(set(tokens[rid])) > 1 for rid in range(3))
+    assert {rid: tokens[rid] for rid in others} == others
+    assert re.fullmatch("[abc]{3}-0{2,4}!", text_of(tokenizer, model, tokens[20]))
+
+
 def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if the host waits for drawn tokens although no row of the step has a grammar."""
     taken: list[object] = []
@@ -129,9 +148,10 @@ def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dic
     monkeypatch.setattr(Grammars, "_take", lambda self, drawn: (taken.append(drawn), take(self, drawn)))
     engine = Engine(model)
     engine.add(0, [[5]], **PARAMS)
+    engine.add(1, [[6]], allowed_token_ids=(5, 6), **PARAMS)
     engine.run()
     assert not taken
-    engine.add(1, [[5]], grammar=compiled["regex"], **PARAMS)
+    engine.add(2, [[5]], grammar=compiled["regex"], **PARAMS)
     engine.run()
     assert taken
 

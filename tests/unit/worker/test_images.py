@@ -113,3 +113,39 @@ def test_host_memory_has_the_size_that_was_asked_for() -> None:
     assert host.dtype == torch.uint8 and host.shape == (3 * 4096 + 100,)
     host.fill_(7)
     assert int(host[-1]) == 7
+
+
+class OneOfTwo:
+    """The part of the first of two ranks; the other one's rows come as sevens."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.gathered: list[torch.Tensor] = []
+
+    def all_gather_rows(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        assert len(rows) == counts[0]
+        self.gathered.append(rows)
+        return torch.cat([rows, torch.full((counts[1], *rows.shape[1:]), 7.0, dtype=rows.dtype)])
+
+
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError, MemoryError])
+def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Exception]) -> None:
+    """Red if the others wait for it for ever, if it does not say which images it lacks, or if those of the others are lost with them."""
+    tower, pair = Tower(), OneOfTwo()
+    cache = cache_of(tower)
+    cache._tp = pair  # type: ignore[assignment]
+    healthy = tower.encode
+
+    def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
+        raise problem
+
+    tower.encode = fail  # type: ignore[method-assign]
+    encoded = cache.encode([encode(1, 10), encode(2, 8), encode(3, 6), encode(4, 4)])
+    own = {image_id for image_id in (1, 2, 3, 4) if not cache.tensors[image_id].any()}
+    assert encoded.starved and set(encoded.starved) == own and encoded.failed == []
+    assert all((cache.tensors[image_id] == 7).all() for image_id in {1, 2, 3, 4} - own) and len(own) < 4
+    assert [cache.tensors[image_id].shape[1] for image_id in (1, 2, 3, 4)] == [10, 8, 6, 4]
+    tower.encode = lambda images, grids: [image.expand(4, -1, 24) for image in healthy(images, grids)]  # type: ignore[method-assign]
+    assert cache.encode([encode(5, 10)]).starved == ()
+    assert len(pair.gathered) == 2

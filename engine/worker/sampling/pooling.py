@@ -1,0 +1,26 @@
+"""What a request wants instead of tokens: the last hidden state of its prompt, or the logits of a few tokens there. Used by the runner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.worker.sampling.sampler import to_host
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRow:
+    """A chunk that ends a prompt: its index in the plan, which of the step's draws it is, and the ids of `SamplingParams.pooled_ids`."""
+
+    chunk: int
+    draw: int
+    ids: tuple[int, ...]
+
+
+def pool(rows: Sequence[PooledRow], hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> dict[int, torch.Tensor]:
+    """By the index of the chunk, float32 on the host when the step is done."""
+    found = {}
+    for row in rows:
+        values = logits_SV[row.draw, list(row.ids)] if row.ids else hidden_SD[row.draw]
+        found[row.chunk] = to_host(values.float())
+    return found

@@ -1,0 +1,22 @@
+"""A span for every request, by OpenTelemetry's own middleware, sent to a collector by OTLP over HTTP. Put around the routes by `app.py`.
+
+Imported only where `--otlp-traces-endpoint` is given: the libraries are the extra `tracing`.
+"""
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from starlette.types import ASGIApp
+
+from engine.config import VERSION
+
+
+def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
+    """A request's `traceparent` is honoured. Spans go out in batches, from a thread; none is made for single messages, which are tokens."""
+    resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    middleware: ASGIApp = OpenTelemetryMiddleware(app, tracer_provider=provider, exclude_spans=["receive", "send"])
+    return middleware

@@ -1,0 +1,28 @@
+"""instructor, in the modes that a server must help with, against the demo model."""
+
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.clients.asking import question
+from tests.e2e.serving import Engine
+
+instructor = pytest.importorskip("instructor")
+
+
+class Reading(pydantic.BaseModel):
+    number: int
+    colour: Literal["red", "blue"]
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+def test_an_object_at_the_first_try(engine: Engine, mode: str) -> None:
+    """Red if an answer is not what the class says, so that it would be asked for again."""
+    plain = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
+    client = instructor.from_openai(plain, mode=instructor.Mode[mode])
+    reading = client.chat.completions.create(
+        model="demo", messages=question(), response_model=Reading, temperature=0, max_tokens=120, max_retries=0
+    )
+    assert isinstance(reading, Reading)

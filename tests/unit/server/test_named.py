@@ -1,0 +1,64 @@
+"""Images by the names that clients give them."""
+
+import base64
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from server.processor import named
+from server.processor.named import NamedImages
+from tests.unit.server.pictures import save
+from tests.unit.server.stack import Stack
+
+URL = "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (90, 70), (200, 30, 30)), "PNG")).decode()
+OTHER = "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (90, 70), (20, 30, 230)), "PNG")).decode()
+
+
+def part(url: object, uuid: str = "first") -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": url, "uuid": uuid}]
+
+
+def test_a_known_image_needs_no_url(stack: Stack) -> None:
+    """Red if another image is taken, if a name keeps what it once meant, or if a name means something to somebody else."""
+    assert stack.chat(part(URL)).status_code == 200
+    for url in (None, {"url": None}):
+        assert stack.chat(part(url)).status_code == 200
+    assert stack.chat(part(OTHER)).status_code == 200 and stack.chat(part(None)).status_code == 200
+    hashes = [request.images[0].hash for request in stack.scheduler.requests[-5:]]
+    assert hashes[0] == hashes[1] == hashes[2] != hashes[3] == hashes[4]
+    assert stack.chat(part(None), cache_salt="").status_code == 200
+    stranger = stack.http.headers.copy()
+    try:
+        for refused in (stack.chat(part(None), cache_salt="tenant"), stack.chat(part(None, "second"))):
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "unknown_uuid"
+            assert refused.json()["error"]["message"].startswith("Image 1: no image is known by this uuid")
+        stack.http.headers["Authorization"] = "Bearer of-another"
+        assert stack.chat(part(None)).json()["error"]["code"] == "unknown_uuid"
+    finally:
+        stack.http.headers = stranger
+    counted = stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": part(None)}]})
+    assert counted.status_code == 200
+    stack.recover()
+
+
+def test_a_null_url_needs_a_name(stack: Stack) -> None:
+    refused = stack.chat([{"type": "image_url", "image_url": None}])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.0.content.0.image_url"
+
+
+def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if names fill the memory, or if what is in use goes first."""
+    monkeypatch.setattr(named, "MAX_BYTES", 10)
+    images = NamedImages()
+    images.put(b"a", b"1234")
+    images.put(b"b", b"1234")
+    assert images.get(b"a") == b"1234"
+    images.put(b"c", b"1234")
+    assert (images.get(b"a"), images.get(b"b"), images.get(b"c")) == (b"1234", None, b"1234")
+    images.put(b"a", b"12345678")
+    assert (images.get(b"a"), images.get(b"c")) == (b"12345678", None)
+    images.put(b"d", bytes(11))
+    assert images.get(b"d") is None and images.get(b"a") is None
+    images.put(b"e", bytes(10))
+    assert images.get(b"e") == bytes(10)

@@ -1,0 +1,209 @@
+"""OpenAI's newer dialect: what a request becomes as a chat, and what an answer becomes as items and events."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from engine.messages import CallDelta, ErrorInfo, Event
+from server.api.responses import LIMITED, ResponsesRequest, chat_body
+from server.api.schema import ChatRequest
+from server.errors import RequestError
+from server.http.response_events import ResponseFormat
+from server.http.scan import Scanner
+from server.http.sse import Choice
+from server.http.validate import check
+
+TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}
+CALL: dict[str, Any] = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
+
+
+def translated(**fields: Any) -> dict[str, Any]:
+    """A valid chat, without what was not said."""
+    value = {"model": "m", "input": "why?", **fields}
+    scanner = Scanner("nonce", 10)
+    scanner.feed(json.dumps(value).encode())
+    request = check(ResponsesRequest, json.loads(scanner.json(memoryview(b""))))
+    chat = chat_body(request, scanner)
+    check(ChatRequest, chat).check_together(1000)
+    return {name: item for name, item in chat.items() if item is not None}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def image(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": url, **fields}
+
+
+def said(words: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "id": "msg_1", "content": [{"type": "output_text", "text": words, "annotations": []}]}
+
+
+def test_fields_of_a_request() -> None:
+    """Red if a field that changes the answer gets lost on the way."""
+    same = {"temperature": 0.5, "top_p": 0.9, "stream": True, "parallel_tool_calls": False, "seed": 7}
+    rest = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "disabled", "metadata": {"a": "b"}}
+    chat = translated(**same, **rest, instructions="be short", max_output_tokens=5, reasoning={"effort": "none", "summary": "auto"})
+    assert chat == {
+        **same, "model": "m", "max_tokens": 5, "enable_thinking": False, "store": True,
+        "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "why?"}],
+    }  # fmt: skip
+    schema = {"type": "object"}
+    told = translated(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
+    assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert translated(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
+
+
+def test_images_by_reference_by_text_and_by_url() -> None:
+    """Red if a large image does not stay in the body, or if what bounds it gets lost."""
+    large = "data:image/png;base64," + base64.b64encode(bytes(1000)).decode()
+    parts = [image(large, detail="low"), image("https://example.org/a.png", detail="original", max_pixels=5000)]
+    shown = translated(input=[user(*parts)])["messages"][0]["content"]
+    assert [part["image_url"]["url"] for part in shown] == ["nonce:0", "https://example.org/a.png"]
+    assert [part["image_url"]["detail"] for part in shown] == ["low", "high"] and shown[1]["image_url"]["max_pixels"] == 5000
+
+
+def test_a_history_with_thoughts_and_calls() -> None:
+    """Red if items of one turn are several messages, or those of several turns one."""
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    other = {**CALL, "call_id": "c2"}
+    results = [
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "see"}, image("data:,AAAA")]},
+    ]
+    asked = user({"type": "input_text", "text": "so?"})
+    items = [asked, thoughts, said("I look."), CALL, other, *results, said("It rains."), said("Much.")]
+    chat = translated(input=items, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
+    calls = [{"id": id, "type": "function", "function": {"name": "weather", "arguments": CALL["arguments"]}} for id in ("c1", "c2")]
+    question, turn, first, second, *last = chat["messages"]
+    assert question == {"role": "user", "content": [{"type": "text", "text": "so?"}]}
+    assert turn == {"role": "assistant", "content": "I look.", "reasoning": "hm", "tool_calls": calls}
+    assert first == {"role": "tool", "tool_call_id": "c1", "content": "rain"}
+    assert second["tool_call_id"] == "c2" and [part["type"] for part in second["content"]] == ["text", "image_url"]
+    assert last == [{"role": "assistant", "content": "It rains."}, {"role": "assistant", "content": "Much."}]
+    function = {name: value for name, value in TOOL.items() if name != "type"}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": None}, "input: must be a string"),
+        ({"input": []}, "input: must have at least 1 entries"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: items are of type 'message', "),
+        ({"input": [user({"type": "input_file"})]}, "input.0.content.0: parts are of type 'input_text', "),
+        ({"input": [user(image("x.png"))]}, "input.0.content.0.image_url: expected a data:"),
+        ({"input": [user({"type": "input_image", "file_id": "f"})]}, "input.0.content.0.image_url: is missing"),
+        ({"input": [{"role": "assistant", "content": [image("data:,")]}]}, "input.0.content: a message of role 'assistant' has no images"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role: must be 'user', "),
+        ({"max_output_tokens": "5"}, "max_output_tokens: must be an integer"),
+        ({"max_tokens": 5}, "max_tokens: is not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported"),
+        ({"background": True}, "background: may only be false"),
+        ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
+        ({"include": ["message.output_text.logprobs"]}, "include.0: must be"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.name: is missing"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools.0.type: must be 'function'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice: names a function"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is missing"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: must be 'medium'"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort: must be 'none' or 'medium'"),
+    ],
+)  # fmt: skip
+def test_bad_requests_name_the_field_of_the_dialect(fields: dict[str, Any], words: str) -> None:
+    """Red if an error names what the client has not written, or is in others' words."""
+    with pytest.raises(RequestError) as refused:
+        translated(**fields)
+    assert refused.value.info.status == 400 and refused.value.info.message.startswith(words)
+
+
+def test_limited_fields_may_be_null() -> None:
+    assert translated(**dict.fromkeys(LIMITED)) == translated()
+
+
+EVENTS = [
+    Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4),
+    Event(1, "", 2, True),
+    Event(1, "Well", 3),
+    Event(1, " then", 4, calls=[CallDelta(0, "", "weather")]),
+    Event(1, "", 5, calls=[CallDelta(0, '{"a":'), CallDelta(0, "1}")]),
+    Event(1, "", 6, finish_reason="length", num_prompt_tokens=9, num_cached_tokens=4, calls=[CallDelta(1, '{"b": [2', "other")]),
+]
+USAGE = {
+    "input_tokens": 9, "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0}, "output_tokens": 6,
+    "output_tokens_details": {"reasoning_tokens": 2}, "total_tokens": 15,
+}  # fmt: skip
+
+
+def shape() -> ResponseFormat:
+    return ResponseFormat(0, "m", False, False, {"instructions": "be short"})
+
+
+def read(stream: bytes) -> list[dict[str, Any]]:
+    """Data of the events of a stream; every one has the line of its type, and they are numbered."""
+    found = []
+    for message in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, body = message.split("\n")
+        found.append(json.loads(body.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def streamed(events: list[Event]) -> list[dict[str, Any]]:
+    form, choice = shape(), Choice(0)
+    choice.usage.num_prompt, choice.usage.num_cached = events[0].num_prompt_tokens, events[0].num_cached_tokens
+    data = form.first_chunk(choice)
+    for event in events:
+        choice.note(event)
+        data += form.token_chunk(choice, event)
+    return read(data + form.finish_chunk(choice, {}) + form.end(choice.usage, {}))
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+def test_events_of_a_stream() -> None:
+    """Red if items overlap, if a delta goes to another item, or if what was streamed is not what the last event says."""
+    found = streamed(EVENTS)
+    kinds = [(event["type"].removeprefix("response."), event.get("output_index")) for event in found]
+    text = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    expected = [("created", None), ("in_progress", None)]
+    expected += [(name, 0) for name in [*text[0], "reasoning_text.delta", "reasoning_text.done", *text[1]]]
+    expected += [(name, 1) for name in [*text[0], "output_text.delta", "output_text.delta", "output_text.done", *text[1]]]
+    expected += [(name, 2) for name in [call[0], call[1], *call[1:]]] + [(name, 3) for name in call]
+    assert kinds == [*expected, ("incomplete", None)]
+    last = found[-1]["response"]
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert last["output"] == done and last["usage"] == USAGE and last["incomplete_details"] == {"reason": "max_output_tokens"}
+    first = found[0]["response"]
+    assert first["id"] == last["id"] and first["status"] == "in_progress" and last["instructions"] == "be short"
+    assert [item["type"] for item in done] == ["reasoning", "message", "function_call", "function_call"]
+    assert done[2]["arguments"] == '{"a":1}' and [item["status"] for item in done] == ["completed"] * 3 + ["incomplete"]
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert "".join(event["delta"] for event in deltas) == done[1]["content"][0]["text"] == "Well then"
+    assert {event["item_id"] for event in deltas} == {done[1]["id"]}
+
+
+def test_a_document_is_what_a_stream_says_last() -> None:
+    choice = Choice(0)
+    for event in EVENTS:
+        choice.note(event)
+        choice.note_text(event)
+    answer, last = json.loads(shape().document([choice], choice.usage, {})), streamed(EVENTS)[-1]["response"]
+    assert without_ids(answer.pop("output")) == without_ids(last.pop("output"))
+    del answer["id"], last["id"]
+    assert answer == last
+
+
+def test_an_error_after_the_headers() -> None:
+    error, failed = read(shape().error_chunk(ErrorInfo(503, "no", code="aborted")))
+    assert (error["type"], error["code"], error["message"]) == ("error", "aborted", "no")
+    assert failed["response"]["status"] == "failed" and failed["response"]["error"] == {"code": "server_error", "message": "no"}
