@@ -1,6 +1,7 @@
 """All settings of the engine: one typed class, from which `flags.py` makes the command line. Read by every process."""
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -140,9 +141,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
 
-def child_environment() -> dict[str, str]:
-    """What the children inherit: ours, and CHILD_DEFAULTS where ours says nothing."""
-    return CHILD_DEFAULTS | dict(os.environ)
+def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the children inherit: ours, and CHILD_DEFAULTS and these where ours says nothing."""
+    return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ}
 
 
 def read_api_keys(config: EngineConfig) -> list[str]:
