@@ -58,7 +58,7 @@ def large_png() -> str:
 
 def body_of(phase: str) -> bytes:
     """A request that is in this phase a moment after it was begun, for a while."""
-    images = {"media": [large_png()], "tower": [data_uri(jpeg) for jpeg in make_jpegs(0, 24, "720p", "smooth")], "upload": [large_png()]}
+    images = {"media": [large_png()], "tower": [data_uri(jpeg) for jpeg in make_jpegs(0, 8, "720p", "smooth")], "upload": [large_png()]}
     text = text_of(2500 if phase == "prefill" else 8, 1)
     return json.dumps(chat_body("demo", [user_message(images.get(phase, []), text)], 3000 if phase == "decode" else 64)).encode()
 
