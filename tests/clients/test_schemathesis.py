@@ -61,6 +61,8 @@ def test_what_is_valid_is_answered(published: Any, operation: Operation) -> None
         if isinstance(case.body, dict):
             case.body = repair(operation.path, integers(case.body))
         response = case.call()
+        if response.status_code == 400 and response.json()["error"].get("code") == "context_length_exceeded":
+            return  # what was made is longer than the model's context
         assert response.status_code in (200, 422), (response.status_code, response.text[:500], json.dumps(case.body)[:1500])
         case.validate_response(response)
 
@@ -96,7 +98,7 @@ def integers(value: Any) -> Any:
 
 def repair(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Short answers, pictures that are some, and what no schema says of fields that stand beside each other."""
-    for name in (*GRAMMARS, "min_tokens", "logit_bias", "continue_final_message", "add_generation_prompt"):
+    for name in (*GRAMMARS, "timeout", "min_tokens", "logit_bias", "continue_final_message", "add_generation_prompt"):
         body.pop(name, None)
     body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = MAX_TOKENS
     if body.get("max_completion_tokens") is not None:
@@ -105,6 +107,8 @@ def repair(path: str, body: dict[str, Any]) -> dict[str, Any]:
         body.pop("stream_options", None)
     if path != "/v1/completions" and body.get("top_logprobs") is not None:
         body["logprobs"] = True
+    if body.get("bad_words"):  # of a few tokens each
+        body["bad_words"] = [word[:4] for word in body["bad_words"]]
     if body.get("mm_processor_kwargs"):
         repair_part(body["mm_processor_kwargs"])
     if isinstance(body.get("text_1"), list):  # as many as of the others, or one
