@@ -21,6 +21,7 @@ from engine.plan import step_graph_bytes
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
+from engine.worker.loading import Loading
 from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
@@ -50,9 +51,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
     config, free = child.config, free_bytes(device)
     dtype = pick_dtype(config, device)
-    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
     backend = make_backend(child.runtime.backend, device)
-    backend.load(model_config.text.head_dim, model_config.vision.head_dim)
+    loading = Loading(child, backend, model_config)
+    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
@@ -62,6 +63,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         sampler.grammars.load()  # seconds, for which streams would have to wait
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
+    loading.wait()
     step_sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters // tp.size, config.max_num_batched_tokens)
     if model.cache_spec.state_bytes:
         step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host

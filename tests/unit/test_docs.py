@@ -185,5 +185,5 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
-    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
+    routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     assert told == {path.replace("{name:path}", "NAME") for path in routes}
