@@ -55,10 +55,8 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), or a URL to fetch, or
-    neither: then it is the one that came under this `name`, which nobody but this client can say.
-
-    Its area after resizing lies between `min_pixels` and `max_pixels`; None is the checkpoint's own limit."""
+    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), a URL to fetch, or the one
+    that came under this `name`, which only this client can say. `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
 
     payload: Region | None = None
     url: str | None = None
@@ -124,7 +122,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Requests that follow find no beginning in the prefix cache, and, if `images`, no embedding: what runs goes on."""
+    """Requests that follow find no beginning in the prefix cache and, if `images`, no embedding: what runs goes on."""
 
     images: bool
 

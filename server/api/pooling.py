@@ -6,6 +6,7 @@
 The conversations are those of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
 """
 
+import asyncio
 import math
 import secrets
 import time
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,7 +34,7 @@ from server.errors import RequestError
 from server.http.body import Body
 from server.http.client import Stream
 from server.http.log import record_of
-from server.http.reply import error_response
+from server.http.reply import error_response, watch_for_disconnect
 from server.http.validate import Strict, bad_value, check
 
 MAX_INPUTS = 1000  # as many as LangChain sends at once
@@ -127,6 +129,7 @@ class PoolingReply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._endpoint.service
         found: list[Event | None] = [None] * len(self._stream.choices)
+        watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
         try:
             while self._stream.open:
                 for event in await self._stream.next():
@@ -135,7 +138,10 @@ class PoolingReply:
                         await error_response(event.error, scope)(scope, receive, send)
                         return
                     found[self._stream.choices[event.rid, event.index]] = event
+        except ClientDisconnect:
+            return
         finally:
+            watcher.cancel()
             service.client.close(self._stream)
         events = [event for event in found if event is not None]
         record = record_of(scope)

@@ -11,7 +11,7 @@ from tests.e2e.serving import Engine
 
 schemathesis = pytest.importorskip("schemathesis")
 
-NUM_EXAMPLES = 25  # of each operation and mode
+NUM_EXAMPLES = 12  # of each operation and mode
 MAX_TOKENS = 3
 # What an answer must follow: no schema tells what a schema, a regular expression or a grammar is, nor that there may be one only.
 GRAMMARS = (

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import Stack, answer_ids, answer_text
+from tests.unit.server.stack import Stack, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_direct import large_image
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
 
@@ -230,6 +230,16 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) 
         assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
     refusals = {sample.labels["reason"]: sample.value for sample in families["engine_refused_requests"].samples if "total" in sample.name}
     assert refusals["invalid_image"] >= 1
+
+
+def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
+    """Red if the engine goes on for nobody: of several inputs, each is ended."""
+    stack.scheduler.script = hold_silently
+    stack.scheduler.aborted.clear()
+    known = len(stack.scheduler.requests)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{stack.url}/v1/embeddings", json={"input": ["a", "b", "c"]}, timeout=1)
+    stack.wait_until(lambda: len(stack.scheduler.aborted) == 3 == len(stack.scheduler.requests) - known)
 
 
 # ---- traces --------------------------------------------------------------------------------------------------------------------------
