@@ -76,6 +76,8 @@ WHEN = {
     "image_cache_bytes": "More for many images that are asked about again, against KV blocks.",
     "image_host_cache_bytes": "Many long conversations at once, more than the KV pool holds: embeddings come back, not encoded again.",
     "gpu_memory_utilization": "Lower where others use the GPU, too.",
+    "gpu_memory": "To plan for a card that is not there, or to leave a part of one alone when steps are sized.",
+    "plan": "Before a card is bought or a model is downloaded.",
     "kv_cache_memory_bytes": "To fix the pool whatever is free, as for benchmarks.",
     "enforce_eager": "To look for a bug: every stream becomes slower.",
     "api_arena_bytes": "Bodies are refused with 503 although memory is there.",

@@ -1,6 +1,7 @@
 """All settings of the engine: one typed class, from which `flags.py` makes the command line. Read by every process."""
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -100,9 +101,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, "host memory, pinned on GPUs, for embeddings that leave the image cache; each of the --tp workers takes as much; 0: none"
     ] = 0
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
+    gpu_memory: Annotated[int | None, "memory of each GPU to plan with; default: what it has, or with --plan that of usual cards"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: what is left of the GPU's share, 512M on CPUs"] = None
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
+    plan: Annotated[bool, "only print what fits on GPUs: context, images, smaller steps; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
     jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
 
@@ -138,9 +141,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
 
-def child_environment() -> dict[str, str]:
-    """What the children inherit: ours, and CHILD_DEFAULTS where ours says nothing."""
-    return CHILD_DEFAULTS | dict(os.environ)
+def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the children inherit: ours, and CHILD_DEFAULTS and these where ours says nothing."""
+    return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ}
 
 
 def read_api_keys(config: EngineConfig) -> list[str]:

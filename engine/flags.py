@@ -27,7 +27,7 @@ GROUPS = {
     "api_arena_bytes": "requests and media",
 }
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
-SUFFIX_METAVARS = {"_bytes": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
+SUFFIX_METAVARS = {"_bytes": "SIZE", "gpu_memory": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
 
 
 class Parser(configargparse.ArgumentParser):

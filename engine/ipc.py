@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 LINGER_MS = 500
+COMPILING = "compiling-"  # files in the run directory, one of each process that does
 DUMP_SIGNAL = signal.SIGUSR2  # a child writes on stderr where each of its threads is, also if its interpreter is stuck
 
 
@@ -159,6 +160,14 @@ class Child:
         size = {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
         assert size is not None, "the launcher decides"
         return size
+
+    def compiling_mark(self) -> Path:
+        """A file that is there while this process compiles kernels."""
+        return Path(self.run_dir) / f"{COMPILING}{self.role}"
+
+    def is_compiling(self) -> bool:
+        """Whether any process of the engine does."""
+        return any(Path(self.run_dir).glob(f"{COMPILING}*"))
 
     def progress(self, text: str) -> None:
         self._status.send(Status(self.role, "progress", text))

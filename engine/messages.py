@@ -51,7 +51,6 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout")
 
-
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,10 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -22,10 +24,11 @@ from engine.config import GIB, EngineConfig, read_api_keys
 from engine.flags import parse_args
 from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
+from engine.plan import cuts, describe, fit
 from engine.supervise import ChildDied, Family
 from models.backends.choose import choose, list_gpus
 from models.config import ModelConfig
-from models.hub import DEMO, resolve
+from models.hub import DEMO, SIZES, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,23 @@ def main(argv: list[str] | None = None) -> int:
     """Serves until interrupted; the exit code."""
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
+    if config.plan:
+        return print_plan(config)
     return serve_one(config) if config.dp == 1 else serve_several(config)
+
+
+def print_plan(config: EngineConfig) -> int:
+    """`--plan`: of the model, or of every published size."""
+    names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in names:
+                model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder)
+                say(describe(config, model, name, config.gpu_memory) + "\n")
+    except (ValueError, OSError) as problem:
+        logger.error("%s", problem)
+        return 2
+    return 0
 
 
 def serve_several(config: EngineConfig) -> int:
@@ -139,6 +158,8 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     limit = model.text.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
+    if choice.device == "cuda":
+        config = fit_to_card(config, model)
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
@@ -152,6 +173,15 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
         model_names=tuple(name.strip() for name in (config.served_model_name or resolved.name).split(",")),
         max_model_len=config.max_model_len or limit,
     )
+
+
+def fit_to_card(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Smaller steps where the GPUs are small, which is said."""
+    memory = config.gpu_memory or min(gpu.total_memory for gpu in list_gpus())
+    fitted = fit(config, model, memory)
+    if smaller := cuts(config, fitted):
+        logger.warning("steps are smaller, so that the model fits in %.1f GiB: %s", memory / GIB, smaller)
+    return fitted
 
 
 def start_engine(family: Family, runtime: Runtime) -> None:

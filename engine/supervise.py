@@ -20,6 +20,7 @@ import msgspec
 from engine.config import child_environment
 from engine.ipc import DUMP_SIGNAL, Inbox, Runtime
 from engine.messages import Status
+from models.backends.hopper.toolkit import cuda_home
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ class Family:
         path.write_bytes(msgspec.json.encode(runtime))
         command = [sys.executable, "-m", module, str(path), *arguments]
         inherited = (*runtime.arena_fds, self.lifeline_fd, *fds)
-        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=inherited, env=child_environment(), process_group=0)))
+        home = cuda_home() if runtime.backend == "hopper" else None
+        environment = child_environment({} if home is None else {"CUDA_HOME": str(home)})
+        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=0)))
 
     def wait_ready(self, roles: set[str]) -> dict[str, str]:
         """Logs progress until every role has said that it is ready; their texts. Raises ChildDied."""

@@ -344,7 +344,7 @@ def bound(text: str) -> float:
     return value
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser("server.route", description="Sends requests that share images or a session to one of several servers.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -354,7 +354,12 @@ def main() -> None:
     parser.add_argument("--fd", type=int, help="listen on this bound socket, which is inherited, instead of --host and --port")
     parser.add_argument("--ssl-certfile", help="serve https with this certificate (PEM); default: http")
     parser.add_argument("--ssl-keyfile", help="its private key, if the certificate's file does not hold it")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Entry point."""
+    args = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     uvloop.run(serve(args))
 

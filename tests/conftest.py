@@ -9,3 +9,4 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+settings.register_profile("long", deadline=None, max_examples=20_000)  # `--hypothesis-profile=long`: minutes for tests that take seconds

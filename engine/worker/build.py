@@ -17,10 +17,12 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
+from engine.plan import step_graph_bytes
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak, step_graph_bytes
+from engine.worker.loading import Loading
+from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -49,9 +51,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
     config, free = child.config, free_bytes(device)
     dtype = pick_dtype(config, device)
-    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
     backend = make_backend(child.runtime.backend, device)
-    backend.load(model_config.text.head_dim, model_config.vision.head_dim)
+    loading = Loading(child, backend, model_config)
+    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
@@ -61,6 +63,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         sampler.grammars.load()  # seconds, for which streams would have to wait
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
+    loading.wait()
     step_sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters // tp.size, config.max_num_batched_tokens)
     if model.cache_spec.state_bytes:
         step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
@@ -100,7 +103,7 @@ def measure_needs(
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     sizes = config.max_num_seqs, config.max_num_batched_tokens
-    graphs = 0 if captured is None else step_graph_bytes(model, captured, *sizes, activations)
+    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, *sizes, activations)
     states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
     return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes(), states)
 

@@ -15,21 +15,18 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import GIB, MIB, EngineConfig
+from engine.plan import share_out
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
 from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
 from models.sampling import DrawParams, SamplingOps
-from models.step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 512 * MIB
 CPU_IMAGE_CACHE_BYTES = 256 * MIB
-GPU_IMAGE_CACHE_BYTES = 4 * GIB
-IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
-GRAPH_BYTES = 4 * MIB  # of one captured step: what CUDA keeps of its launches, seen to be less
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +58,6 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def step_graph_bytes(model: VisionLanguageModel, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
-    """An upper bound of what captured steps hold: their launches, shared inputs and logits, and the activations of the largest."""
-    config, chunks = model.config, sizes.chunks_by_rows(max_num_seqs)
-    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(map(len, chunks.values()))
-    largest_chunk = max((each[-1] for each in chunks.values()), default=0)
-    tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
-    num_logits = max(chunks, default=max_num_seqs) + sizes.large_step
-    logits = 2 * 4 * num_logits * config.text.vocab_size  # shared, and those of the largest while it is captured
-    embeddings = config.num_visual_levels * largest_chunk * config.text.hidden_size * model.dtype.itemsize
-    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
-
-
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> MemoryPlan:
     """`needs` of a GPU, None on a CPU. ValueError if no block fits."""
     block_bytes = config.block_size * spec.bytes_per_token
@@ -80,8 +65,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> M
     kv_bytes = config.kv_cache_memory_bytes or CPU_KV_BYTES
     if needs is not None:
         left = int(needs.free * config.gpu_memory_utilization) - needs.total
-        image_bytes = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE))
-        kv_bytes = config.kv_cache_memory_bytes or left - image_bytes
+        image_bytes, kv_bytes = share_out(config, left)
         parts = (needs.free, needs.held, needs.activations, needs.step_graphs, needs.tower, needs.states, image_bytes, kv_bytes)
         text_of = "memory in GiB: %s free at the start; held %s, activations %s, graphs %s, tower %s, states %s, image cache %s, KV pool %s"
         logger.info(text_of, *(f"{size / GIB:.1f}" for size in parts))

@@ -15,13 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from models.backends.hopper.toolkit import has_compiler
+
 BackendName = Literal["hopper", "portable", "torch"]
 DeviceName = Literal["cuda", "cpu"]
 
 HOPPER = (9, 0)
 OLDEST = (8, 0)  # bfloat16 on tensor cores
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_* of CUDA's driver interface
-NVCC = Path("/usr/local/cuda/bin/nvcc")  # where CUDA's installer leaves it
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,10 @@ def _lack_of(backend: str, gpus: list[Gpu]) -> str:
         return "needs a C compiler and Python's headers for Triton (packages gcc and python3-dev)"
     if backend == "hopper" and find_spec("flashinfer") is None:
         return 'needs the package flashinfer-python: pip install -e ".[cuda]"'
-    if backend == "hopper" and not (shutil.which("nvcc") or NVCC.exists()):
-        return "needs CUDA's compiler, nvcc"
+    if backend == "hopper" and not has_compiler():
+        return "needs CUDA's compiler, which the extra [cuda] brings"
+    if backend == "hopper" and not (shutil.which("c++") or shutil.which("g++")):
+        return "needs a C++ compiler (package g++)"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,8 +20,9 @@ SECRETS = frozenset({"api_key"})
 class Status:
     """Answers from what this process knows."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, is_compiling: Callable[[], bool]):
         self._service = service
+        self._is_compiling = is_compiling
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -54,7 +56,8 @@ class Status:
         client = self._service.client
         if client.healthy:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "stalled" if client.started else "starting"}, 503, {"Retry-After": "5"})
+        starting = "compiling" if self._is_compiling() else "starting"
+        return JSONResponse({"status": "stalled" if client.started else starting}, 503, {"Retry-After": "5"})
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

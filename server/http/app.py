@@ -89,7 +89,7 @@ class Api:
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
         limit, shares = runtime.max_model_len, Shares(self.arena)
         self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
-        self._status = Status(self._service)
+        self._status = Status(self._service, child.is_compiling)
 
     def build_metrics(self) -> ASGIApp:
         """The application of the port for metrics."""

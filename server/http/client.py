@@ -27,7 +27,7 @@ from engine.messages import (
 from engine.stats import EngineStats
 from server.errors import RequestError, overloaded
 
-HEARTBEAT_STALE_S = 8.0
+HEARTBEAT_STALE_S = 7.0
 NUM_ENDS = 64
 MAX_RETRY_S = 60
 

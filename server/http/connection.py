@@ -66,9 +66,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reserve = False  # one of the connections beyond the limit
         self._is_deaf = False  # what comes is thrown away: the client was refused
         self._is_between = True  # no body is being read: the next byte belongs to a head
-        self._is_parsing_head = False  # it began in one packet with the end of a chunked body
         self._head = bytearray()
-        self._body_left: int | None = 0  # bytes until the next head; None: the parser will see
+        self._body_left: int | None = 0  # bytes until the next head; None: it is chunked
+        self._tail = b""  # of a chunked body: what may be the beginning of its end
         self._num_idle_bytes = 0  # that the parser took since it last gave anything out
         self._timer: asyncio.TimerHandle | None = None  # of the head
 
@@ -102,22 +102,19 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Heads reach the parser whole, bodies as they come."""
         while data and not self._is_deaf and not self.transport.is_closing():
-            if self._is_between and not self._is_parsing_head:
+            if self._is_between:
                 data = self._take_head(data)
             else:
-                piece = data if self._body_left is None else data[: self._body_left]
-                data = data[len(piece) :]
-                self._body_left = None if self._body_left is None else self._body_left - len(piece)
-                self._feed(piece)
+                size = self._until_possible_end(data) if self._body_left is None else self._body_left
+                self._body_left = None if self._body_left is None else self._body_left - len(data[:size])
+                self._feed(data[:size])
+                data = data[size:]
 
     # ---- called by the parser --------------------------------------------------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        self._is_parsing_head = True
-        super().on_message_begin()
-
     def on_headers_complete(self) -> None:
-        self._is_between = self._is_parsing_head = False
+        self._is_between = False
+        self._tail = b""
         self._num_idle_bytes = 0
         self._stop_waiting()
         headers = dict(self.headers)
@@ -172,8 +169,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._feed(UPGRADE.sub(b"\r\nx-offer:", head))
         return rest
 
+    def _until_possible_end(self, data: bytes) -> int:
+        """Bytes of a chunked body to be parsed at once: it ends like a head, and what follows is to be held back."""
+        end = END_OF_HEAD.search(self._tail + data)
+        size = len(data) if end is None else end.end() - len(self._tail)
+        self._tail = b"" if end else (self._tail + data)[-2:]
+        return size
+
     def _feed(self, data: bytes) -> None:
-        """To the parser, which keeps what it gives out nothing of: trailers, the head behind a chunked body."""
+        """To the parser, which keeps what it does not give out: trailers, extensions of chunks."""
         self._num_idle_bytes += len(data)
         super().data_received(data)
         if self._num_idle_bytes > 2 * MAX_HEAD_BYTES:

@@ -21,6 +21,7 @@ TIGHT = [
     "128",
 ]
 NUM_REQUESTS = 10
+NUM_CANARIES = 210
 HEARTBEAT_S = 1.0  # the engine's processes check themselves at idle with every heartbeat
 
 
@@ -61,6 +62,21 @@ def test_preemption_and_eviction_change_no_answer(tiny: Path) -> None:
             assert engine.metric("engine_images_evicted_total") > 0
             assert (engine.metric("engine_images_restored_total") > 0) == (host != "0")
         assert got == 2 * expected
+
+
+def test_canaries_sing_under_pressure(tiny: Path) -> None:
+    """Red if one answer of many is another one while requests preempt each other and images are evicted: whatever was read was not its."""
+
+    def ask(engine: Engine, i: int) -> str:
+        return engine.text(content(i % NUM_REQUESTS), max_tokens=16, ignore_eos=True)
+
+    with serve(tiny) as engine:
+        expected = [ask(engine, i) for i in range(NUM_REQUESTS)]
+    with serve(tiny, *TIGHT) as engine, ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda i: ask(engine, i), range(NUM_CANARIES)))
+        assert_everything_is_free(engine)
+        assert engine.metric("engine_preemptions_total") > 0 and engine.metric("engine_images_evicted_total") > 0
+    assert [i for i, answer in enumerate(got) if answer != expected[i % NUM_REQUESTS]] == []
 
 
 def test_a_prompt_that_the_pool_never_holds(tiny: Path) -> None:

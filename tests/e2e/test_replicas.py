@@ -39,17 +39,17 @@ def family_of(pid: int) -> list[int]:
 
 
 class Cluster:
-    """A running `engine.replicas --replicas 2`."""
+    """A running `engine.replicas`."""
 
-    def __init__(self, model: Path):
+    def __init__(self, model: Path, replicas: int, *flags: str):
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.flags = ["--model", str(model), "--port", str(port), *SMALL]
         self.log_path = Path(tempfile.mkstemp(prefix="replicas-test-", suffix=".log")[1])
-        command = [sys.executable, "-m", "engine.replicas", "--replicas", "2", *self.flags]
+        command = [sys.executable, "-m", "engine.replicas", "--replicas", str(replicas), *flags, *self.flags]
         environment = dict(os.environ) | {"RAY_DEDUP_LOGS": "0"}
         with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        self.address = self.await_log(r"ready: \S+ by 2 replicas, on the Ray cluster (\S+)", START_S)[0]
+        self.address = self.await_log(rf"ready: \S+ by {replicas} replicas, on the Ray cluster (\S+)", START_S)[0]
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def log(self) -> str:
@@ -72,22 +72,63 @@ class Cluster:
         return [pid for pid in family_of(self.process.pid) if b"engine.worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.fixture(scope="module")
-def cluster(tiny: Path) -> Iterator[Cluster]:
-    running = Cluster(tiny)
-    started = family_of(running.process.pid)
+@contextlib.contextmanager
+def running(model: Path, replicas: int, *flags: str) -> Iterator[Cluster]:
+    """A cluster that is stopped, and checked to be gone, at the end."""
+    cluster = Cluster(model, replicas, *flags)
+    started = family_of(cluster.process.pid)
     try:
-        yield running
+        yield cluster
     finally:
-        running.client.close()
-        running.process.send_signal(signal.SIGTERM)
-        code = running.process.wait(STOP_S)
-    assert code == 0, running.log()[-6000:]
+        cluster.client.close()
+        cluster.process.send_signal(signal.SIGTERM)
+        code = cluster.process.wait(STOP_S)
+    assert code == 0, cluster.log()[-6000:]
     deadline = time.monotonic() + STOP_S
     while left := [pid for pid in started if is_alive(pid)]:
         assert time.monotonic() < deadline, f"processes are left: {left}"
         time.sleep(0.1)
-    running.log_path.unlink()
+    cluster.log_path.unlink()
+
+
+def read_stream(url: str, session: str, num_tokens: int, ended: list[str]) -> None:
+    """Streams a long answer; how it ended."""
+    body = chat_body("go on", max_tokens=num_tokens, ignore_eos=True, stream=True)
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers={"x-session-id": session}, timeout=90) as response:
+            lines = [line for line in response.iter_lines() if line]
+        ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
+    except httpx.HTTPError as error:
+        ended.append(f"broken: {error}")
+
+
+# Before the others: HAProxy has ports that only one cluster of a machine can have.
+def test_busy_replicas_get_another_one(tiny: Path) -> None:
+    """Red if autoscaling does not see requests that pass HAProxy, or ignores how many one engine runs at once."""
+    with running(tiny, 1, "--max-replicas", "2", "--max-num-seqs", "4") as cluster:
+        ended: list[list[str]] = [[] for _ in range(8)]
+        is_over = threading.Event()
+
+        def keep_busy(index: int) -> None:
+            while not is_over.is_set():
+                read_stream(cluster.url, f"busy {index}", 100, ended[index])
+
+        clients = [threading.Thread(target=keep_busy, args=(index,)) for index in range(8)]
+        for client in clients:
+            client.start()
+        try:
+            cluster.await_log(STARTED, 2 * REPLACE_S, count=2)
+        finally:
+            is_over.set()
+            for client in clients:
+                client.join(90)
+        assert {outcome for outcomes in ended for outcome in outcomes} == {"whole"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path) -> Iterator[Cluster]:
+    with running(tiny, 2) as cluster:
+        yield cluster
 
 
 def ports(cluster: Cluster) -> list[str]:
@@ -110,17 +151,6 @@ def test_a_session_stays_on_its_replica_and_sessions_spread(cluster: Cluster) ->
         num_moved += sorted(new - old for new, old in zip(now, counts, strict=True)) != [0, 3]
         counts = now
     assert num_moved == 0 and min(counts) >= 6
-
-
-def read_stream(url: str, session: str, num_tokens: int, ended: list[str]) -> None:
-    """Streams a long answer; how it ended."""
-    body = chat_body("go on", max_tokens=num_tokens, ignore_eos=True, stream=True)
-    try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers={"x-session-id": session}, timeout=90) as response:
-            lines = [line for line in response.iter_lines() if line]
-        ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
-    except httpx.HTTPError as error:
-        ended.append(f"broken: {error}")
 
 
 def test_a_replica_that_dies_is_replaced_and_its_clients_are_told(cluster: Cluster) -> None:

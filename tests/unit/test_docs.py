@@ -15,6 +15,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.flags import make_parser
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from server import route
 from server.api import schema
 from server.api.status import Status
 from server.http.app import ENDPOINTS
@@ -97,7 +98,8 @@ def test_advice_is_for_flags_that_exist() -> None:
 
 OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
 OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
-OF_OTHERS |= {"--backends", "--bound", "--replicas", "--max-replicas", "--address", "--clients", "--turns"}
+OF_OTHERS |= {"--backends", "--bound", "--fd", "--replicas", "--max-replicas", "--address", "--clients", "--turns"}
+OF_OTHERS.add("--hypothesis-profile")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
@@ -107,6 +109,15 @@ def test_flags_of_a_page_exist(page: Path) -> None:
     spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans))
     assert not named - set(make_parser()._option_string_actions) - OF_OTHERS
+
+
+def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
+    """Red if a flag is added to `server.route` or `engine.replicas` and no page says what it is for."""
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    flags = {flag for action in route.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
+    flags |= set(re.findall(r"add_argument\(\"(--[\w-]+)\"", (ROOT / "engine/replicas.py").read_text(encoding="utf-8")))
+    assert len(flags) >= 10
+    assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", page)]
 
 
 @cache
@@ -175,5 +186,5 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
-    routes = {route.path for route in Status(cast(Any, None)).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
+    routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     assert told == {path.replace("{name:path}", "NAME") for path in routes}

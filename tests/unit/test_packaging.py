@@ -132,6 +132,16 @@ def test_the_command_hands_its_flags_on(command: list[str]) -> None:
     assert {"serve": "engine.serve: ", "load": "--concurrency", "accuracy": "--questions"}[command[-1]] in run.stderr
 
 
+def test_the_command_plans() -> None:
+    """Red if `mini-vlm plan` does not print what `--plan` prints."""
+    commands = ["engine.cli", "plan"], ["engine.serve", "--plan"]
+    planned, expected = (
+        subprocess.run([sys.executable, "-m", *command, "Qwen3-VL-8B"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for command in commands
+    )
+    assert planned == expected and "GiB" in planned
+
+
 def test_the_command_tells_its_version() -> None:
     run = subprocess.run([sys.executable, "-m", "engine.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split()[-1] == VERSION

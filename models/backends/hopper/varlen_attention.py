@@ -1,7 +1,7 @@
 """`VarlenAttention` on a kernel of our own for Hopper, `varlen_attention.cu`. Made by `make_varlen_attention`."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -42,10 +42,19 @@ class HopperVarlen:
     def __init__(self, num_heads: int, head_dim: int, device: torch.device) -> None:
         self._num_heads, self._num_blocks = num_heads, num_multiprocessors(device)
         self._scale = head_dim**-0.5
-        self._kernel: Kernel = load_kernel("varlen_attention", head_dim)
-        self._memory = PartMemory.allocate(self._kernel, self._num_blocks, device)
+        self._head_dim, self._device = head_dim, device
         self._stage = lru_cache(MAX_CACHED_PLANS)(self._stage_items)
         self._items = torch.zeros((MAX_ITEMS, ITEM_FIELDS), dtype=torch.int32, device=device)  # at a fixed address, for CUDA graphs
+
+    @cached_property
+    def _kernel(self) -> Kernel:
+        """At its first use: a model is made while kernels are compiled."""
+        kernel: Kernel = load_kernel("varlen_attention", self._head_dim)
+        return kernel
+
+    @cached_property
+    def _memory(self) -> PartMemory:
+        return PartMemory.allocate(self._kernel, self._num_blocks, self._device)
 
     def plan(self, lengths: Sequence[int]) -> None:
         staged = self._stage(tuple(lengths))

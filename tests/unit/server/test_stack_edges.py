@@ -15,6 +15,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from engine.ipc import COMPILING
 from engine.messages import (
     RequestOutput,
 )
@@ -239,6 +240,10 @@ def test_health_tells_starting_and_stalled_from_healthy(model_folder: Path) -> N
         stack.wait_until(lambda: _is_open(stack.config.port), 20)
         assert (stack.http.get("/health").status_code, stack.http.get("/health/live").status_code) == (503, 200)
         assert stack.http.get("/health").json() == {"status": "starting"}
+        mark = Path(stack.run_dir, f"{COMPILING}worker-0")
+        mark.touch()
+        assert stack.http.get("/health").json() == {"status": "compiling"} and stack.http.get("/health").status_code == 503
+        mark.unlink()
         assert stack.chat("x").status_code == 503
         stack.scheduler.beat(age=100.0)
         stack.wait_until(lambda: stack.http.get("/health").json() == {"status": "stalled"})

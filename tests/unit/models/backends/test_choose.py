@@ -8,7 +8,7 @@ from models.backends.choose import Choice, Gpu, choose, list_gpus
 H200 = Gpu("NVIDIA H200", (9, 0), 141 << 30)
 A100 = Gpu("NVIDIA A100", (8, 0), 40 << 30)
 T4 = Gpu("Tesla T4", (7, 5), 16 << 30)
-ALL = frozenset({"triton", "flashinfer", "cc", "nvcc", "cuda torch"})
+ALL = frozenset({"triton", "flashinfer", "cc", "c++", "nvcc", "cuda torch"})
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(module, "find_spec", lambda name: object() if name in there else None)
     monkeypatch.setattr(module.shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(module, "_torch_has_cuda", lambda: "cuda torch" in there)
-    monkeypatch.setattr(module, "NVCC", module.Path("/nowhere/nvcc"))
+    monkeypatch.setattr(module, "has_compiler", lambda: "nvcc" in there)
     return there
 
 
@@ -27,6 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     [
         ([H200], set(), "hopper"),
         ([H200], {"nvcc"}, "portable"),
+        ([H200], {"c++"}, "portable"),
         ([H200], {"flashinfer"}, "portable"),
         ([H200], {"triton"}, "torch"),
         ([A100], set(), "portable"),
@@ -53,7 +54,7 @@ def test_without_a_gpu_the_cpu_serves(installed: set[str]) -> None:
         ("portable", "cpu", 1, [H200], set(), "--device is cpu"),
         ("hopper", "auto", 1, [A100], set(), "not NVIDIA A100"),
         ("hopper", "auto", 1, [H200], {"flashinfer"}, "flashinfer-python"),
-        ("hopper", "auto", 1, [H200], {"nvcc"}, "nvcc"),
+        ("hopper", "auto", 1, [H200], {"nvcc"}, "CUDA's compiler"),
         ("portable", "auto", 1, [H200], {"triton"}, "triton"),
         ("auto", "auto", 1, [T4], set(), "7.5"),
         ("torch", "auto", 1, [T4], set(), "7.5"),

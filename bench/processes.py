@@ -1,0 +1,45 @@
+"""The processes of an engine on this machine: which there are, and what memory they have. Used by `overload`, `soak` and `faults`."""
+
+from pathlib import Path
+
+MODULES = {
+    "server.http.app": "api",
+    "server.processor.main": "processor",
+    "engine.scheduler.main": "scheduler",
+    "engine.worker.main": "worker",
+}
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process, if there still is one."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def roles_of(launcher: int) -> dict[str, int]:
+    """Role -> process id; of workers the last one."""
+    found = {"launcher": launcher}
+    for pid in children_of(launcher):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        module = words[words.index(b"-m") + 1].decode() if b"-m" in words else ""
+        found[MODULES.get(module, module)] = pid
+    return found
+
+
+def own_memory(pid: int) -> int:
+    """Bytes that a process does not share: no arena, no library."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return int(text.partition("RssAnon:")[2].split()[0]) * 1024 if "RssAnon:" in text else 0
+
+
+def is_running(pid: int) -> bool:
+    """There, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

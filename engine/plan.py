@@ -1,0 +1,172 @@
+"""What fits on a GPU: weights, context and images of a model, computed in plain Python without a GPU. `python -m engine.serve --plan`.
+
+    memory  x  --gpu-memory-utilization  =
+        weights + runtime   +   activations   +   captured steps   +   vision tower   +   image cache   +   KV pool
+
+The launcher cuts the sizes of steps by this where a card is small; a worker measures what is planned here, see `engine/worker/memory.py`.
+The formulas were fitted to what workers measured on H200s with 2B, 4B, 8B, 32B, 30B-A3B and 235B-A22B: their sums agree within 5 percent.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import msgspec
+
+from engine.config import GIB, MIB, EngineConfig
+from models.backends.portable.tuned import STEP_SIZES
+from models.config import ModelConfig, TextConfig, VisionConfig
+from models.step_sizes import StepSizes
+
+VALUE_BYTES = 2  # bfloat16
+BLOCK_SCALE = 1 + 4 / 128**2  # bytes of a float8 value with its share of a scale
+GRAPH_BYTES = 4 * MIB  # of one captured step: what CUDA keeps of its launches, seen to be less
+RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA's own, kernels, decoder and sampler; what ranks share with each other
+TOWER_BYTES = 9 * MIB // 10  # for each value of the tower's width: tables, and graphs of sizes that come again
+LOGITS_BYTES = 24  # at once for each row and entry of the vocabulary, while rows are drawn by sorting
+GPU_IMAGE_CACHE_BYTES = 4 * GIB
+IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
+ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
+SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}  # of what is halved for that
+CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes on each GPU; `kv_pool` is negative by what is lacking."""
+
+    weights: int
+    runtime: int
+    activations: int
+    step_graphs: int
+    tower: int
+    image_cache: int
+    kv_pool: int
+    tokens: int  # that the KV pool holds
+    images: int  # of 720p whose embeddings the image cache holds
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.runtime
+
+
+def decoder_parameters(text: TextConfig) -> int:
+    """Matrices of all layers, without a router's, which stay in bfloat16."""
+    attention = text.hidden_size * 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
+    inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
+    return text.num_layers * (attention + 3 * text.hidden_size * inner)
+
+
+def vision_parameters(vision: VisionConfig) -> int:
+    """The tower, whole on every rank. Norms and biases are left out."""
+    width, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    block = 4 * width**2 + 2 * width * vision.intermediate_size
+    mergers = (1 + len(vision.deepstack_indexes)) * (merged**2 + merged * vision.out_hidden_size)
+    return patch * width + vision.num_position_embeddings * width + vision.depth * block + mergers
+
+
+def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
+    """On each of `tp` GPUs."""
+    text = model.text
+    decoder = decoder_parameters(text) * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
+    embeddings = (1 if model.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * VALUE_BYTES / tp
+    routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
+    return int(decoder + embeddings + routers + vision_parameters(model.vision) * VALUE_BYTES)
+
+
+def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """At the peak: of an encode and a step at once, and of rows drawn beside them."""
+    text, vision, tp = model.text, model.vision, config.tp
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
+    patches = config.max_num_encoder_tokens * vision.merge_size**2
+    of_token = 3 * text.intermediate_size // tp + 3 * text.hidden_size
+    if text.moe is not None:
+        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size) + 3 * text.hidden_size
+    step = VALUE_BYTES * of_token * config.max_num_batched_tokens
+    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * config.max_num_seqs * text.vocab_size
+
+
+def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
+    """An upper bound of what captured steps hold: their launches, shared inputs and logits, and the activations of the largest."""
+    chunks = sizes.chunks_by_rows(max_num_seqs)
+    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(map(len, chunks.values()))
+    largest_chunk = max((each[-1] for each in chunks.values()), default=0)
+    tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
+    num_logits = max(chunks, default=max_num_seqs) + sizes.large_step
+    logits = 2 * 4 * num_logits * model.text.vocab_size  # shared, and those of the largest while it is captured
+    embeddings = model.num_visual_levels * largest_chunk * model.text.hidden_size * VALUE_BYTES
+    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
+
+
+def share_out(config: EngineConfig, left: int) -> tuple[int, int]:
+    """Image cache and KV pool of what a GPU has left for both, unless flags say otherwise."""
+    image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE))
+    return image_cache, config.kv_cache_memory_bytes or left - image_cache
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
+    """For GPUs with so many bytes each."""
+    text, tp = model.text, config.tp
+    is_fp8 = text.is_fp8 or config.quantization == "fp8"
+    sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens)
+    activations = activation_bytes(model, config)
+    plan = Plan(
+        weights=weight_bytes(model, tp, is_fp8),
+        runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
+        activations=activations,
+        step_graphs=step_graph_bytes(model, sizes, config.max_num_seqs, config.max_num_batched_tokens, activations),
+        tower=TOWER_BYTES * model.vision.hidden_size,
+        image_cache=0, kv_pool=0, tokens=0, images=0,
+    )  # fmt: skip
+    left = int(gpu_memory * config.gpu_memory_utilization) - plan.held - plan.activations - plan.step_graphs - plan.tower
+    image_cache, kv_pool = share_out(config, left)
+    token_bytes = text.num_layers * 2 * max(1, text.num_kv_heads // tp) * text.head_dim * VALUE_BYTES
+    image_bytes = 880 * model.num_visual_levels * text.hidden_size * VALUE_BYTES  # of 1280 x 720
+    tokens, images = max(0, kv_pool) // token_bytes, image_cache // image_bytes
+    return replace(plan, image_cache=image_cache, kv_pool=kv_pool, tokens=tokens, images=images)
+
+
+def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConfig:
+    """The same settings, or smaller steps where a KV pool of ENOUGH_TOKENS would not fit otherwise; flags that were given are kept."""
+    defaults = dict(zip(config.__struct_fields__[-len(config.__struct_defaults__) :], config.__struct_defaults__, strict=True))
+    free = [name for name in SMALLEST if getattr(config, name) == defaults[name]]
+    while make_plan(config, model, gpu_memory).tokens < ENOUGH_TOKENS:
+        name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
+        if name is None or getattr(config, name) <= SMALLEST[name]:
+            return config
+        config = msgspec.structs.replace(config, **{name: getattr(config, name) // 2})
+    return config
+
+
+def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
+    """What `fit` has made smaller, as flags; empty if nothing."""
+    changed = (name for name in SMALLEST if getattr(asked, name) != getattr(fitted, name))
+    return ", ".join(f"--{name.replace('_', '-')} {getattr(fitted, name)}" for name in changed)
+
+
+def rows(config: EngineConfig, model: ModelConfig, cards: tuple[int, ...]) -> Iterator[list[str]]:
+    """A line of the table for each card of so many bytes."""
+    for memory in cards:
+        fitted = fit(config, model, memory)
+        plan = make_plan(fitted, model, memory)
+        parts = [getattr(plan, field.name) for field in fields(plan)[:6]]
+        text = [f"{memory / GIB:.0f}", *(f"{part / GIB:.1f}" for part in parts)]
+        if plan.tokens < config.block_size:
+            yield [*text, f"{plan.kv_pool / GIB:.1f}", "does not fit", "", ""]
+        else:
+            largest = min(plan.tokens, model.text.max_position_embeddings)
+            yield [*text, f"{plan.kv_pool / GIB:.1f}", f"{largest:,}", str(plan.images), cuts(config, fitted)]
+
+
+HEADERS = ["GPU", "weights", "runtime", "activations", "graphs", "tower", "image cache", "KV pool", "context", "720p kept", "smaller steps"]
+
+
+def describe(config: EngineConfig, model: ModelConfig, name: str, gpu_memory: int | None) -> str:
+    """The table for one card, or for usual ones; sizes in GiB on each of the --tp GPUs."""
+    cards = (gpu_memory,) if gpu_memory is not None else tuple(size * GIB for size in CARDS)
+    lines = [HEADERS, *rows(config, model, cards)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADERS))]
+    is_fp8 = model.text.is_fp8 or config.quantization == "fp8"
+    title = f"{name}, decoder in {'float8' if is_fp8 else 'bfloat16'}, --tp {config.tp}; sizes in GiB on each GPU, context in tokens"
+    return "\n".join([title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)])

@@ -1,0 +1,56 @@
+"""Where CUDA's compiler is: as wheels in this environment (the extra `cuda`), before a system's, which may not match torch. Needs no torch.
+
+The wheels lack names that a linker asks for. What FlashInfer takes for CUDA's folder is therefore one of links:
+
+    bin, include, nvvm  ->  the wheels'        lib64/libcudart.so  ->  the wheels' libcudart.so.13        lib64/stubs/libcuda.so: empty
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+NVCC = Path("/usr/local/cuda/bin/nvcc")  # where CUDA's installer leaves it
+CACHE = Path("~/.cache/mini-vlm-engine")
+LINKED = ("bin", "include", "nvvm")
+
+
+def wheel_home() -> Path | None:
+    """The folder that CUDA 13's wheels share, if the compiler is among them."""
+    spec = find_spec("nvidia")
+    places = () if spec is None else spec.submodule_search_locations or ()
+    return next((home for place in places if (home := Path(place, "cu13")).joinpath("bin", "nvcc").is_file()), None)
+
+
+def has_compiler() -> bool:
+    return wheel_home() is not None or shutil.which("nvcc") is not None or NVCC.exists()
+
+
+def cuda_home(cache: Path = CACHE) -> Path | None:
+    """A folder for CUDA_HOME, made once for these wheels and at the same place again, so that nothing is compiled twice; None without them.
+
+    OSError if it cannot be made, also for lack of a C++ compiler, without which nvcc compiles nothing.
+    """
+    wheels = wheel_home()
+    if wheels is None:
+        return None
+    home = cache.expanduser() / f"cuda-{hashlib.sha256(str(wheels).encode()).hexdigest()[:16]}"
+    stub = home / "lib64/stubs/libcuda.so"
+    if stub.exists():
+        return home
+    stub.parent.mkdir(parents=True, exist_ok=True)
+    links = {name: wheels / name for name in LINKED} | {"lib64/libcudart.so": min(wheels.glob("lib/libcudart.so.*"))}
+    for name, target in links.items():
+        with contextlib.suppress(FileExistsError):  # another engine may start beside this one
+            (home / name).symlink_to(target)
+    building = stub.with_suffix(f".{os.getpid()}")
+    command = ["c++", "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-x", "c++", "/dev/null", "-o", str(building)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except subprocess.CalledProcessError as problem:
+        raise OSError(f"c++ cannot link: {problem.stderr.decode(errors='replace')[:200]}") from None
+    building.replace(stub)
+    return home

@@ -1,0 +1,91 @@
+"""What `--plan` says is what workers measured, weights are counted as they lie, and small cards get smaller steps."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.config import GIB, EngineConfig
+from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, fit, make_plan, weight_bytes
+from models.config import ModelConfig
+from models.scaffold import SHAPES, write_model_folder
+
+FREE = 139.3  # GiB, of the H200s that the figures below are of
+
+
+def config_of(folder: Path, size: str) -> ModelConfig:
+    write_model_folder(folder, SHAPES[size], weights="none", seed=0)
+    return ModelConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "quantization", "max_num_seqs", "held", "others"),
+    [
+        ("2B", 1, "auto", 128, 4.7, 1.9 + 1.8 + 0.8),
+        ("8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
+        ("30B-A3B", 1, "fp8", 128, 30.8, 2.3 + 1.9 + 0.9),
+        ("8B", 4, "auto", 128, 6.4, 2.2 + 2.0 + 1.0),
+        ("32B", 4, "auto", 128, 17.9, 2.5 + 1.6 + 1.0),
+        ("235B-A22B", 4, "fp8", 64, 57.7, 2.7 + 2.0 + 1.0),
+    ],
+)
+def test_the_plan_is_what_workers_measured(
+    tmp_path: Path, size: str, tp: int, quantization: str, max_num_seqs: int, held: float, others: float
+) -> None:
+    """Red if a sum is off by more than 5 percent. The figures are of the workers' logs: weights and runtime; activations, graphs, tower."""
+    config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)  # type: ignore[arg-type]
+    plan = make_plan(config, config_of(tmp_path, size), int(FREE * GIB))
+    assert plan.held / GIB == pytest.approx(held, rel=0.05)
+    assert (plan.held + plan.activations + plan.step_graphs + plan.tower) / GIB == pytest.approx(held + others, rel=0.05)
+    pool = int(FREE * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
+    assert plan.kv_pool == pytest.approx(pool, rel=0.05)
+
+
+@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe"])
+def test_weights_are_counted_as_they_lie(tmp_path: Path, size: str) -> None:
+    """Red if a matrix is forgotten or counted twice: norms and biases are less than a percent."""
+    from models.scaffold.weights import tensor_shapes
+
+    model = config_of(tmp_path, size)
+    shapes = tensor_shapes(model).values()
+    matrices = sum(2 * _product(shape) for shape in shapes if len(shape) > 1)
+    assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-6)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+@pytest.mark.parametrize(("size", "quantization", "card"), [("2B", "auto", 8), ("4B", "auto", 24), ("8B", "fp8", 24), ("8B", "auto", 24)])
+def test_small_cards_serve_with_smaller_steps(tmp_path: Path, size: str, quantization: str, card: int) -> None:
+    """Red if a model that fits is refused, or if its context holds less than the largest image and a question."""
+    model, config = config_of(tmp_path, size), EngineConfig(quantization=quantization)  # type: ignore[arg-type]
+    fitted = fit(config, model, card * GIB)
+    plan = make_plan(fitted, model, card * GIB)
+    assert plan.tokens > 3000 and plan.images > 0
+    assert all(SMALLEST[name] <= getattr(fitted, name) <= getattr(config, name) for name in SMALLEST)
+    assert (plan.tokens >= ENOUGH_TOKENS) or fitted.max_num_seqs == SMALLEST["max_num_seqs"]
+
+
+def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
+    """Red if a flag is overruled, or if a large card gets smaller steps."""
+    model = config_of(tmp_path, "8B")
+    assert fit(EngineConfig(), model, 80 * GIB) == EngineConfig()
+    fitted = fit(EngineConfig(max_num_seqs=100), model, 24 * GIB)
+    assert fitted.max_num_seqs == 100 and fitted.max_num_batched_tokens < EngineConfig().max_num_batched_tokens
+    assert "--max-num-batched-tokens" in cuts(EngineConfig(), fitted) and cuts(fitted, msgspec.structs.replace(fitted)) == ""
+
+
+def test_the_table_needs_no_torch() -> None:
+    """Red if a laptop must load torch to be told what fits, or if the table lacks the card that was asked for."""
+    code = "import sys, engine.serve; c = engine.serve.main(sys.argv[1:]); sys.exit(c or 9 * ('torch' in sys.modules))"
+    arguments = ["--plan", "--model", "Qwen3-VL-8B", "--gpu-memory", "24G", "--quantization", "fp8"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    title, headers, line = done.stdout.strip().splitlines()
+    assert "float8" in title and headers.split()[0] == "GPU" and line.split()[0] == "24"
