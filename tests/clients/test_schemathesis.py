@@ -60,7 +60,7 @@ def test_what_is_valid_is_answered(published: Any, operation: Operation) -> None
     def check(case: Any) -> None:
         if isinstance(case.body, dict):
             case.body = repair(operation.path, integers(case.body))
-        response = case.call()
+        response = case.call(timeout=60)
         if response.status_code == 400 and response.json()["error"].get("code") == "context_length_exceeded":
             return  # what was made is longer than the model's context
         assert response.status_code in (200, 422), (response.status_code, response.text[:500], json.dumps(case.body)[:1500])
@@ -74,7 +74,7 @@ def test_what_is_broken_is_refused(published: Any, operation: Operation) -> None
     """Red if a request that the document forbids is answered, or answered with anything but what was wrong."""
 
     def check(case: Any) -> None:
-        response = case.call()
+        response = case.call(timeout=60)
         assert 400 <= response.status_code < 500, (response.status_code, response.text[:500], json.dumps(case.body)[:1500])
         case.validate_response(response)
 
