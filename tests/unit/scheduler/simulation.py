@@ -163,9 +163,9 @@ class SimulatedWorker:
 
     def lose(self, step: PlannedStep) -> None:
         """The step was given up: nothing of it is there, unless a later one has put something else in its place."""
-        for slot, meaning in self.written[step.plan.step].items():
-            if self.slots[slot] == meaning:
-                del self.slots[slot]
+        later = {slot for written in self.written[step.plan.step + 1 :] for slot in written}
+        for slot in self.written[step.plan.step].keys() - later:  # another request may have put the very same there
+            del self.slots[slot]
         self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
 
