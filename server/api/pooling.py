@@ -287,7 +287,7 @@ def _parts(item: str | Content, opening: str) -> list[dict[str, Any]]:
     said = item if isinstance(item, str) else item.content
     if isinstance(said, str):
         return [_text(opening), _text(said or "NULL")]
-    parts = [part.model_dump(exclude_none=True, by_alias=True) for part in said]
+    parts = [part.model_dump(exclude_unset=True, by_alias=True) for part in said]
     return [_text(opening), *(parts or [_text("NULL")])]
 
 

@@ -62,3 +62,15 @@ def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert images.get(b"d") is None and images.get(b"a") is None
     images.put(b"e", bytes(10))
     assert images.get(b"e") == bytes(10)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/score"])
+@pytest.mark.parametrize(("url", "uuid"), [(None, "unknown"), ({"url": None}, "unknown"), ({"url": None}, None), (None, None)])
+def test_documents_may_be_named_too(stack: Stack, path: str, url: object, uuid: str | None) -> None:
+    """Red if a null URL within a query or a document is a 500."""
+    item = {"content": [{"type": "image_url", "image_url": url} | ({} if uuid is None else {"uuid": uuid})]}
+    for query, document in ((item, "text"), ("text", item)):
+        body = {"query": query, "documents": [document]} if path == "/rerank" else {"text_1": query, "text_2": document}
+        refused = stack.http.post(path, json=body)
+        assert refused.status_code == 400, refused.text
+        assert (refused.json()["error"]["code"] == "unknown_uuid") == (uuid is not None)
