@@ -122,9 +122,9 @@ def test_a_reference_needs_the_nonce() -> None:
 )
 def test_eight_megabytes_take_a_moment(body: bytes) -> None:
     """Red if the scanner becomes quadratic or handles bytes one by one: this takes milliseconds, except for the hostile quotes (0.5 s)."""
-    start = time.perf_counter()
+    start = time.thread_time()
     scanner, region = feed(body, list(range(0, len(body), 1 << 16)))
-    elapsed = time.perf_counter() - start
+    elapsed = time.thread_time() - start
     assert scanner.json(region, keep=()) == body
     assert elapsed < 3
 
@@ -132,9 +132,9 @@ def test_eight_megabytes_take_a_moment(body: bytes) -> None:
 def test_many_short_payloads_before_much_text() -> None:
     """Red if each payload with a backslash costs a pass over the rest of the piece: the event loop stood still for a second."""
     body = b"[" + b'"data:;base64,\\/",' * 1152 + b'"' + b"x" * 500_000 + b'"]'
-    start = time.perf_counter()
+    start = time.thread_time()
     scanner, region = feed(body, [], max_references=2000)
-    elapsed = time.perf_counter() - start
+    elapsed = time.thread_time() - start
     assert scanner.json(region, keep=()) == body and len(scanner.references) == 1152
     assert elapsed < 0.3
 
