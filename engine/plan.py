@@ -4,7 +4,7 @@
         weights + runtime   +   activations   +   captured steps   +   vision tower   +   image cache   +   KV pool
 
 The launcher cuts the sizes of steps by this where a card is small; a worker measures what is planned here, see `engine/worker/memory.py`.
-The formulas were fitted to what workers measured on H200s with 2B, 4B, 8B, 32B, 30B-A3B and 235B-A22B: their sums agree within 5 percent.
+The formulas were fitted to what workers measured on H200s with 2B, 8B, 32B, 30B-A3B and 235B-A22B: their sums agree within 5 percent.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
 from models.backends.portable.tuned import STEP_SIZES
-from models.config import ModelConfig, TextConfig, VisionConfig
+from models.config import ModelConfig, VisionConfig
 from models.step_sizes import StepSizes
 
 VALUE_BYTES = 2  # bfloat16
@@ -32,7 +32,7 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes on each GPU; `kv_pool` is negative by what is lacking."""
+    """Bytes on each GPU; `kv_pool` is negative by what is lacking, unless a flag fixes it."""
 
     weights: int
     runtime: int
@@ -41,19 +41,13 @@ class Plan:
     tower: int
     image_cache: int
     kv_pool: int
+    spare: int  # what nobody has asked for; negative by what is lacking where flags fix the image cache and the KV pool
     tokens: int  # that the KV pool holds
     images: int  # of 720p whose embeddings the image cache holds
 
     @property
     def held(self) -> int:
         return self.weights + self.runtime
-
-
-def decoder_parameters(text: TextConfig) -> int:
-    """Matrices of all layers, without a router's, which stay in bfloat16."""
-    attention = text.hidden_size * 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
-    inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
-    return text.num_layers * (attention + 3 * text.hidden_size * inner)
 
 
 def vision_parameters(vision: VisionConfig) -> int:
@@ -68,7 +62,7 @@ def vision_parameters(vision: VisionConfig) -> int:
 def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
     """On each of `tp` GPUs."""
     text = model.text
-    decoder = decoder_parameters(text) * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
+    decoder = text.num_layers * text.stored_layer_parameters * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
     return int(decoder + embeddings + routers + vision_parameters(model.vision) * VALUE_BYTES)
@@ -117,26 +111,32 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config.max_num_seqs, config.max_num_batched_tokens, activations),
         tower=TOWER_BYTES * model.vision.hidden_size,
-        image_cache=0, kv_pool=0, tokens=0, images=0,
+        image_cache=0, kv_pool=0, spare=0, tokens=0, images=0,
     )  # fmt: skip
     left = int(gpu_memory * config.gpu_memory_utilization) - plan.held - plan.activations - plan.step_graphs - plan.tower
     image_cache, kv_pool = share_out(config, left)
     token_bytes = text.num_layers * 2 * max(1, text.num_kv_heads // tp) * text.head_dim * VALUE_BYTES
     image_bytes = 880 * model.num_visual_levels * text.hidden_size * VALUE_BYTES  # of 1280 x 720
+    spare = left - image_cache - kv_pool
     tokens, images = max(0, kv_pool) // token_bytes, image_cache // image_bytes
-    return replace(plan, image_cache=image_cache, kv_pool=kv_pool, tokens=tokens, images=images)
+    return replace(plan, image_cache=image_cache, kv_pool=kv_pool, spare=spare, tokens=tokens, images=images)
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConfig:
-    """The same settings, or smaller steps where a KV pool of ENOUGH_TOKENS would not fit otherwise; flags that were given are kept."""
+    """The same settings, or smaller steps where the KV pool that was asked for, or one of ENOUGH_TOKENS, would not fit otherwise. What
+    differs from its default was asked for and is kept."""
     defaults = dict(zip(config.__struct_fields__[-len(config.__struct_defaults__) :], config.__struct_defaults__, strict=True))
     free = [name for name in SMALLEST if getattr(config, name) == defaults[name]]
-    while make_plan(config, model, gpu_memory).tokens < ENOUGH_TOKENS:
+    while not _is_enough(config, make_plan(config, model, gpu_memory)):
         name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
         if name is None or getattr(config, name) <= SMALLEST[name]:
             return config
         config = msgspec.structs.replace(config, **{name: getattr(config, name) // 2})
     return config
+
+
+def _is_enough(config: EngineConfig, plan: Plan) -> bool:
+    return plan.spare >= 0 and (config.kv_cache_memory_bytes is not None or plan.tokens >= ENOUGH_TOKENS)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
@@ -152,7 +152,7 @@ def rows(config: EngineConfig, model: ModelConfig, cards: tuple[int, ...]) -> It
         plan = make_plan(fitted, model, memory)
         parts = [getattr(plan, field.name) for field in fields(plan)[:6]]
         text = [f"{memory / GIB:.0f}", *(f"{part / GIB:.1f}" for part in parts)]
-        if plan.tokens < config.block_size:
+        if plan.tokens < config.block_size or plan.spare < 0:
             yield [*text, f"{plan.kv_pool / GIB:.1f}", "does not fit", "", ""]
         else:
             largest = min(plan.tokens, model.text.max_position_embeddings)

@@ -47,8 +47,15 @@ class TextConfig:
 
     @property
     def layer_parameters(self) -> int:
-        """That a token is multiplied by in one layer."""
-        inner = self.intermediate_size if self.moe is None else self.moe.num_experts_per_tok * self.moe.intermediate_size
+        """Of one layer's matrices, those that a token is multiplied by; without a router's."""
+        return self._matrices(self.intermediate_size if self.moe is None else self.moe.num_experts_per_tok * self.moe.intermediate_size)
+
+    @property
+    def stored_layer_parameters(self) -> int:
+        """Of all of them: of every expert."""
+        return self._matrices(self.intermediate_size if self.moe is None else self.moe.num_experts * self.moe.intermediate_size)
+
+    def _matrices(self, inner: int) -> int:
         return self.hidden_size * (2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * inner)
 
 

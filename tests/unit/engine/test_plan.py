@@ -76,6 +76,9 @@ def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
     """Red if a flag is overruled, or if a large card gets smaller steps."""
     model = config_of(tmp_path, "8B")
     assert fit(EngineConfig(), model, 80 * GIB) == EngineConfig()
+    small_pool = EngineConfig(kv_cache_memory_bytes=GIB)  # fewer tokens than usual, but they fit
+    assert fit(small_pool, model, 80 * GIB) == small_pool
+    assert fit(EngineConfig(kv_cache_memory_bytes=4 * GIB), model, 24 * GIB).max_num_batched_tokens < EngineConfig().max_num_batched_tokens
     fitted = fit(EngineConfig(max_num_seqs=100), model, 24 * GIB)
     assert fitted.max_num_seqs == 100 and fitted.max_num_batched_tokens < EngineConfig().max_num_batched_tokens
     assert "--max-num-batched-tokens" in cuts(EngineConfig(), fitted) and cuts(fitted, msgspec.structs.replace(fitted)) == ""
