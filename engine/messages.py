@@ -371,7 +371,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
 
 
-Activity = Literal["idle", "step", "images"]  # "images": a step that has to read some
+Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that has to read some; "compiling": one that makes a kernel
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):

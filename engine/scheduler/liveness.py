@@ -4,8 +4,8 @@ from engine.messages import Activity, Beat
 
 LATE_S = 3.0  # without a beat: three are missing
 MAX_S: dict[str, dict[Activity, float]] = {  # how long a worker may do something that makes no progress meanwhile
-    "cuda": {"idle": 0.0, "step": 0.0, "images": 60.0},
-    "cpu": {"idle": 0.0, "step": 600.0, "images": 600.0},
+    "cuda": {"idle": 0.0, "step": 0.0, "images": 60.0, "compiling": 120.0},
+    "cpu": {"idle": 0.0, "step": 600.0, "images": 600.0, "compiling": 120.0},
 }
 
 
@@ -22,7 +22,7 @@ class Workers:
 
     def alive_at(self, now: float, progress: float) -> float:
         """When all of the engine last was alive, if `progress` is when its requests last made any. A worker that is stopped counts also
-        when there are no requests; one that reads large images, or computes on a CPU, is no deadlock."""
+        when there are no requests; one that reads large images, makes a kernel, or computes on a CPU, is no deadlock."""
         beats = self._beats.values()
         if any(now - beat.since < self._max_s[beat.activity] for _, beat in beats):
             progress = now

@@ -20,6 +20,7 @@ from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.pulse import Heart
 from engine.worker.runner import LaunchedStep, Runner
+from models.backends.make import notify_compilation
 from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def main() -> None:
         sys.exit(1)
     results.send(ready)
     heart = Heart(child.run_dir, rank)
+    notify_compilation(heart.begin_compiling, heart.end_compiling)
     run(runner, plans, results, stopping, heart)
     heart.stop()
     child.close()

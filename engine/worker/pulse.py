@@ -15,6 +15,7 @@ class Heart:
     def __init__(self, run_dir: str, rank: int):
         self._rank = rank
         self._beat = Beat(rank, "idle", time.monotonic())
+        self._interrupted: Activity = "idle"
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(run_dir,), name="heart", daemon=True)
         self._thread.start()
@@ -22,6 +23,14 @@ class Heart:
     def note(self, activity: Activity) -> None:
         """The main thread begins something, maybe the same again: cheap enough for every step."""
         self._beat = Beat(self._rank, activity, time.monotonic())
+
+    def begin_compiling(self) -> None:
+        """In the middle of something, the main thread has to make a kernel first."""
+        self._interrupted = self._beat.activity
+        self.note("compiling")
+
+    def end_compiling(self) -> None:
+        self.note(self._interrupted)
 
     def stop(self) -> None:
         self._stopping.set()

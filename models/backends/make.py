@@ -1,5 +1,8 @@
 """Makes the backend that was chosen. Called by the workers; everything else is handed the result."""
 
+import sys
+from collections.abc import Callable
+
 import torch
 
 from models.backends.backend import Backend
@@ -19,3 +22,20 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
     from models.backends.torch.backend import TorchBackend
 
     return TorchBackend(device)
+
+
+def notify_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """From now on these are called before and after every kernel that Triton compiles: seconds, whenever a new combination of sizes and
+    alignments comes that neither warm-up nor capture has met. Nothing for a backend without Triton."""
+    if "triton" not in sys.modules:
+        return
+    from triton import knobs
+
+    def before(**of_triton: object) -> None:  # anything true would keep it from compiling
+        begin()
+
+    def after(**of_triton: object) -> None:
+        end()
+
+    knobs.runtime.jit_cache_hook = before
+    knobs.runtime.jit_post_compile_hook = after

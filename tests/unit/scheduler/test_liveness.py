@@ -70,7 +70,7 @@ def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
     assert workers.alive_at(111.0, progress=111.0) == 100.0, "one rank is enough"
 
 
-@pytest.mark.parametrize(("device", "activity"), [("cuda", "images"), ("cpu", "images"), ("cpu", "step")])
+@pytest.mark.parametrize(("device", "activity"), [("cuda", "images"), ("cuda", "compiling"), ("cpu", "images"), ("cpu", "step")])
 def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity) -> None:
     """Red if a long decode, or a step on a CPU, looks like a deadlock, or one that never ends does not."""
     workers, most = Workers(device), MAX_S[device][activity]
@@ -96,5 +96,10 @@ def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, monkeypatc
     assert all(isinstance(beat, Beat) and beat.rank == 3 for beat in beats)
     last = beats[-1]
     assert isinstance(last, Beat) and last.activity == "images" and before <= last.since <= time.monotonic()
+    heart.begin_compiling()
+    assert "compiling" in {beat.activity for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Beat)}
+    heart.end_compiling()
+    last = next(beat for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Beat) and beat.activity != "compiling")
+    assert last.activity == "images", "a step that made a kernel goes on as what it was"
     heart.stop()
     inbox.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.backends.make import notify_compilation
 from models.layers.fp8 import BlockScaled, GroupScaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -174,3 +175,39 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
         assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
         assert len(compiled.asm["cubin"]) and f".target sm_{capability}" in compiled.asm["ptx"], launch.name
         assert ("griddepcontrol" in compiled.asm["ptx"]) <= (capability >= 90), launch.name
+
+
+def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if nobody hears of a kernel that is made in the middle of a step, or if Triton cannot describe one of ours, which it does for
+    whoever wants to hear."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    launch_text()
+    launch_tower()
+    launch_sampling()
+    launch_attention(90)
+    launch_experts(90, is_float8=True)
+    said: list[str] = []
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: said.append("compiled"))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
+    notify_compilation(lambda: said.append("begin"), lambda: said.append("end"))
+    kernels = {launch.name: launch for launch in launches}
+    for launch in kernels.values():
+        if "OVERLAP" in launch.kernel.arg_names:
+            launch.options["OVERLAP"] = True
+        launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.options)
+    assert len(kernels) >= 15 and said == ["begin", "compiled", "end"] * len(kernels)
