@@ -17,7 +17,7 @@ from engine.messages import ErrorInfo
 from server.errors import RequestError
 from server.processor.pixels import DecodedSize, decode_rgb
 
-NICENESS = 10  # streams go first
+NICENESS = 19  # streams go first
 MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
 
 
