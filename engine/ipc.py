@@ -4,6 +4,7 @@ Every child calls `Child.attach()` first. A receiver binds its one inbox; sender
 what is in flight. The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import faulthandler
@@ -19,7 +20,6 @@ from typing import Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from engine.arena import ArenaView
 from engine.config import EngineConfig
@@ -103,20 +103,36 @@ class Inbox(Generic[T]):
 
 
 class AsyncInbox(Generic[T]):
-    """The asyncio form of `Inbox`."""
+    """The asyncio form of `Inbox`, made inside the running loop. It asks the socket itself: pyzmq's own asyncio sockets take as long again
+    as the message does."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address(run_dir, name))
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._loop = asyncio.get_running_loop()
+        self._file: int = self._socket.getsockopt(zmq.FD)  # readable when something has changed, until `recv` has found nothing
+        self._loop.add_reader(self._file, self._wake)
+        self._waiter: asyncio.Future[None] | None = None
 
     async def recv(self) -> T:
-        return self._decoder.decode(await self._socket.recv())
+        """The next message; at once, without a turn of the loop, if it has already come."""
+        while True:
+            try:
+                return self._decoder.decode(self._socket.recv(flags=zmq.NOBLOCK))
+            except zmq.Again:
+                self._waiter = self._loop.create_future()
+                await self._waiter
 
     def close(self) -> None:
+        self._loop.remove_reader(self._file)
         self._socket.close()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class StopFlag:

@@ -52,25 +52,3 @@ class Region:
 
     def free(self) -> None:
         self._arena.free(self.offset)
-
-
-class Holdings:
-    """The regions of one request: whatever happens to it, `drop_all` gives everything back."""
-
-    def __init__(self, arena: Arena):
-        self._arena = arena
-        self._regions: set[Region] = set()
-
-    def take(self, capacity: int) -> Region:
-        """Raises ArenaFull or ArenaTooSmall."""
-        region = Region(self._arena, capacity)
-        self._regions.add(region)
-        return region
-
-    def drop(self, region: Region) -> None:
-        self._regions.remove(region)
-        region.free()
-
-    def drop_all(self) -> None:
-        while self._regions:
-            self._regions.pop().free()

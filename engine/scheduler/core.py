@@ -146,6 +146,12 @@ class SchedulerCore:
                 request.wire.stages.admitted = request.wire.stages.admitted or now
         return step
 
+    def hash_ahead(self, step: PlannedStep) -> None:
+        """While the device computes this step: the names of the blocks that it fills, which would delay its tokens when it lands."""
+        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+            if chunk.length >= self.state.blocks.block_size and self.state.limits.prefix_cache:
+                request.name_blocks()
+
     def collect(self, result: StepResult) -> None:
         """Keeps a rank's result; lands the oldest steps that are complete, in order."""
         self._in_flight[result.step - self._in_flight[0].step.plan.step].results.append(result)

@@ -65,8 +65,11 @@ class Scheduler:
         core = self._make_core(ready)
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
+            if core.num_in_flight:
+                self._flush(core)  # the device has a step to work on: clients first
             while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
                 self._send(step)
+                core.hash_ahead(step)
             core.expire(time.monotonic())
             self._flush(core)
             self._receive(core)

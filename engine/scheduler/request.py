@@ -130,6 +130,10 @@ class Request:
             return "stop"
         return "length" if self.num_known - self.num_prompt >= self.max_tokens else None
 
+    def name_blocks(self) -> None:
+        """Hashes the full blocks whose ids are known, if that has not been done."""
+        self.hasher.extend(self.known_ids())
+
     def known_ids(self) -> np.ndarray:
         """int32 ids of the prompt and the known output."""
         return self.token_ids[: self.num_known]

@@ -156,7 +156,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._start_timer()
         searched = max(0, len(self._head) - 2)
-        self._head += data
+        known = len(self._head)
+        self._head += data[: MAX_HEAD_BYTES + 1]  # what follows is a body, and large
         end = END_OF_HEAD.search(self._head, searched)
         size = end.end() if end else len(self._head)
         if size > MAX_HEAD_BYTES:
@@ -164,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return b""
         if end is None and self._head[0] in BEGINNINGS:
             return b""
-        head, rest = bytes(self._head[:size]), bytes(self._head[size:])
+        head, rest = bytes(self._head[:size]), data[size - known :]
         self._head.clear()
         self._feed(UPGRADE.sub(b"\r\nx-offer:", head))
         return rest

@@ -12,12 +12,12 @@ import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
 
-from engine.arena import ArenaFull, ArenaView
+from engine.arena import ArenaFull, ArenaTooSmall, ArenaView
 from engine.config import EngineConfig
 from engine.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef
 from engine.messages import Region as WireRegion
@@ -26,13 +26,13 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.base64_text import decode_base64, decode_data_url
 from server.processor.decoders import Decoders
-from server.processor.early import EarlyReads
+from server.processor.early import EarlyReads, fingerprint
 from server.processor.fetch import Fetcher
 from server.processor.inspect import Allowance, Header, Inspector
 from server.processor.named import NamedImages
 from server.processor.pixels import DecodedSize
 from server.processor.room import Room
-from server.processor.threads import run
+from server.processor.threads import result_of, run, settled
 from server.region import Region
 
 FIRST_DOWNLOAD_BYTES = 1 << 20
@@ -94,12 +94,16 @@ class Image:
         self._header: Header | None = None  # when they are there
         self._ticket = 0  # under which rank 0 reads it already
         self._encoded: Region | None = None
+        self._job: Future[tuple[bytes, Header]] | None = None  # that takes the payload
         self._pixels: Region | None = None
         self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
 
     def start(self) -> None:
-        """Takes the payload up, also of a body that still arrives. How that ends is the business of `load`."""
-        self._task = _start(self._encode())
+        """Takes the payload up, if there is one, also of a body that still arrives. How that ends is the business of `load`."""
+        if self._ref.payload is not None and self._task is None:
+            with contextlib.suppress(ArenaFull, ArenaTooSmall):
+                self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
+            self._task = _start(self._encode())
 
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
         """As image `index` of its request, which has this allowance, until the scheduler may have it. RequestError, ArenaFull or
@@ -136,6 +140,8 @@ class Image:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._job is not None:  # whose task may have ended before it began
+            await settled(self._job)
         for region in (self._encoded, self._pixels):
             if region is not None:
                 self._tools.room.give_back(region)
@@ -144,32 +150,43 @@ class Image:
         """payload or URL -> encoded"""
         payload, tools = self._ref.payload, self._tools
         if payload is not None:
-            self._digest, header = await self._take_payload(payload)
+            job = self._job or self._take_payload(payload)
+            self._digest, header = await result_of(job)
         else:
-            encoded = await self._fetch(self._ref)
-            self._digest, header = await run(tools.media_pool, lambda: tools.inspector.inspect(encoded.view))
+            await self._fetch()
+            self._digest, header = await run(tools.media_pool, self._inspect)
         self._header = header
-        if header.stays_encoded:
-            self._ticket = tools.early.announce(self._digest, self._jpeg_source(header))
+        assert self._encoded is not None
+        self._encoded.trim()
 
-    async def _take_payload(self, payload: WireRegion) -> tuple[bytes, Header]:
-        """Base64 from a request body, decoded into our arena and looked at in one go."""
+    def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header]]":
+        """Base64 from a request body, decoded into our arena and looked at in one go. Raises ArenaFull or ArenaTooSmall."""
         text = self._tools.bodies.view(payload.offset, payload.length)
         encoded = self._encoded = self._tools.room.take(_decoded_bytes(payload))
         room = encoded.room
 
-        def job() -> tuple[int, tuple[bytes, Header]]:
+        def job() -> tuple[bytes, Header]:
             data = decode_base64(text)
             # numpy copies without the interpreter lock; a slice assignment would hold it, and with it the other threads and the event loop
             np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
-            return len(data), self._tools.inspector.inspect(room[: len(data)])
+            encoded.used = len(data)
+            return self._inspect()
 
-        encoded.used, facts = await run(self._tools.media_pool, job)
-        encoded.trim()
-        return facts
+        self._job = self._tools.media_pool.submit(job)
+        return self._job
 
-    async def _fetch(self, ref: MediaRef) -> Region:
-        tools, url = self._tools, ref.url or ""
+    def _inspect(self) -> tuple[bytes, Header]:
+        """Digest and header, in a pool. What rank 0 can begin with, it hears of before the digest is there."""
+        assert self._encoded is not None
+        data, tools = self._encoded.view, self._tools
+        header = tools.inspector.read_header(data)
+        if header.stays_encoded:
+            self._ticket = tools.early.announce(fingerprint(data), self._jpeg_source(header))
+        return tools.inspector.identify(data, header), header
+
+    async def _fetch(self) -> None:
+        tools, ref = self._tools, self._ref
+        url = ref.url or ""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
             encoded = self._encoded = tools.room.take(FIRST_DOWNLOAD_BYTES)
@@ -184,8 +201,6 @@ class Image:
                 data = await run(tools.media_pool, lambda: read(url))
             encoded = self._encoded = tools.room.take(len(data))
             encoded.append(data)
-        encoded.trim()
-        return encoded
 
     async def _settle(self) -> None:
         """encoded -> jpeg, file or rgb"""

@@ -67,11 +67,6 @@ class Inspector:
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
-    def inspect(self, data: memoryview) -> tuple[bytes, Header]:
-        """The hash and the header. Errors as `read_header`."""
-        header = self.read_header(data)
-        return self.identify(data, header), header
-
     def read_header(self, data: memoryview) -> Header:
         """Raises RequestError 400 or 422 in words that follow "Image n: "."""
         if is_jpeg(data):

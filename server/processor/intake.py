@@ -146,15 +146,20 @@ class Intake:
             raise RequestError(TIMED_OUT.status, TIMED_OUT.message, code=TIMED_OUT.code) from None
 
     async def _build(self, request: Request) -> EngineRequest:
-        """Images load in the pools while the prompt is rendered and tokenised here."""
+        """Images load in the pools while the prompt is rendered and tokenised."""
         submit, images = request.submit, request.images
+        for image in images:
+            image.start()
         allowance = Allowance(self._max_request_pixels, self._max_request_downloads)
+        is_large = self._prompts.size(submit.prompt) >= LARGE_MESSAGES_BYTES
+        ids = [] if is_large else self._encode(submit)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
                     group.create_task(image.load(i, ref, allowance))
-                encode = group.create_task(self._encode(submit))
                 compiled = group.create_task(self._compile(submit))
+                if is_large:
+                    ids = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
             if isinstance(failures.exceptions[0], ArenaFull):
                 self._tools.room.check(sum(image.num_bytes for image in images))
@@ -162,7 +167,7 @@ class Intake:
         if submit.output.echo:
             for answer in request.answers:
                 answer.echo = self._prompts.text_of(submit.prompt)
-        prompt = self._prompts.expand(encode.result(), [image.num_tokens for image in images])
+        prompt = self._prompts.expand(ids, [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
         if not submit.is_counted_only:
             self._check_length(num_prompt)
@@ -194,16 +199,11 @@ class Intake:
             grammar=self._keep_grammar(request, compiled.result()),
         )
 
-    async def _encode(self, submit: Submit) -> list[int]:
-        def job() -> list[int]:
-            if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
-                return submit.prompt.ids
-            limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
-            return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
-
-        if self._prompts.size(submit.prompt) < LARGE_MESSAGES_BYTES:
-            return job()
-        return await asyncio.get_running_loop().run_in_executor(self._large_prompts, job)
+    def _encode(self, submit: Submit) -> list[int]:
+        if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
+            return submit.prompt.ids
+        limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
+        return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
 
     async def _compile(self, submit: Submit) -> bytes | None:
         """The grammar that the answer must follow. RequestError 400 if it is none."""

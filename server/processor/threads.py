@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -10,12 +10,22 @@ T = TypeVar("T")
 
 async def run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
     """Runs a job in a pool. When cancelled, returns only after the job has: its memory may then be given back."""
-    future = pool.submit(job)
+    return await result_of(pool.submit(job))
+
+
+async def result_of(future: "Future[T]") -> T:
+    """Of a job that was given to a pool; the same."""
     waiter = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiter)
     except asyncio.CancelledError:
-        if not future.cancel():
-            await asyncio.wait([waiter])
-            waiter.exception()  # taken note of: nobody wants to know any more
+        await settled(future, waiter)
         raise
+
+
+async def settled(future: "Future[T]", waiter: "asyncio.Future[T] | None" = None) -> None:
+    """The job has not begun and never will, or it has ended."""
+    if not future.cancel():
+        waiter = waiter or asyncio.wrap_future(future)
+        await asyncio.wait([waiter])
+        waiter.exception()  # taken note of: nobody wants to know any more

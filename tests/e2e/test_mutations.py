@@ -95,7 +95,8 @@ class Checked:
         for token_id in self._builder.encode(ChatPrompt(msgspec.json.encode(item.template_messages())), len(item.pictures)):
             if token_id == self._image_token_id:
                 picture = next(pictures)
-                identity, _ = self._inspector.inspect(memoryview(picture.data))
+                data = memoryview(picture.data)
+                identity = self._inspector.identify(data, self._inspector.read_header(data))
                 parts += [text, in_process.Picture(identity, np.asarray(picture.open()))]
                 text = []
             else:
