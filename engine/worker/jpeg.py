@@ -14,6 +14,8 @@ from engine.messages import ImageSource, Prefetch
 from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
 from models.backends.jpeg import JpegDecoder
 
+DECODER_BYTES_PER_PIXEL = 6  # the pixels, and what they are made from
+
 
 class ImageReader:
     """Reads image sources out of the processor's arena. On a GPU it works on a stream of its own, beside the step that runs."""
@@ -64,10 +66,20 @@ class ImageReader:
     def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
         pairs = list(zip(sources, payloads, strict=True))
-        decoded = iter(self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"]))
+        found = self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"])
+        jpegs = [source for source in sources if source.encoding == "jpeg"]
+        self._check_memory([source for source, pixels in zip(jpegs, found, strict=True) if pixels is None])
+        decoded = iter(found)
         return [
             self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source, payload) for source, payload in pairs
         ]
+
+    def _check_memory(self, failed: Sequence[ImageSource]) -> None:
+        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder does not say why it failed, and that would
+        be no fault of the client's."""
+        if failed:
+            num_bytes = DECODER_BYTES_PER_PIXEL * max(source.height * source.width for source in failed)
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _bytes(self, source: ImageSource) -> memoryview:
         return self._arena.view(source.region.offset, source.region.length)

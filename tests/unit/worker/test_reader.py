@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,24 @@ def test_a_plan_without_pixels_is_a_bug() -> None:
     reader = ImageReader(ArenaView(create_memfd("arena", 4096), 4096), PillowDecoder(1, CPU), CPU)
     with pytest.raises(AssertionError, match="without its pixels"):
         reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
+
+
+def test_a_decoder_that_lacks_memory_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if an image that is whole becomes a 422 because others have taken the memory, or a damaged one an error of the engine."""
+    there = Announced()
+    monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])  # what a GPU's decoder says in either case
+    source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
+    assert there.reader.read([source]) == [None]
+    empty = torch.empty
+
+    def full(*size: int, **options: Any) -> torch.Tensor:
+        if size == (6 * 40 * 56,):
+            raise torch.OutOfMemoryError
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        there.reader.read([source])
 
 
 class Announced:
