@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.config import num_cpus
-from engine.ipc import Child, Inbox, Outbox, StopFlag
+from engine.ipc import Child, Inbox, Outbox, StopFlag, settle_heap
 from engine.messages import DEPTH, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
@@ -77,6 +77,7 @@ def main() -> None:
         child.failed(explain(problem))
         child.close()
         sys.exit(1)
+    settle_heap()
     results.send(ready)
     heart = Heart(child.run_dir, rank)
     notify_compilation(heart.begin_compiling, heart.end_compiling)
