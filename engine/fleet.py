@@ -92,7 +92,8 @@ class Fleet:
         """Ends everything in order. The second time the engines are told again, which ends their wait for running requests."""
         if self._stop.is_set():
             for process in self._engines:
-                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and its output has not
+                    process.send_signal(signal.SIGTERM)
         self._stop.set()
 
     async def _end_when_stopped(self) -> None:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from engine.arena import memory_limit
 from engine.config import EngineConfig, set_ray_defaults
 from engine.flags import parse_args
-from engine.ipc import AsyncInbox, Child, setup_logging
+from engine.ipc import AsyncInbox, Child, raise_file_limit, setup_logging
 from engine.messages import Events
 from engine.serve import make_runtime, size_arenas, start_engine
 from engine.supervise import ChildDied, Family
@@ -47,6 +47,7 @@ class Replica:
     async def __init__(self, config: EngineConfig, num_neighbours: int):  # type: ignore[misc] # Serve awaits it
         """Ready when the engine is. ValueError, OSError or ChildDied is what keeps it from starting."""
         setup_logging("replica", config.log_level)
+        raise_file_limit()
         self._family = Family()
         self._death: str | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -8,6 +8,7 @@ It needs no part of the engine. Bodies and answers pass as they arrive; a payloa
 import argparse
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import math
@@ -25,6 +26,7 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from engine.ipc import raise_file_limit
 from engine.messages import ErrorInfo
 from server.errors import RequestError, error_body, overloaded
 
@@ -42,7 +44,8 @@ KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
 CONNECT_SECONDS = 1
-IDLE_SECONDS = 3  # less than a replica keeps idle connections (5 s): none is closed while a request is being written to it
+IDLE_SECONDS = 3  # less than a replica keeps idle connections (--idle-timeout): none is closed while a request is being written to it
+CLIENT_IDLE_SECONDS = 75
 DRAIN_SECONDS = 30
 BACKLOG = 2048
 HOP_BY_HOP = {
@@ -52,6 +55,8 @@ HOP_BY_HOP = {
 ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
+FULL = overloaded("The proxy has as many connections as it can hold.", retry_after=5).info
+NO_FILES = (errno.EMFILE, errno.ENFILE)  # open ones here: a replica can do nothing about it
 
 
 @dataclass(slots=True, eq=False)
@@ -192,6 +197,15 @@ def passed(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP | named)
 
 
+def forwarded(request: web.Request) -> CIMultiDict[str]:
+    """Headers of a request for a replica, which believes this proxy, and so learns whose it is: who sent it here stands last."""
+    headers = passed(request.headers)
+    senders = [*headers.getall("X-Forwarded-For", ()), request.remote or ""]
+    headers["X-Forwarded-For"] = ", ".join(senders)
+    headers.setdefault("X-Forwarded-Proto", request.scheme)
+    return headers
+
+
 def error_response(info: ErrorInfo) -> web.Response:
     """An error before the headers are out."""
     headers = {"Retry-After": str(info.retry_after)} if info.retry_after else None
@@ -238,8 +252,9 @@ class Proxy:
         try:
             async with self._session.get(f"{backend.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_SECONDS)) as answer:
                 backend.healthy = answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            backend.healthy = False
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if not _is_full(error):
+                backend.healthy = False
         if backend.healthy != was_healthy:
             logger.warning("%s %s", backend.url, "takes requests" if backend.healthy else "takes no requests")
 
@@ -258,7 +273,9 @@ class Proxy:
                 break
             try:
                 return await self._forward(request, held, backend)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # not a byte was sent
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:  # not a byte was sent
+                if _is_full(error):
+                    return error_response(FULL)
                 backend.healthy = False
             finally:
                 self.balancer.release(backend)
@@ -269,7 +286,7 @@ class Proxy:
         url = URL(f"{backend.url}{request.rel_url.raw_path_qs}", encoded=True)
         data = body_of(held, request) if request.body_exists else None
         try:
-            upstream = await self._session.request(request.method, url, headers=passed(request.headers), data=data, allow_redirects=False)
+            upstream = await self._session.request(request.method, url, headers=forwarded(request), data=data, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             raise
         except aiohttp.ClientError as error:
@@ -293,6 +310,10 @@ class Proxy:
         return response
 
 
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in NO_FILES
+
+
 async def _next_chunk(upstream: aiohttp.ClientResponse) -> bytes:
     """The next chunk as the replica cut it, b"" at the end. Raises ClientPayloadError alone, which no write to a client does."""
     try:
@@ -308,6 +329,7 @@ def make_runner(proxy: Proxy) -> web.AppRunner:
     """Bodies stay compressed if they are; a client that goes ends its request on the replica."""
     return web.AppRunner(
         proxy.app(), handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=DRAIN_SECONDS,
+        keepalive_timeout=CLIENT_IDLE_SECONDS,
     )
 
 
@@ -361,6 +383,7 @@ def main() -> None:
     """Entry point."""
     args = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise_file_limit()
     uvloop.run(serve(args))
 
 

@@ -10,7 +10,6 @@ from server.api.conversation import Source, read_conversation
 from server.api.generation import GenerationEndpoint, Job, output_options, sampling_params, stages_of
 from server.api.grammar import read_grammar
 from server.api.schema import ChatRequest, json_of
-from server.errors import RequestError
 from server.http.body import Body
 from server.http.sse import ChatFormat, Format
 
@@ -26,9 +25,6 @@ class ChatEndpoint(GenerationEndpoint):
     def job(self, request: ChatRequest, body: Body) -> Job:
         """What a checked request is to the processor. RequestError 400."""
         conversation = read_conversation(request.messages, source_of(request, body), request.mm_processor_kwargs)
-        limit = self.service.config.max_images_per_request
-        if len(conversation.media) > limit:
-            raise RequestError(400, f"The request holds {len(conversation.media)} images, the limit is {limit}.", "messages")
         calls = "none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all"
         must_call = request.uses_tools and request.tool_choice not in (None, "auto")
         grammar, grammar_field = read_grammar(request)

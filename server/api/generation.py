@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
-from engine.messages import (
-    Submit,
-)
+from engine.messages import Event, Submit
 from engine.params import OutputOptions, SamplingParams
 from engine.stats import Stages
 from server.api.fields import UnknownFields
@@ -32,7 +31,7 @@ from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.guards import credentials_of
 from server.http.metrics import Metrics
-from server.http.reply import Reply, ReplyOptions
+from server.http.reply import GatheredReply, Reply, ReplyOptions
 from server.http.shares import Shares
 from server.http.sse import Format
 from server.http.validate import check, read_object
@@ -64,6 +63,10 @@ class Job:
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
     echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
+
+    @property
+    def num_images(self) -> int:
+        return sum(len(submit.media) for submit in self.submits)
 
 
 class Endpoint(ABC):
@@ -120,6 +123,9 @@ class Endpoint(ABC):
             job = await self._parse(body)
             if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
+            limit = service.config.max_images_per_request
+            if job.num_images > limit:
+                raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", "messages")
             self._limit_time(job, body)
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it
@@ -168,13 +174,24 @@ class GenerationEndpoint(Endpoint):
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             timings=bool(request.timings),
-            num_images=len(job.submits[0].media),
+            num_images=job.num_images,
         )
         return Reply(stream, service.client, service.metrics, self.format_of(job), reply_options)
 
     def format_of(self, job: Job) -> Callable[..., Format]:
         """How the answer to this one looks."""
         return self.format
+
+
+class GatheringEndpoint(Endpoint):
+    """Answers with one document when all choices have their one event."""
+
+    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
+        return GatheredReply(stream, self.service.client, self.service.metrics, job.num_images, lambda events: self.answer(job, events))
+
+    @abstractmethod
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        """The document, of the choices' events in their order."""
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, Response
 
+from engine.messages import Event
 from server.api.chat import ChatEndpoint
 from server.api.conversation import URL_SCHEMES
 from server.api.fields import check_limited
-from server.api.generation import Endpoint, Job
+from server.api.generation import GatheringEndpoint, Job
 from server.api.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, TokenCount
-from server.api.tokens import CountReply, counted_chat
+from server.api.tokens import counted_chat
 from server.http.body import Body
-from server.http.client import Stream
 from server.http.message_events import MessageFormat
 from server.http.scan import Scanner
 from server.http.validate import Strict, bad_value, check
@@ -210,15 +210,15 @@ class MessagesEndpoint(ChatEndpoint):
         return self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)
 
 
-class CountMessageTokens(Endpoint):
+class CountMessageTokens(GatheringEndpoint):
     """How long a prompt would be, images included."""
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(CountRequest, value)
         return counted_chat(self.check(ChatRequest, chat_body(request, body.scanner)), body)
 
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return CountReply(stream, self.service, lambda event: {"input_tokens": len(event.prompt_ids)})
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        return JSONResponse({"input_tokens": len(events[0].prompt_ids)})
 
 
 def chat_body(request: CountRequest, scanner: Scanner) -> dict[str, Any]:

@@ -6,7 +6,6 @@
 The conversations are those of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
 """
 
-import asyncio
 import math
 import secrets
 import time
@@ -20,21 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.messages import ChatPrompt, Event, Submit, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from server.api.chat import source_of
 from server.api.conversation import read_conversation
-from server.api.generation import Endpoint, Job, stages_of
+from server.api.generation import GatheringEndpoint, Job, stages_of
 from server.api.schema import MAX_MESSAGES, ChatRequest, Message, Parts, ProcessorKwargs, TokenId, check_images
-from server.errors import RequestError
 from server.http.body import Body
-from server.http.client import Stream
-from server.http.log import record_of
-from server.http.reply import error_response, watch_for_disconnect
 from server.http.validate import Strict, bad_value, check
 
 MAX_INPUTS = 1000  # as many as LangChain sends at once
@@ -118,47 +111,14 @@ class ScoreRequest(PoolingRequest):
     text_2: Items
 
 
-class PoolingReply:
-    """An ASGI response, run once: waits for the numbers of all requests, then shows them."""
-
-    def __init__(self, stream: Stream, job: Job, endpoint: "PoolingEndpoint"):
-        self._stream = stream
-        self._job = job
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._endpoint.service
-        found: list[Event | None] = [None] * len(self._stream.choices)
-        watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
-        try:
-            while self._stream.open:
-                for event in await self._stream.next():
-                    if event.error is not None:
-                        service.metrics.note_refusal(event.error)
-                        await error_response(event.error, scope)(scope, receive, send)
-                        return
-                    found[self._stream.choices[event.rid, event.index]] = event
-        except ClientDisconnect:
-            return
-        finally:
-            watcher.cancel()
-            service.client.close(self._stream)
-        events = [event for event in found if event is not None]
-        record = record_of(scope)
-        record.num_prompt = sum(event.num_prompt_tokens for event in events)
-        record.num_images = sum(len(submit.media) for submit in self._job.submits)
-        service.metrics.note_response(200)
-        usage = {"prompt_tokens": record.num_prompt, "total_tokens": record.num_prompt}
-        model = self._job.request.model or service.model_names[0]
-        values = [np.frombuffer(event.pooled, np.float32) for event in events]
-        await self._endpoint.show(self._job, values, {"model": model, "usage": usage})(scope, receive, send)
-
-
-class PoolingEndpoint(Endpoint):
+class PoolingEndpoint(GatheringEndpoint):
     """Answers with what `show` makes of the numbers."""
 
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return PoolingReply(stream, job, self)
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        num_tokens = sum(event.num_prompt_tokens for event in events)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        values = [np.frombuffer(event.pooled, np.float32) for event in events]
+        return self.show(job, values, {"model": job.request.model or self.service.model_names[0], "usage": usage})
 
     @abstractmethod
     def show(self, job: Job, values: list[Floats], head: dict[str, object]) -> Response:
@@ -187,9 +147,6 @@ class PoolingEndpoint(Endpoint):
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
             salt = request.cache_salt or ""
             job.submits.append(Submit(rid, said, media, params, OutputOptions(), stages_of(body), cache_salt=salt, pooled_words=words))
-        limit, num_images = self.service.config.max_images_per_request, sum(len(submit.media) for submit in job.submits)
-        if num_images > limit:
-            raise RequestError(400, f"The request holds {num_images} images, the limit is {limit}.", "messages")
         return job
 
 

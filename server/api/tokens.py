@@ -1,10 +1,8 @@
 """`POST /tokenize` and `POST /detokenize`: what a request would be to the model, images included. Routed to by `server/http/app.py`."""
 
-from collections.abc import Callable
 from typing import Any
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 from engine.messages import (
     Event,
@@ -15,34 +13,13 @@ from engine.messages import (
 from engine.params import OutputOptions, SamplingParams
 from server.api.chat import chat_prompt, source_of
 from server.api.conversation import read_conversation
-from server.api.generation import Endpoint, Job, Service, stages_of
+from server.api.generation import GatheringEndpoint, Job, stages_of
 from server.api.grammar import read_grammar
 from server.api.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from server.http.body import Body
-from server.http.client import Stream
-from server.http.reply import error_response
 
 
-class CountReply:
-    """An ASGI response, run once: the one event of a request that is only counted, as the JSON that `show` makes of it."""
-
-    def __init__(self, stream: Stream, service: Service, show: Callable[[Event], dict[str, object]]):
-        self._stream = stream
-        self._service = service
-        self._show = show
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            event = (await self._stream.next())[0]
-        finally:
-            self._service.client.close(self._stream)
-        if event.error is not None:
-            await error_response(event.error, scope)(scope, receive, send)
-        else:
-            await JSONResponse(self._show(event))(scope, receive, send)
-
-
-class TokenizeEndpoint(Endpoint):
+class TokenizeEndpoint(GatheringEndpoint):
     """Token ids of messages, as chat completions would make them, or of a prompt."""
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
@@ -52,15 +29,12 @@ class TokenizeEndpoint(Endpoint):
             return Job(request, [counted(body, TextPrompt(request.prompt))])
         return counted_chat(self.check(ChatRequest, value), body)
 
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return CountReply(stream, self.service, self._show)
-
-    def _show(self, event: Event) -> dict[str, object]:
-        limit = self.service.client.stats.max_model_len
-        return {"count": len(event.prompt_ids), "max_model_len": limit, "tokens": event.prompt_ids, "token_strs": None}
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        ids, limit = events[0].prompt_ids, self.service.client.stats.max_model_len
+        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
 
 
-class DetokenizeEndpoint(Endpoint):
+class DetokenizeEndpoint(GatheringEndpoint):
     """The text of token ids, special ones included."""
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
@@ -68,8 +42,8 @@ class DetokenizeEndpoint(Endpoint):
         read_grammar(request)
         return Job(request, [counted(body, TokenPrompt(request.tokens))])
 
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return CountReply(stream, self.service, lambda event: {"prompt": event.text})
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        return JSONResponse({"prompt": events[0].text})
 
 
 def counted(body: Body, prompt: Any) -> Submit:

@@ -195,3 +195,46 @@ class Reply:
     def _timings(self) -> dict[str, object]:
         """The `timings` member of a response that asked for it."""
         return {"timings": timings_json(self._stages, self._options.started)} if self._options.timings else {}
+
+
+class GatheredReply:
+    """An ASGI response, run once: waits for the one event of every choice, then answers with what `show` makes of them, in the choices'
+    order. Gives its stream back however it ends."""
+
+    def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int, show: Callable[[list[Event]], Response]):
+        self._stream = stream
+        self._client = client
+        self._metrics = metrics
+        self._num_images = num_images
+        self._show = show
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
+        try:
+            events = await self._gather()
+        except ClientDisconnect:
+            self._metrics.note_response(CLIENT_CLOSED_REQUEST)
+            return
+        finally:
+            watcher.cancel()
+            self._client.close(self._stream)
+        record = record_of(scope)
+        record.num_images = self._num_images
+        if events[-1].error is not None:
+            record.reason = events[-1].error.message
+            self._metrics.note_refusal(events[-1].error)
+            await error_response(events[-1].error, scope)(scope, receive, send)
+            return
+        record.num_prompt = sum(event.num_prompt_tokens for event in events)
+        self._metrics.note_response(200)
+        await self._show(events)(scope, receive, send)
+
+    async def _gather(self) -> list[Event]:
+        """Of all choices; an error comes at once, and is the last."""
+        found: dict[int, Event] = {}
+        while self._stream.open:
+            for event in await self._stream.next():
+                if event.error is not None:
+                    return [event]
+                found[self._stream.choices[event.rid, event.index]] = event
+        return [found[number] for number in range(len(found))]

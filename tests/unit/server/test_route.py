@@ -341,7 +341,7 @@ async def test_chunks_of_a_stream_stay_as_they_were_cut() -> None:
 
 
 async def test_request_headers_paths_and_encodings_pass_unchanged() -> None:
-    """Red if the proxy adds headers of its own, decodes a path, or unpacks a body."""
+    """Red if the proxy adds headers beside those that say who asks, decodes a path, or unpacks a body."""
     seen: list[web.Request] = []
     bodies: list[bytes] = []
 
@@ -359,8 +359,24 @@ async def test_request_headers_paths_and_encodings_pass_unchanged() -> None:
                 bodies.append(await answer.read())
     assert seen[0].raw_path == "/v1/models/a%2Fb?q=%20x" and bodies == [b"packed"]
     names = {name.lower(): value for name, value in seen[0].headers.items()}
-    assert names.keys() == {"host", "authorization", "content-type", "content-length"}
+    assert names.keys() == {"host", "authorization", "content-type", "content-length", "x-forwarded-for", "x-forwarded-proto"}
+    assert (names["x-forwarded-for"], names["x-forwarded-proto"]) == ("127.0.0.1", "http")
     assert names["host"] == running.url.removeprefix("http://") and names["content-length"] == "2"
+
+
+async def test_who_asks_stands_last_whatever_a_client_says() -> None:
+    """Red if a client chooses the address that replicas know it by: they believe the last one that is no proxy's."""
+    seen: list[str] = []
+
+    async def keep(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers["X-Forwarded-For"])
+        return web.Response()
+
+    async with stack(Replica("a", keep)) as running:
+        for given in ("9.9.9.9", "1.1.1.1, 9.9.9.9"):
+            async with running.client.post(running.url, headers={"X-Forwarded-For": given}) as answer:
+                assert answer.status == 200
+    assert seen == ["9.9.9.9, 127.0.0.1", "1.1.1.1, 9.9.9.9, 127.0.0.1"]
 
 
 async def test_the_first_bytes_of_a_large_body_pass_before_the_rest_is_there() -> None:

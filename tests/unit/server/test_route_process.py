@@ -1,6 +1,7 @@
 """`python -m server.route` as a process of its own: what it costs, and TLS."""
 
 import asyncio
+import resource
 import shutil
 import ssl
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from bench.proxy import MIB, Measured
 
@@ -50,6 +52,52 @@ async def test_the_proxy_ends_tls(certificate: Path) -> None:
     finally:
         process.terminate()
         process.wait()
+
+
+async def test_more_clients_than_open_files_are_no_fault_of_the_replicas() -> None:
+    """Red if a proxy that may open no further file takes its replicas for dead, and refuses those that it could serve."""
+    num_clients, may_answer = 40, asyncio.Event()
+
+    async def answer_late(request: web.Request) -> web.Response:
+        if request.path != "/health":
+            await may_answer.wait()
+        return web.Response(text="served")
+
+    runner = web.AppRunner(web.Application(), access_log=None, shutdown_timeout=0)
+    runner.app.router.add_route("*", "/{path:.*}", answer_late)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    backend = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    command = [sys.executable, "-m", "server.route", "--port", "0", "--backends", backend]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = (await asyncio.to_thread(process.stdout.readline)).split()[2]
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+            async def ask() -> tuple[int, str]:
+                async with client.post(url, data=b"{}") as answer:
+                    return answer.status, await answer.text()
+
+            asking = [asyncio.create_task(ask()) for _ in range(num_clients)]
+            done, waiting = await asyncio.wait(asking, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            while done and waiting:  # all that are refused are refused at once
+                newly, waiting = await asyncio.wait(waiting, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+                if not newly:
+                    break
+            may_answer.set()
+            answers = await asyncio.gather(*asking)
+            refused = [text for status, text in answers if status == 503]
+            assert refused and all("as many connections" in text for text in refused)
+            assert [text for status, text in answers if status == 200] == ["served"] * (num_clients - len(refused))
+            assert await ask() == (200, "served")
+    finally:
+        process.terminate()
+        process.wait()
+        await runner.cleanup()
 
 
 def test_a_bound_that_leaves_no_room_is_refused() -> None:

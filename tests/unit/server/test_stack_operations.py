@@ -3,6 +3,7 @@
 import gzip
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -187,6 +188,30 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
         assert stack.http.post("/detokenize", json=body).status_code == 400
     for body in ({"prompt": ["a", "b"]}, {"prompt": 5}, {"messages": [{"role": "user", "content": [image(uri(b"bad"))]}]}):
         assert stack.http.post("/tokenize", json=body).status_code in (400, 422)
+
+
+def test_what_is_only_counted_has_the_limits_of_what_is_answered(model_folder: Path) -> None:
+    """Red if counting loads more images than a request may have, or goes on loading when nobody waits for it."""
+    counting = Stack(model_folder, allow_private_media=True)
+    try:
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            with socket.create_server(("127.0.0.1", 0)) as site:
+                url = f"http://127.0.0.1:{site.getsockname()[1]}/a.png"
+                part = image(url) if path == "/tokenize" else {"type": "image", "source": {"type": "url", "url": url}}
+                body = {"model": "test-model", "messages": [{"role": "user", "content": [part] * 2000}]}
+                response = counting.http.post(path, json=body)
+                assert response.status_code == 400 and "2000 images, the limit is" in response.text
+                body["messages"] = [{"role": "user", "content": [part]}]
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(f"{counting.url}{path}", json=body, timeout=1)
+                download, _ = site.accept()
+                download.settimeout(10)
+                while download.recv(4096):  # until it is given up
+                    pass
+                download.close()
+            counting.settle()
+    finally:
+        counting.close()
 
 
 def test_what_the_server_says_of_itself(model_folder: Path) -> None:
