@@ -34,6 +34,8 @@ class Helper:
     async def ask(self, question: bytes, timeout: float) -> bytes:
         """The answer. TimeoutError if it does not come in so many seconds, HelperDied. Then, or when it is cancelled, the process is gone:
         nothing is written any more. RuntimeError if it does not start."""
+        if self._process is not None and self._process.returncode is not None:  # it has ended with nothing to do, not over this question
+            await self.close()
         process = self._process or await self._start()
         assert process.stdin is not None
         try:

@@ -49,6 +49,7 @@ class Runtime(msgspec.Struct, frozen=True):
     model_names: tuple[str, ...]  # that the API accepts; the first one stands in answers
     max_model_len: int
     metrics_fd: int | None = None  # as the listener, for a port of their own
+    gpu_decodes_jpegs: bool = False
 
 
 def address(run_dir: str | Path, name: str) -> str:

@@ -24,6 +24,7 @@ RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA's own, kernels
 TOWER_BYTES = 9 * MIB // 10  # for each value of the tower's width: tables, and graphs of sizes that come again
 LOGITS_BYTES = 24  # at once for each row and entry of the vocabulary, while rows are drawn by sorting
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
+LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
 IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
 ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
 SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}  # of what is halved for that
@@ -93,10 +94,18 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, nu
     return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
 
 
-def share_out(config: EngineConfig, left: int) -> tuple[int, int]:
-    """Image cache and KV pool of what a GPU has left for both, unless flags say otherwise."""
-    image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE))
-    return image_cache, config.kv_cache_memory_bytes or left - image_cache
+def share_out(config: EngineConfig, left: int, block_bytes: int) -> tuple[int, int]:
+    """Image cache and KV pool of what a GPU has left for both, unless flags say otherwise: then, too, the rest is the other's."""
+    fixed = fixed_kv_bytes(config, block_bytes)
+    share = left // IMAGE_CACHE_SHARE
+    rest = share if fixed is None else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
+    image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest))
+    return image_cache, left - image_cache if fixed is None else fixed
+
+
+def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
+    """Of a KV pool whose size a flag says."""
+    return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
@@ -114,8 +123,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan
         image_cache=0, kv_pool=0, spare=0, tokens=0, images=0,
     )  # fmt: skip
     left = int(gpu_memory * config.gpu_memory_utilization) - plan.held - plan.activations - plan.step_graphs - plan.tower
-    image_cache, kv_pool = share_out(config, left)
     token_bytes = text.num_layers * 2 * max(1, text.num_kv_heads // tp) * text.head_dim * VALUE_BYTES
+    image_cache, kv_pool = share_out(config, left, config.block_size * token_bytes)
     image_bytes = 880 * model.num_visual_levels * text.hidden_size * VALUE_BYTES  # of 1280 x 720
     spare = left - image_cache - kv_pool
     tokens, images = max(0, kv_pool) // token_bytes, image_cache // image_bytes
@@ -136,7 +145,7 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConf
 
 
 def _is_enough(config: EngineConfig, plan: Plan) -> bool:
-    return plan.spare >= 0 and (config.kv_cache_memory_bytes is not None or plan.tokens >= ENOUGH_TOKENS)
+    return plan.spare >= 0 and (fixed_kv_bytes(config, 1) is not None or plan.tokens >= ENOUGH_TOKENS)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +26,7 @@ from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
 from engine.plan import cuts, describe, fit
 from engine.supervise import ChildDied, Family
-from models.backends.choose import choose, list_gpus
+from models.backends.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus
 from models.config import ModelConfig
 from models.hub import DEMO, SIZES, resolve
 
@@ -149,7 +149,8 @@ def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
 
 def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runtime:
     """Finds the model, sizes the context and reserves the arenas. ValueError or OSError says what is missing."""
-    choice = choose(config.backend, config.device, config.tp, config.model == DEMO, list_gpus())
+    gpus = list_gpus()
+    choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     if choice.note:
         logger.warning("%s", choice.note)
     config = size_arenas(config, memory_limit())
@@ -159,7 +160,7 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
     if choice.device == "cuda":
-        config = fit_to_card(config, model)
+        config = fit_to_card(config, model, gpus[: config.tp])
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
@@ -172,12 +173,13 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
         model_folder=str(resolved.folder),
         model_names=tuple(name.strip() for name in (config.served_model_name or resolved.name).split(",")),
         max_model_len=config.max_model_len or limit,
+        gpu_decodes_jpegs=gpu_decodes_jpegs(choice, config.jpeg_decoder),
     )
 
 
-def fit_to_card(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Smaller steps where the GPUs are small, which is said."""
-    memory = config.gpu_memory or min(gpu.total_memory for gpu in list_gpus())
+def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu]) -> EngineConfig:
+    """Smaller steps where one of these GPUs is small, which is said."""
+    memory = config.gpu_memory or min(gpu.total_memory for gpu in gpus)
     fitted = fit(config, model, memory)
     if smaller := cuts(config, fitted):
         logger.warning("steps are smaller, so that the model fits in %.1f GiB: %s", memory / GIB, smaller)

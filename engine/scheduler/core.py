@@ -150,7 +150,7 @@ class SchedulerCore:
         """While the device computes this step: the names of the blocks that it fills, which would delay its tokens when it lands."""
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             if chunk.length >= self.state.blocks.block_size and self.state.limits.prefix_cache:
-                request.name_blocks()
+                request.name_blocks(chunk.start + chunk.length)
 
     def collect(self, result: StepResult) -> None:
         """Keeps a rank's result; lands the oldest steps that are complete, in order."""

@@ -130,9 +130,9 @@ class Request:
             return "stop"
         return "length" if self.num_known - self.num_prompt >= self.max_tokens else None
 
-    def name_blocks(self) -> None:
-        """Hashes the full blocks whose ids are known, if that has not been done."""
-        self.hasher.extend(self.known_ids())
+    def name_blocks(self, end: int) -> None:
+        """Hashes the full blocks up to token `end`, as far as ids are known, if that has not been done."""
+        self.hasher.extend(self.known_ids()[:end])
 
     def known_ids(self) -> np.ndarray:
         """int32 ids of the prompt and the known output."""

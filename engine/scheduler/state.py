@@ -228,7 +228,7 @@ class State:
         full = num_computed // self.blocks.block_size
         if full <= request.num_committed or not self.limits.prefix_cache:
             return
-        request.name_blocks()
+        request.name_blocks(num_computed)
         full = min(full, len(request.hasher.links))
         for i in range(request.num_committed, full):
             self.blocks.commit(request.blocks[i], request.hasher.links[i])

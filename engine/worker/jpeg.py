@@ -75,11 +75,13 @@ class ImageReader:
         ]
 
     def _check_memory(self, failed: Sequence[ImageSource]) -> None:
-        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder does not say why it failed, and that would
-        be no fault of the client's."""
-        if failed:
+        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder, which has its own, does not say why it
+        failed, and that would be no fault of the client's."""
+        if failed and self._stream is not None:
             num_bytes = DECODER_BYTES_PER_PIXEL * max(source.height * source.width for source in failed)
-            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            free, _ = torch.cuda.mem_get_info(self._device)
+            if free < num_bytes:
+                raise torch.OutOfMemoryError(f"{free} bytes are free; {num_bytes} are needed to decode an image")
 
     def _bytes(self, source: ImageSource) -> memoryview:
         return self._arena.view(source.region.offset, source.region.length)

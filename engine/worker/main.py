@@ -76,7 +76,7 @@ def main() -> None:
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
         child.close()
-        sys.exit(1)
+        os._exit(1)  # at once: a compiler may still be at work beside
     settle_heap()
     results.send(ready)
     heart = Heart(child.run_dir, rank)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.plan import share_out
+from engine.plan import fixed_kv_bytes, share_out
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
@@ -62,18 +62,20 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> M
     """`needs` of a GPU, None on a CPU. ValueError if no block fits."""
     block_bytes = config.block_size * spec.bytes_per_token
     image_bytes = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES
-    kv_bytes = config.kv_cache_memory_bytes or CPU_KV_BYTES
+    kv_bytes = fixed_kv_bytes(config, block_bytes) or CPU_KV_BYTES
+    most = image_bytes + kv_bytes
     if needs is not None:
         left = int(needs.free * config.gpu_memory_utilization) - needs.total
-        image_bytes, kv_bytes = share_out(config, left)
+        most = needs.free - needs.total  # of what flags ask for
+        image_bytes, kv_bytes = share_out(config, left, block_bytes)
         parts = (needs.free, needs.held, needs.activations, needs.step_graphs, needs.tower, needs.states, image_bytes, kv_bytes)
         text_of = "memory in GiB: %s free at the start; held %s, activations %s, graphs %s, tower %s, states %s, image cache %s, KV pool %s"
         logger.info(text_of, *(f"{size / GIB:.1f}" for size in parts))
-    num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes
-    if num_blocks < 1:
+    num_blocks = kv_bytes // block_bytes
+    if num_blocks < 1 or image_bytes + kv_bytes > most:
         raise ValueError(
-            "no memory is left for the KV pool: raise --gpu-memory-utilization, or lower --image-cache-bytes, --max-num-batched-tokens, "
-            "--max-num-encoder-tokens or --max-num-seqs"
+            "there is no memory for the KV pool, or not as much as was asked for: raise --gpu-memory-utilization, or lower "
+            "--kv-cache-memory-bytes, --image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
         )
     return MemoryPlan(num_blocks, image_bytes)
 

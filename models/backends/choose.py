@@ -99,6 +99,16 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
     return Choice(_named(best), "cuda", note)
 
 
+def has_jpeg_decoder() -> bool:
+    """Whether nvImageCodec is installed."""
+    return find_spec("nvidia") is not None and find_spec("nvidia.nvimgcodec") is not None
+
+
+def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
+    """Whether the workers' GPUs decode plain JPEGs, by `--jpeg-decoder`; else their hosts do, for which a large one takes long."""
+    return choice.device == "cuda" and choice.backend != "torch" and jpeg_decoder != "cpu" and has_jpeg_decoder()
+
+
 def _named(name: str) -> BackendName:
     assert name in ("hopper", "portable", "torch")
     return name  # type: ignore[return-value]

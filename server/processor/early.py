@@ -30,13 +30,17 @@ class EarlyReads:
     def __init__(self, worker: Outbox[Prefetch] | None):
         self._worker = worker
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # least recently first
+        self._rid = 0  # of the request whose first new image is worth it
         self._is_armed = False
         self._num_sent = 0
         self._lock = threading.Lock()  # also of the socket, which one thread at a time may use
 
-    def arm(self) -> None:
-        """A request comes to an idle engine: its first new image is worth it."""
-        self._is_armed = True
+    def arm(self, rid: int, is_idle: bool) -> None:
+        """Something of a request has come. The first new image of one that comes to an idle engine is worth it; with the next request the
+        worker has others to work for."""
+        with self._lock:
+            if rid != self._rid:
+                self._rid, self._is_armed = rid, is_idle
 
     def announce(self, key: bytes, source: ImageSource) -> int:
         """The ticket under which rank 0 reads a plain JPEG of this fingerprint now; 0 if it does not."""

@@ -43,12 +43,12 @@ class ImageTools:
     """What all images share: memory, threads, limits, and which files were decoded before. Make it inside a running event loop."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads, has_gpu: bool = True
+        self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads, gpu_decodes: bool
     ):
         self.bodies = bodies
         self.room = room
         self.early = early
-        self.inspector = Inspector(config, checkpoint, has_gpu)
+        self.inspector = Inspector(config, checkpoint, gpu_decodes)
         self.fetcher = Fetcher(config)
         self.named = NamedImages()
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")

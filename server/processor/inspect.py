@@ -19,7 +19,7 @@ PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same
 
 
 MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, which takes 3 bytes a pixel of its memory; larger ones are decoded here
-MAX_JPEG_PIXELS_CPU = 1 << 18  # that a worker without one does in a few milliseconds
+MAX_JPEG_PIXELS_HOST = 1 << 18  # that a worker whose GPU does not does in a few milliseconds
 SMALL_PIXELS = 1 << 18  # up to here an image is handed on as it is
 
 
@@ -55,8 +55,8 @@ class Allowance:
 class Inspector:
     """Limits and identity. Immutable."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, has_gpu: bool = True):
-        self._max_jpeg_pixels = MAX_JPEG_PIXELS if has_gpu else MAX_JPEG_PIXELS_CPU
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, gpu_decodes: bool):
+        self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
         self._max_tokens = config.max_num_encoder_tokens

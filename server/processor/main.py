@@ -55,9 +55,10 @@ class Processor:
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         warm_up(self._arena, bodies)
         self._requests: dict[int, Request] = {}
-        worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if child.runtime.device == "cuda" else None
+        gpu_decodes = child.runtime.gpu_decodes_jpegs
+        worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         room = Room(self._arena, lambda: self._num_holders > 1)
-        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker), worker is not None)
+        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker), gpu_decodes)
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._intake = Intake(child.config, folder, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)
@@ -68,12 +69,12 @@ class Processor:
         try:
             while True:
                 message = await self._inbox.recv()
-                if not self._num_holders:
-                    self._tools.early.arm()
                 match message:
                     case Payload():
+                        self._tools.early.arm(message.rid, not self._num_holders)
                         self._intake.begin(message)
                     case Submit():
+                        self._tools.early.arm(message.rid, not self._num_holders)
                         self._intake.accept(message)
                     case Abort():
                         self._intake.abort(message)

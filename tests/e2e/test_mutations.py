@@ -58,7 +58,7 @@ class Checked:
         checkpoint = read_checkpoint(CHECKPOINT)
         self._builder = PromptBuilder(checkpoint)
         self._image_token_id = checkpoint.image_token_id
-        self._inspector = Inspector(EngineConfig(), checkpoint)
+        self._inspector = Inspector(EngineConfig(), checkpoint, gpu_decodes=True)
         self._model = in_process.load_model(CHECKPOINT)
         self._questions = make_questions()
         reference = Reference(CHECKPOINT, torch.device("cpu"))

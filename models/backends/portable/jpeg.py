@@ -1,11 +1,11 @@
 """`JpegDecoder` on the GPU by nvImageCodec: its pixels are within 1/255 of Pillow's."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 
+from models.backends.choose import has_jpeg_decoder
 from models.backends.jpeg import JpegDecoder
 from models.backends.torch.jpeg import PillowDecoder
 
@@ -43,7 +43,7 @@ class NvImageCodecDecoder:
 
 def pick_jpeg_decoder(name: str, num_threads: int, device: torch.device) -> JpegDecoder:
     """`name` as `--jpeg-decoder`: auto is nvImageCodec if it is installed, else Pillow's threads. ValueError if it is named and missing."""
-    is_installed = find_spec("nvidia") is not None and find_spec("nvidia.nvimgcodec") is not None
+    is_installed = has_jpeg_decoder()
     if name == "nvimgcodec" and not is_installed:
         raise ValueError('--jpeg-decoder nvimgcodec needs its package: pip install -e ".[cuda]"')
     return PillowDecoder(num_threads, device) if name == "cpu" or not is_installed else NvImageCodecDecoder(num_threads, device)

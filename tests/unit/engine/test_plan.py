@@ -78,6 +78,12 @@ def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
     assert fit(EngineConfig(), model, 80 * GIB) == EngineConfig()
     small_pool = EngineConfig(kv_cache_memory_bytes=GIB)  # fewer tokens than usual, but they fit
     assert fit(small_pool, model, 80 * GIB) == small_pool
+    few_blocks = EngineConfig(num_gpu_blocks_override=512)
+    assert fit(few_blocks, model, 80 * GIB) == few_blocks and make_plan(few_blocks, model, 80 * GIB).tokens == 512 * few_blocks.block_size
+    usual = make_plan(EngineConfig(), model, 80 * GIB)
+    large_pool = EngineConfig(kv_cache_memory_bytes=usual.kv_pool + GIB)  # what it leaves is the image cache's
+    plan = make_plan(large_pool, model, 80 * GIB)
+    assert fit(large_pool, model, 80 * GIB) == large_pool and plan.spare == 0 and plan.image_cache == usual.image_cache - GIB
     assert fit(EngineConfig(kv_cache_memory_bytes=4 * GIB), model, 24 * GIB).max_num_batched_tokens < EngineConfig().max_num_batched_tokens
     fitted = fit(EngineConfig(max_num_seqs=100), model, 24 * GIB)
     assert fitted.max_num_seqs == 100 and fitted.max_num_batched_tokens < EngineConfig().max_num_batched_tokens

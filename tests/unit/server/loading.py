@@ -2,12 +2,14 @@
 
 import base64
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.arena import Arena, ArenaView, create_memfd
 from engine.config import EngineConfig
-from engine.messages import API_ARENA, MediaRef, Region
+from engine.messages import API_ARENA, MediaRef, Prefetch, Region
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.early import EarlyReads
@@ -27,7 +29,10 @@ class Loading:
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
         room = Room(self.arena, is_shared=lambda: False)
-        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, EarlyReads(None))  # type: ignore[arg-type]
+        self.announced: list[Prefetch] = []
+        worker: Any = SimpleNamespace(send=self.announced.append)
+        early = EarlyReads(worker)
+        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, early, True)  # type: ignore[arg-type]
         self._images: list[Image] = []
 
     async def close(self) -> None:

@@ -24,17 +24,25 @@ def early(sent: list[Prefetch]) -> EarlyReads:
 
 def test_the_first_new_image_of_an_idle_engine(early: EarlyReads, sent: list[Prefetch]) -> None:
     assert early.announce(b"a", SOURCE) == 0  # nobody said that the engine is idle
-    early.arm()
+    early.arm(1, is_idle=True)
     assert early.announce(b"a", SOURCE) == 0  # seen before, so it is encoded as a rule
+    early.arm(1, is_idle=False)  # what else comes of the same request
     ticket = early.announce(b"b", SOURCE)
     assert ticket and sent == [Prefetch(SOURCE, ticket)]
+    early.arm(1, is_idle=False)
     assert early.announce(b"c", SOURCE) == 0  # one is enough: the others are read while the device works on it
-    early.arm()
+    early.arm(2, is_idle=True)
     assert early.announce(b"d", SOURCE) == ticket + 1
 
 
+def test_a_busy_engine_is_left_alone(early: EarlyReads, sent: list[Prefetch]) -> None:
+    early.arm(1, is_idle=True)  # a text
+    early.arm(2, is_idle=False)
+    assert early.announce(b"a", SOURCE) == 0 and not sent
+
+
 def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch]) -> None:
-    early.arm()
+    early.arm(1, is_idle=True)
     assert early.announce(b"a", ImageSource("jpeg", Region(1, 0, 1000), 8000, 8000)) == 0
     assert early.announce(b"b", ImageSource("jpeg", Region(1, 0, MAX_BYTES + 1), 720, 1280)) == 0
     assert not sent and early.announce(b"c", SOURCE)
@@ -43,11 +51,11 @@ def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch
 def test_what_is_remembered_is_bounded(early: EarlyReads) -> None:
     for i in range(NUM_REMEMBERED + 1):
         early.announce(i.to_bytes(4, "little"), SOURCE)
-    early.arm()
+    early.arm(1, is_idle=True)
     assert early.announce((0).to_bytes(4, "little"), SOURCE)
 
 
 def test_without_a_gpu_nobody_is_told() -> None:
     early = EarlyReads(None)
-    early.arm()
+    early.arm(1, is_idle=True)
     assert early.announce(b"a", SOURCE) == 0

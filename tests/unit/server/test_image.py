@@ -104,6 +104,26 @@ async def test_plain_jpegs_stay_encoded(loading: Loading, name: str) -> None:
     assert loading.bytes_of(image) == PLAIN[name]
 
 
+async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the plan does not know what rank 0 has read already, or if rank 0 is told later than it could be, or of a file."""
+    hashed_behind: list[int] = []
+    identify = inspect.Inspector.identify
+
+    def note(inspector: inspect.Inspector, data: memoryview, header: inspect.Header) -> bytes:
+        hashed_behind.append(len(loading.announced))
+        return identify(inspector, data, header)
+
+    monkeypatch.setattr(inspect.Inspector, "identify", note)
+    for rid, (data, ticket) in enumerate([(PLAIN["4:2:0"], 1), (save(pixels(), "PNG"), 0), (PLAIN["4:4:4"], 2)]):
+        loading.tools.early.arm(rid + 1, is_idle=True)
+        image = await loading.load_bytes(data)
+        assert image.span(0).source.ticket == ticket
+        if ticket:
+            announced = loading.announced[-1]
+            assert announced.ticket == ticket and announced.source.region == image.source.region
+    assert hashed_behind == [1, 1, 2]
+
+
 @pytest.mark.parametrize("orientation", [*range(1, 9), 0, 9])
 async def test_orientation_is_read_and_sizes_are_upright(loading: Loading, orientation: int) -> None:
     """Red if EXIF is ignored, or if height and width are those before the rotation."""

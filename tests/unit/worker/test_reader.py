@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -24,22 +24,19 @@ def test_a_plan_without_pixels_is_a_bug() -> None:
         reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
 
 
-def test_a_decoder_that_lacks_memory_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_a_decoder_that_lacks_memory_is_not_the_clients_fault(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if an image that is whole becomes a 422 because others have taken the memory, or a damaged one an error of the engine."""
     there = Announced()
-    monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])  # what a GPU's decoder says in either case
     source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
-    assert there.reader.read([source]) == [None]
-    empty = torch.empty
-
-    def full(*size: int, **options: Any) -> torch.Tensor:
-        if size == (6 * 40 * 56,):
-            raise torch.OutOfMemoryError
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        there.reader.read([source])
+    monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])  # what a GPU's decoder says in either case
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 33))
+    there.reader._stream = MagicMock()
+    if free:
+        assert there.reader._read([source], [memoryview(b"")]) == [None]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            there.reader._read([source], [memoryview(b"")])
 
 
 class Announced:
