@@ -56,13 +56,15 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 class MediaRef(msgspec.Struct, frozen=True):
     """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), a URL to fetch, or the one
-    that came under this `name`, which only this client can say. `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
+    that came under this `name`, which only this client can say. `min_pixels` and `max_pixels` bound its area; None: as the checkpoint.
+    `cap` bounds it whatever the others say."""
 
     payload: Region | None = None
     url: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     name: bytes | None = None
+    cap: int | None = None
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):

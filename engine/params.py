@@ -15,6 +15,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
 
     stop: list[str] = []
+    min_tokens: int = 0  # before which none of these ends the answer
     include_stop: bool = False  # a stop string is the end of the text instead of behind it
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"

@@ -88,6 +88,8 @@ class SamplingDefaults:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,4 +272,6 @@ def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
         temperature=0.0 if greedy else float(generation.get("temperature", 1.0)),
         top_p=float(generation.get("top_p", 1.0)),
         top_k=int(generation.get("top_k", 0)),
+        min_p=float(generation.get("min_p") or 0.0),
+        repetition_penalty=float(generation.get("repetition_penalty") or 1.0),
     )

@@ -4,17 +4,21 @@ It answers each question, a Grammar, with a Compiled.
 """
 
 import json
+import random
 import re
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import xgrammar
 
 from engine.grammar.client import Compiled
+from engine.grammar.schema import check
 from engine.grammar.vocabulary import read_vocabulary
 from engine.helper import answer_questions
 from engine.ipc import die_with_parent
@@ -24,6 +28,10 @@ MEMORY_BYTES = 4 << 30  # beyond it a compilation fails
 NUM_THREADS = 4
 PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 MAX_REASON = 200  # characters: some repeat the grammar
+BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r'[^\"\\\r\n]'))
+PLAIN = r'[^\0-\x1f\"\\\r\n]'
+NUM_FOLLOWED = 64
+MAX_TOKEN_S = 0.05  # of this process's time for one token; usual ones take a hundredth
 
 
 def main() -> None:
@@ -37,29 +45,58 @@ def main() -> None:
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
     """The compiled grammar, or why it is none in words for the client."""
     kinds: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-        "json_object": lambda text: compile_schema(compiler, '{"type": "object"}'),
-        "json_schema": lambda text: compile_schema(compiler, text),
+        "json_object": lambda text: compile_schema(compiler, {"type": "object"}),
+        "json_schema": lambda text: compile_schema(compiler, msgspec.json.decode(text)),
         "regex": compiler.compile_regex,
         "ebnf": compiler.compile_grammar,
         "choice": lambda text: compiler.compile_grammar(choice_grammar(msgspec.json.decode(text, type=list[str]))),
-        "structural_tag": compiler.compile_structural_tag,
+        "structural_tag": lambda text: compiler.compile_grammar(without_controls(xgrammar.Grammar.from_structural_tag(text))),
     }
     try:
-        return Compiled(kinds[grammar.kind](grammar.text).serialize_json().encode())
+        done = kinds[grammar.kind](grammar.text)
+        follow(done)
+        return Compiled(done.serialize_json().encode())
     except (RuntimeError, ValueError, TypeError, MemoryError, msgspec.DecodeError) as problem:
         return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "it takes too much memory")
 
 
-def compile_schema(compiler: xgrammar.GrammarCompiler, schema: str) -> xgrammar.CompiledGrammar:
-    """Without white space that a model could repeat for ever."""
-    return compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
+def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgrammar.CompiledGrammar:
+    """Without white space that a model could repeat for ever. ValueError for what the grammar would not hold."""
+    check(schema)
+    return compiler.compile_grammar(
+        without_controls(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":")))
+    )
+
+
+def without_controls(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
+    """The same; xgrammar's rule for a string of a bounded length lets control characters in, which JSON does not."""
+    text, num_changed = BOUNDED.subn(lambda match: match[1] + PLAIN, str(grammar))
+    return xgrammar.Grammar.from_ebnf(text) if num_changed else grammar
 
 
 def choice_grammar(choices: list[str]) -> str:
     """One of these texts; a JSON string is one of xgrammar's EBNF, too. ValueError if there are none."""
     if not choices:
         raise ValueError("there is nothing to choose from")
-    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def follow(grammar: xgrammar.CompiledGrammar) -> None:
+    """Draws some tokens at random as a worker would. ValueError if it would hold all others up meanwhile."""
+    matcher, rng = xgrammar.GrammarMatcher(grammar), random.Random(0)
+    vocab_size = grammar.tokenizer_info.vocab_size
+    words = xgrammar.allocate_token_bitmask(1, vocab_size)
+    for _ in range(NUM_FOLLOWED):
+        started = time.process_time()
+        matcher.fill_next_token_bitmask(words)
+        allowed = np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little")[:vocab_size])
+        if not len(allowed):
+            return
+        matcher.accept_token(int(rng.choice(allowed)))
+        if time.process_time() - started > MAX_TOKEN_S:
+            raise ValueError("it takes too long to follow")
+        if matcher.is_terminated():
+            return
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _read_part(
     elif url is not None and not url.lower().startswith(URL_SCHEMES):
         param = f"{name}.image_url.url"
         raise RequestError(400, f"{param}: expected a data:, http://, https:// or file:// URL.", param, "invalid_value")
-    least, most = part.limits(limits)
+    least, most, cap = part.limits(limits)
     image_name = None if part.uuid is None else hashlib.sha256(source.owner + part.uuid.encode()).digest()
-    conversation.media.append(MediaRef(payload, url, least, most, image_name))
+    conversation.media.append(MediaRef(payload, url, least, most, image_name, cap))
     return {"type": "image", "media": len(conversation.media) - 1}

@@ -49,6 +49,13 @@ LIMITED: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "return_prompt_text": (False,),
+    "return_token_strs": (False,),
+    "structural_tag": (),  # in `response_format` and `structured_outputs` it is read
+    "normalize": (True,),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "max_tokens_per_doc": (),
     "return_token_offsets": (False,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),

@@ -202,13 +202,13 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
         temperature=request.temperature if request.temperature is not None else defaults.temperature,
         top_p=request.top_p if request.top_p is not None else defaults.top_p,
         top_k=max(0, top_k),
-        min_p=request.min_p or 0.0,
+        min_p=request.min_p if request.min_p is not None else defaults.min_p,
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
+        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         min_tokens=request.min_tokens or 0,
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
@@ -219,6 +219,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
 def output_options(request: GenerationRequest, **others: Any) -> OutputOptions:
     return OutputOptions(
         stop=request.stop,
+        min_tokens=request.min_tokens or 0,
         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         skip_special_tokens=request.skip_special_tokens is not False,
         bad_words=request.bad_words or [],

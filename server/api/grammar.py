@@ -8,6 +8,7 @@ from server.api.schema import GenerationRequest
 from server.http.validate import bad_value
 
 SIMPLE_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "json_schema")
+ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is done, or cannot come up
 KINDS = {
     "json": "json_schema", "guided_json": "json_schema", "json_schema": "json_schema", "regex": "regex", "guided_regex": "regex",
     "choice": "choice", "guided_choice": "choice", "grammar": "ebnf", "guided_grammar": "ebnf", "ebnf": "ebnf",
@@ -51,7 +52,7 @@ def _of_structured_outputs(value: object) -> Grammar | None:
     """vLLM's: one of several members is set."""
     if not isinstance(value, dict):
         raise bad_value("structured_outputs", "must be an object")
-    told = {name: inner for name, inner in value.items() if inner not in (None, False)}
+    told = {name: inner for name, inner in value.items() if inner not in (None, False) and name not in ALREADY}
     if len(told) != 1 or next(iter(told)) not in ("json", "regex", "choice", "grammar", "json_object", "structural_tag"):
         raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
     name, inner = next(iter(told.items()))

@@ -24,6 +24,7 @@ from server.http.validate import Strict, bad_value, check
 # Fields of the dialect that are not implemented, and those of chat completions that its answers have no place for.
 LIMITED: dict[str, tuple[object, ...]] = {
     "container": (),
+    "output_format": (),  # `output_config.format` is read
     "context_management": (),
     "mcp_servers": ([],),
     "stop": (),

@@ -77,12 +77,12 @@ class ImagePart(PixelLimits):
     def _from_bare_string(cls, value: object) -> object:
         return {"url": value} if isinstance(value, str | None) else value
 
-    def limits(self, others: PixelLimits) -> tuple[int | None, int | None]:
-        """What stands nearest to the image counts, `others` last."""
-        low = PixelLimits(max_pixels=LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None)
-        told = (self.image_url, self, low, others)
+    def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
+        """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
+        told = (self.image_url, self, others)
         least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
-        return least, next((one.max_pixels for one in told if one.max_pixels is not None), None)
+        most = next((one.max_pixels for one in told if one.max_pixels is not None), None)
+        return least, most, LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
 
 
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image_url", "input_image")
@@ -291,7 +291,7 @@ class ChatRequest(GenerationRequest):
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
             if self.messages[-1].role != "assistant" or not self.messages[-1].content:
                 raise bad_value("continue_final_message", "needs a last message of the assistant with content")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
         self._check_tools()
 

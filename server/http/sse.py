@@ -107,7 +107,8 @@ class Choice:
                 self.calls.append(Call(delta.name))
             self.calls[delta.index].arguments.append(delta.arguments)
         if event.finish_reason is not None:
-            self.finish_reason = "tool_calls" if self.calls and event.finish_reason == "stop" else event.finish_reason
+            is_cut = isinstance(event.stop_reason, str)  # by a stop string, maybe within a call
+            self.finish_reason = "tool_calls" if self.calls and event.finish_reason == "stop" and not is_cut else event.finish_reason
             self.stop_reason = event.stop_reason
 
 

@@ -81,13 +81,14 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
+        self.is_armed = True  # else text passes unseen
         self._stops = stops
         self._include_stop = include_stop
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was found: what follows is never shown, nor is it unless included."""
-        if not self._stops:
+        if not (self._stops and self.is_armed):
             return piece, False
         text = self._held + piece
         found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]

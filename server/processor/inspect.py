@@ -93,6 +93,8 @@ class Inspector:
         """With the limits on its area that the request has for this image; the checkpoint's own give way to them. RequestError 400."""
         least = ref.min_pixels or min(self.geometry.min_pixels, ref.max_pixels or self.geometry.min_pixels)
         most = ref.max_pixels or max(self.geometry.max_pixels, least)
+        if ref.cap is not None:
+            least, most = min(least, ref.cap), min(most, ref.cap)
         if least > most:
             raise RequestError(400, f"its min_pixels of {least} exceed its max_pixels of {most}", code="invalid_value")
         return dataclasses.replace(self.geometry, min_pixels=least, max_pixels=most)

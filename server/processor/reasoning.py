@@ -46,6 +46,7 @@ class OutputText:
         self._think = think
         self._detokenizer = Detokenizer(table, options.skip_special_tokens)
         self._stops = StopMatcher(options.stop, options.include_stop)
+        self._num_unstoppable = options.min_tokens  # tokens
         self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
         self._is_open = False  # the next token is part of the thoughts
         self._is_first = True
@@ -74,6 +75,8 @@ class OutputText:
         """The text that may be shown now, and whether the answer ends: a stop string was found, or the only call. A hidden token has no
         text."""
         is_first, self._is_first = self._is_first, False
+        self._stops.is_armed = self._num_unstoppable <= 0
+        self._num_unstoppable -= 1
         self.is_reasoning = self._is_open
         if self._is_open and token_id == self._think.end:
             self._is_open = False

@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from engine.messages import EngineRequest, Logprob, RequestOutput, Submit
+from engine.messages import EngineRequest, Logprob, PromptLogprobs, RequestOutput, Submit
 from server.processor.image import Image, release_all
 from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
@@ -47,6 +47,7 @@ class Request:
     is_in_scheduler: bool = False
     is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
     num_prompt_tokens: int = 0
+    scores: PromptLogprobs | None = None  # of the prompt, for all answers
     backlog: deque[RequestOutput] = field(default_factory=deque)  # what waits behind log-probabilities of the prompt
     writer: asyncio.Task[None] | None = None  # tells them, slice by slice
 
@@ -67,7 +68,8 @@ class Request:
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[list[Logprob]]:
         """Slices of the prompt's, which an answer begins with."""
         assert self.prompt is not None
-        entries = of_prompt(self.answers[0].text.table, np.frombuffer(self.prompt.view, np.int32).tolist(), output.prompt_logprobs)
+        self.scores = output.prompt_logprobs or self.scores  # the first answer's come alone, before any other's token
+        entries = of_prompt(self.answers[0].text.table, np.frombuffer(self.prompt.view, np.int32).tolist(), self.scores)
         while part := list(islice(entries, SLICE)):
             yield part
 

@@ -66,20 +66,38 @@ async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, mo
     await made.close()
 
 
-@pytest.mark.parametrize(("sent", "words"), [(signal.SIGSTOP, "longer than 1 s"), (signal.SIGKILL, "cannot be decoded")])
-async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, words: str) -> None:
+@pytest.mark.parametrize(("is_killed", "words"), [(False, "longer than 1 s"), (True, "cannot be decoded")])
+async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, is_killed: bool, words: str) -> None:
     """Red if an image that takes for ever does so, if a decoder that died fails anything but its image, or if none comes in its place."""
     monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint, decode_timeout=1)
-    data = save(LARGE, "PNG")
-    await made.load_bytes(data)
-    for helper in made.tools.decoders._all:
-        if helper._process is not None:
-            os.kill(helper._process.pid, sent)
-    error = await made.refusal(made.body(base64.b64encode(save(pixels(701, 900), "PNG"))))
+    await made.load_bytes(save(LARGE, "PNG"))
+    signal_to_all(made, signal.SIGSTOP)
+    loading = asyncio.create_task(made.refusal(made.body(base64.b64encode(save(pixels(701, 900), "PNG")))))
+    if is_killed:
+        await asyncio.sleep(0.3)
+        signal_to_all(made, signal.SIGKILL)
+    error = await loading
     assert (error.info.status, words in error.info.message) == (422, True)
     assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
     await made.close()
+
+
+async def test_a_decoder_that_died_idle_is_no_fault_of_the_next_image(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a client hears that its image is bad because something else has ended the decoder."""
+    monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
+    made = Loading(checkpoint)
+    await made.load_bytes(save(LARGE, "PNG"))
+    signal_to_all(made, signal.SIGKILL)
+    await asyncio.sleep(0.2)
+    assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
+    await made.close()
+
+
+def signal_to_all(made: Loading, number: signal.Signals) -> None:
+    for helper in made.tools.decoders._all:
+        if helper._process is not None:
+            os.kill(helper._process.pid, number)
 
 
 async def test_who_leaves_ends_the_decoding(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,16 @@ async def test_plain_jpegs_stay_encoded(loading: Loading, name: str) -> None:
     assert loading.bytes_of(image) == PLAIN[name]
 
 
+@pytest.mark.parametrize("bounds", [{}, {"max_pixels": 1 << 30}, {"min_pixels": 1 << 19}, {"max_pixels": 1 << 12}])
+async def test_low_detail_never_makes_an_image_larger(loading: Loading, bounds: dict[str, int]) -> None:
+    """Red if it takes the place of a smaller bound, the checkpoint's or the client's, or contradicts one."""
+    text = base64.b64encode(jpeg(pixels(900, 900)))
+    payload = loading.body(text).payload
+    usual = await loading.load(MediaRef(payload, **bounds))
+    low = await loading.load(MediaRef(payload, cap=512 * 512, **bounds))
+    assert low.num_tokens == min(usual.num_tokens, loading.tools.inspector.geometry.num_tokens((1, 32, 32)))
+
+
 async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if the plan does not know what rank 0 has read already, or if rank 0 is told later than it could be, or of a file."""
     hashed_behind: list[int] = []

@@ -136,6 +136,20 @@ def test_stop_strings(
     assert reader.is_stopped is is_stopped
 
 
+def test_a_stop_string_ends_nothing_before_its_time(tokenizer: Tokenizer, table: TokenTable) -> None:
+    """Red if an answer ends before `min_tokens`, or if text is held back meanwhile."""
+    ids = ids_of(tokenizer, "stop stop stop stop")
+    text = OutputText(table, ThinkTokens.of(tokenizer), OutputOptions(stop=["stop"], min_tokens=len(ids) // 2))
+    shown = []
+    for token_id in ids:
+        piece, is_stopped = text.push(token_id)
+        shown.append(piece)
+        if is_stopped:
+            break
+    assert is_stopped and len(shown) > len(ids) // 2
+    assert "".join(shown).rstrip() == tokenizer.decode(ids[: len(ids) // 2]).rstrip()
+
+
 def test_a_stop_string_that_the_end_of_the_thoughts_completes(tokenizer: Tokenizer, table: TokenTable) -> None:
     """Red if what the last unfinished character becomes is shown although it completes a stop string."""
     reader = Reader(tokenizer, table, ["a�"])

@@ -239,7 +239,7 @@ def test_images_in_any_message_become_indices() -> None:
     ]
     conversation = read_conversation(parse(messages=messages).messages, Source(Scanner("nonce", 4), 0, b""))
     name = hashlib.sha256(b"u").digest()
-    assert conversation.media == [MediaRef(url="https://x.org/a", name=name), MediaRef(url="FILE:///b", max_pixels=512 * 512)]
+    assert conversation.media == [MediaRef(url="https://x.org/a", name=name), MediaRef(url="FILE:///b", cap=512 * 512)]
     assert conversation.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
         {"role": "user", "content": [{"type": "image", "media": 0}, {"type": "text", "text": "?"}]},
@@ -401,6 +401,7 @@ def test_limits_on_pixels() -> None:
     ]
     request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
     media = read_conversation(request.messages, Source(Scanner("nonce", 4), 0, b""), request.mm_processor_kwargs).media
-    assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 512 * 512), (7, 9), (7, 8)]
+    assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 8), (7, 9), (7, 8)]
+    assert [ref.cap for ref in media] == [None, 512 * 512, 512 * 512, None]
     media = read_conversation(request.messages, Source(Scanner("nonce", 4), 0, b"")).media
     assert (media[3].min_pixels, media[3].max_pixels) == (None, None)

@@ -164,8 +164,11 @@ def tell(scheduler: FakeScheduler, request: EngineRequest) -> None:
     for i, token_id in enumerate(ids):
         is_first, is_last = i == 0, i == len(ids) - 1
         reason, stages = ("stop" if is_last else None), (Stages() if is_first else None)
-        output = RequestOutput(request.rid, [token_id], reason, None, 0, stages, [entries[i]], prompt if is_first else None)  # type: ignore[arg-type]
-        scheduler.send([output], [request.rid] if is_last else [])
+        outputs = [
+            RequestOutput(request.rid, [token_id], reason, None, 0, stages, [entries[i]], prompt if is_first and not index else None, index)  # type: ignore[arg-type]
+            for index in range(request.n)  # as the scheduler says it: the prompt's with the first answer alone
+        ]
+        scheduler.send(outputs, [request.rid] if is_last else [])
 
 
 ANSWER: list[int] = []
@@ -252,3 +255,15 @@ def test_only_json_is_read(stack: Stack, path: str, headers: dict[str, str], is_
 def test_a_command_without_a_body_needs_no_type(stack: Stack, headers: dict[str, str], status: int) -> None:
     """Red if tools cannot flush the cache as they do, or if any web page can."""
     assert httpx.post(f"{stack.url}/flush_cache", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_answer_begins_with_the_prompts(stack: Stack, client: openai.OpenAI, answer: list[int], stream: bool) -> None:
+    """Red if only the first of several answers has them, although all begin with the prompt's text."""
+    stack.scheduler.script = tell
+    given = client.completions.create(model="test-model", prompt="Hello", echo=True, logprobs=TOP, n=3, stream=stream)
+    chunks = list(given) if stream else [given]
+    values: dict[int, list[float | None]] = {0: [], 1: [], 2: []}
+    for choice in (choice for chunk in chunks for choice in chunk.choices if choice.logprobs):
+        values[choice.index] += choice.logprobs.token_logprobs
+    assert values[0] == values[1] == values[2] and len(values[0]) > len(answer)

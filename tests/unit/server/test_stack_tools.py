@@ -92,6 +92,18 @@ def test_a_call_that_was_cut_off_is_a_length(stack: Stack, tokenizer: Tokenizer)
     assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
+def test_a_call_that_a_stop_string_cuts_is_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a client is told to run a call whose arguments are cut."""
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, text))
+    (choice,) = stack.chat("x", tools=TOOLS, stop=["Par"]).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Par")
+    body = {"model": "test-model", "max_tokens": 100, "messages": [{"role": "user", "content": "x"}], "stop_sequences": ["Par"]}
+    body["tools"] = [{"name": "f", "input_schema": {"type": "object"}}]
+    answer = stack.http.post("/v1/messages", json=body).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "Par")
+
+
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_tools_calls_are_text(stack: Stack, tokenizer: Tokenizer, fields: dict[str, object]) -> None:
     """Red if a request that wants no calls gets some, or if the model is shown tools that it must not use."""
