@@ -56,15 +56,14 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 class MediaRef(msgspec.Struct, frozen=True):
     """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), a URL to fetch, or the one
-    that came under this `name`, which only this client can say. `min_pixels` and `max_pixels` bound its area; None: as the checkpoint.
-    `cap` bounds it whatever the others say."""
+    that came under this `name`, which only this client can say. `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
 
     payload: Region | None = None
     url: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     name: bytes | None = None
-    cap: int | None = None
+    cap: int | None = None  # most pixels, whatever the others say
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -371,6 +370,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     pooled: dict[int, bytes] = {}  # the same
     starved_images: tuple[int, ...] = ()  # for which this rank had no memory: they are zeros, as failed ones
     out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
+    slow_draws: tuple[int, ...] = ()  # indices of sampled chunks whose grammars held all others up: they were followed no further
 
 
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that has to read some; "compiling": one that makes a kernel

@@ -37,6 +37,7 @@ from engine.stats import EngineStats
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
+TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
 
@@ -266,10 +267,12 @@ class SchedulerCore:
             self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
+        num_sampled = 0
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             ids: list[int] = []
             known: list[TokenLogprobs] = []
             if chunk.sample:
+                num_sampled += 1
                 count = next(counts) if drawn.num_tokens else 1
                 ids = list(islice(token_ids, count))
                 if drawn.logprobs:
@@ -281,7 +284,9 @@ class SchedulerCore:
             _note_stages(request, chunk.sample, results)
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
-            if kept:
+            if chunk.sample and num_sampled - 1 in drawn.slow_draws:
+                self._fail(request, TOO_SLOW)
+            elif kept:
                 self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""))
 
     def _deliver(

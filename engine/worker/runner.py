@@ -41,6 +41,7 @@ class LaunchedStep:
     encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
     marks: Marks
     out_of_memory: bool = False
+    slow_draws: tuple[int, ...] = ()
 
     def result(self) -> StepResult:
         """Waits for the device, then says what came out."""
@@ -62,6 +63,7 @@ class LaunchedStep:
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
             pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
             out_of_memory=self.out_of_memory,
+            slow_draws=self.slow_draws,
         )
 
 
@@ -124,10 +126,10 @@ class Runner:
         sampled, scores = sampled.to_host(), scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
-        self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
+        slow_draws = self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
-        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks)
+        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks, slow_draws=slow_draws)
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """A step that computes nothing. Plans on their way may name its images."""

@@ -5,8 +5,10 @@ before, lets the matchers take them and fills the masks, while the device is bus
 grammar waits for nothing.
 """
 
+import contextlib
+import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ Int32s = npt.NDArray[np.int32]
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
+SLOW_S = 0.1  # of this thread's time for one token of one row; usual are some tens of microseconds
 
 
 @dataclass(slots=True)
@@ -34,17 +37,30 @@ class Session:
     matcher: "GrammarMatcher"
     after: int | None  # the grammar holds behind this token; None if it has come
     is_over: bool = False  # the text is complete, or left the grammar because a stop token or another rule was stronger
+    is_slow: bool = False  # a token of it took so long that all other rows waited: it is followed no further
 
     @property
     def restricts(self) -> bool:
-        return self.after is None and not self.is_over
+        return self.after is None and not self.is_over and not self.is_slow
 
     def take(self, token_id: int) -> None:
         """The request has drawn this token."""
         if self.restricts:
-            self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
+            with self._watched():
+                self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
         elif token_id == self.after:
             self.after = None
+
+    def fill(self, words: torch.Tensor, place: int) -> None:
+        """The tokens that may come next, into row `place` of a mask."""
+        with self._watched():
+            self.matcher.fill_next_token_bitmask(words, place)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        self.is_slow = time.thread_time() - started > SLOW_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +129,14 @@ class Grammars:
         if any(session is not None for _, session, _ in found):
             while self._drawn:
                 self._take(self._drawn.popleft())
-        matchers = {index: session.matcher for index, session, _ in found if session is not None and session.restricts}
-        limited = [(index, allowed) for index, _, allowed in found if index in matchers or allowed is not None]
+        following = {index: session for index, session, _ in found if session is not None and session.restricts}
+        limited = [(index, allowed) for index, _, allowed in found if index in following or allowed is not None]
         if not limited:
             return None
         words = torch.full((len(limited), self._num_words), -1, dtype=torch.int32)
         for place, (index, allowed) in enumerate(limited):
-            if index in matchers:
-                matchers[index].fill_next_token_bitmask(words, place)
+            if index in following:
+                following[index].fill(words, place)
             if allowed is not None:
                 words[place] &= torch.from_numpy(allowed)
         self._staging.begin()
@@ -129,11 +145,14 @@ class Grammars:
         self._staging.copy()
         return Mask(index_A, allowed_AW)
 
-    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> None:
-        """These rows draw tokens, which are on the host when `marks` are done."""
+    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> tuple[int, ...]:
+        """These rows draw tokens, which are on the host when `marks` are done. Returns which of these draws follow a grammar no further,
+        because it was too slow."""
         sessions = [self._sessions[row] for row in rows.tolist()]
-        if any(session is not None for session in sessions):
-            self._drawn.append(Drawn(sessions, tokens_S, marks))
+        if not any(session is not None for session in sessions):
+            return ()
+        self._drawn.append(Drawn(sessions, tokens_S, marks))
+        return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
     def _take(self, drawn: Drawn) -> None:
         drawn.marks.wait()

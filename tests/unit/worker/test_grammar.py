@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from engine.grammar import client
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.params import Grammar
+from engine.worker.sampling import grammar
 from engine.worker.sampling.grammar import Grammars
 from models.demo import CHECKPOINT
 from models.qwen3_vl import Qwen3VL
@@ -97,6 +98,23 @@ def test_answers_follow_their_grammars(
     alone = Engine(model)
     alone.add(1, [[1, 2, 3]], grammar=compiled[names[1]], seed=1, **PARAMS)
     assert alone.run()[1] == tokens[1]
+
+
+def test_a_grammar_that_holds_all_others_up_ends_its_request(
+    model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if one request's pattern may take any time at every token, if what it goes on with is no answer to it, or if others fail."""
+    engine, plain = Engine(model), Engine(model)
+    free = {**PARAMS, "ignore_eos": True, "max_tokens": 20}
+    for made in (engine, plain):
+        made.add(1, [[1, 4]], **free)
+    engine.add(0, [[0, 2, 3]], grammar=compiled["schema"], **PARAMS)
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(grammar, "SLOW_S", -1.0)  # any time is too long
+    engine.run()
+    assert "too long to follow" in engine.errors[0] and 1 not in engine.errors
+    assert engine.tokens[1] == plain.run()[1]
 
 
 def test_any_object_may_be_long_but_is_one(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
