@@ -14,8 +14,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
 WORKDIR /src
 COPY . .
 # FlashInfer keeps what it compiles in a folder named after the architectures: without a GPU it must be told them, or nothing is found later.
+# Its recipe names the compiler: with another one at run time, such as that of the wheels, all would be compiled again.
 ENV FLASHINFER_WORKSPACE_BASE=/opt/engine/kernels FLASHINFER_CUDA_ARCH_LIST=9.0a HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
-    PATH=/opt/engine/bin:$PATH
+    CUDA_HOME=/usr/local/cuda PATH=/opt/engine/bin:$PATH
 RUN deploy/install.sh /opt/engine cuda
 WORKDIR /home/engine
 # The driver comes with the host; to load what was compiled, its stub is enough.

@@ -7,7 +7,9 @@ import sys
 
 from engine.config import VERSION
 
-BENCHMARKS = ("probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "compare")
+BENCHMARKS = (
+    "probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "compare", "tokens", "overload", "soak", "faults",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

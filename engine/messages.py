@@ -27,7 +27,7 @@ PROCESSOR_ARENA = 1
 
 DEPTH = 2  # plans sent whose results are not all in: one runs, one waits behind it. What workers keep for steps in flight is for so many
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length"]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -97,24 +97,6 @@ def test_only_the_launcher_sees_everything() -> None:
             assert not [name for name in imports(path) if name.split(".")[0] == "server"], relative(path)
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    """Red if two files can only be understood together."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if path.name != "__init__.py"}
-    names = {name: path for name, path in names.items() if not name.startswith("models.")}  # where backends still choose each other
-    edges = {name: {found for found in imports(path) if found in names} for name, path in names.items()}
-    finished: set[str] = set()
-
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " -> ".join((*way[way.index(name) :], name))
-        if name not in finished:
-            for imported in sorted(edges[name]):
-                visit(imported, (*way, name))
-            finished.add(name)
-
-    for name in sorted(names):
-        visit(name, ())
-
-
 @pytest.mark.parametrize("module", ["server.http.app", "server.processor.main", "engine.scheduler.main", "engine.serve"])
 def test_no_torch_outside_the_workers(module: str) -> None:
     """Red if a process that must start fast and stay small imports torch (2-3 s and 330 MB)."""

@@ -123,6 +123,3 @@ class GroupScaled:
     def dequantized(self) -> torch.Tensor:
         """(T, K) in float32."""
         return (self.values.float().unflatten(1, (-1, BLOCK)) * self.scales[: self.num_tokens, :, None]).flatten(1)
-
-
-Input = torch.Tensor | GroupScaled

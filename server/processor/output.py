@@ -199,9 +199,6 @@ def _full_event(
 def _finish(request: Request, answer: Answer, output: RequestOutput, text: str, reason: FinishReason) -> Event:
     """The terminal event: what was held back is shown, unless it completes a stop string."""
     request.end(answer)
-    if reason in ("abort", "error"):
-        request.is_ended = True
-        return Event(request.submit.rid, error=ABORTED)
     calls = answer.text.calls
     rest, is_stopped = answer.text.flush()
     last = output.token_ids[-1] if output.token_ids else None

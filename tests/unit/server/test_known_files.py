@@ -10,7 +10,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from engine.messages import EngineRequest, RequestOutput
+from engine.messages import EngineRequest, ErrorInfo, RequestOutput
 from tests.unit.server.pictures import DECODED, PLAIN, save
 from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_image import shown
@@ -117,7 +117,8 @@ def test_a_release_while_files_are_decoded(stack: Stack) -> None:
     stack.chat(content(LARGE))
     asking = Asking(stack, LARGE)
     stack.scheduler.want(asking.request.rid, 0, 1, 2, 3)
-    response = asking.end(RequestOutput(asking.request.rid, [], "abort"))
+    failure = ErrorInfo(503, "no", code="overloaded", retry_after=1)
+    response = asking.end(RequestOutput(asking.request.rid, [], error=failure))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
