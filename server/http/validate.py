@@ -53,8 +53,10 @@ def read_object(data: bytes) -> dict[str, Any]:
     check_number_of_values(data)
     try:
         value = from_json(data)
-    except ValueError:
-        raise RequestError(400, "The request body is not valid JSON.") from None
+    except ValueError as error:
+        is_deep = str(error).startswith("recursion limit")
+        words = "The request body is nested too deeply." if is_deep else "The request body is not valid JSON."
+        raise RequestError(400, words) from None
     if not isinstance(value, dict):
         raise RequestError(400, "The request body must be a JSON object.")
     return value

@@ -173,6 +173,13 @@ def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
     assert caught.value.info.status == 400
 
 
+def test_depth_is_no_lack_of_validity() -> None:
+    """Red if a client with a deep schema is told that its JSON is none."""
+    with pytest.raises(RequestError) as caught:
+        read_object(b'{"x": ' + b"[" * 300 + b"]" * 300 + b"}")
+    assert "nested too deeply" in caught.value.info.message
+
+
 DEFAULTS_OF_CLIENTS = {
     "store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "parallel_tool_calls": True, "n": 1, "logprobs": False,
     "enable_thinking": None, "max_tokens": None, "tools": [], "tool_choice": "auto",
