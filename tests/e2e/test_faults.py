@@ -26,7 +26,7 @@ NUM_LEAVERS, CLEAN_S = 200, 2.0
 @pytest.mark.parametrize(("role", "phase", "name"), CASES)
 async def test_a_signal_in_every_phase(role: str, phase: str, name: str) -> None:
     """Red if a client waits for ever, if the engine lives on in part or ends in silence, or if anything of it is left."""
-    result = await asyncio.wait_for(faults.case(role, phase, name, pause=11), 120)
+    result = await asyncio.wait_for(faults.case(role, phase, name, pause=11), 240)
     assert result["good"], result
 
 
