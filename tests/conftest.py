@@ -15,8 +15,10 @@ settings.register_profile("long", deadline=None, max_examples=20_000)  # `--hypo
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Over several processes (`-n 3 --dist loadgroup`) the tests of a file stay together, and so do all that want a GPU for themselves."""
+    """Over several processes (`-n 3 --dist loadgroup`) the tests of a file stay together, and so do all that want a GPU for themselves,
+    and those of replicas: Ray's HAProxy has fixed ports."""
     if config.pluginmanager.hasplugin("xdist"):
         on_gpu = Path(__file__).with_name("gpu")
         for item in items:
-            item.add_marker(pytest.mark.xdist_group("gpu" if on_gpu in item.path.parents else str(item.path)))
+            is_alone = on_gpu in item.path.parents
+            item.add_marker(pytest.mark.xdist_group("gpu" if is_alone else item.path.name if "replicas" in item.path.name else str(item.path)))
