@@ -20,5 +20,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.pluginmanager.hasplugin("xdist"):
         on_gpu = Path(__file__).with_name("gpu")
         for item in items:
-            is_alone = on_gpu in item.path.parents
-            item.add_marker(pytest.mark.xdist_group("gpu" if is_alone else item.path.name if "replicas" in item.path.name else str(item.path)))
+            shared = "gpu" if on_gpu in item.path.parents else "replicas" if "replicas" in item.path.name else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(shared))
