@@ -262,10 +262,14 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten."""
+    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten.
+
+    `grid` is what the plan will probably say, too; None: it has to be awaited.
+    """
 
     source: ImageSource
     ticket: int
+    grid: tuple[int, int, int] | None = None
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ TOWER_BYTES = 9 * MIB // 10  # for each value of the tower's width: tables, and 
 LOGITS_BYTES = 24  # at once for each row and entry of the vocabulary, while rows are drawn by sorting
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
+MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
 IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
 ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
 SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}  # of what is halved for that
@@ -94,6 +95,11 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, nu
     return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
 
 
+def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
+    """The largest embedding that lies there before the image cache has room for it."""
+    return min(MAX_EARLY_TOKENS, max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
+
+
 def share_out(config: EngineConfig, left: int, block_bytes: int) -> tuple[int, int]:
     """Image cache and KV pool of what a GPU has left for both, unless flags say otherwise: then, too, the rest is the other's."""
     fixed = fixed_kv_bytes(config, block_bytes)
@@ -119,7 +125,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config.max_num_seqs, config.max_num_batched_tokens, activations),
-        tower=TOWER_BYTES * model.vision.hidden_size,
+        tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
         image_cache=0, kv_pool=0, spare=0, tokens=0, images=0,
     )  # fmt: skip
     left = int(gpu_memory * config.gpu_memory_utilization) - plan.held - plan.activations - plan.step_graphs - plan.tower

@@ -17,7 +17,7 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.plan import step_graph_bytes
+from engine.plan import early_image_bytes, step_graph_bytes
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -105,7 +105,8 @@ def measure_needs(
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     graphs = 0 if captured is None else step_graph_bytes(model.config, captured, *sizes, activations)
     states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
-    return Needs(free, free - free_bytes(model.device), activations, graphs, model.kept_bytes(), states)
+    tower = model.kept_bytes() + early_image_bytes(model.config, config.max_num_encoder_tokens)
+    return Needs(free, free - free_bytes(model.device), activations, graphs, tower, states)
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

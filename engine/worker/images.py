@@ -5,8 +5,11 @@ Every rank encodes its share of a step's images (the tower is data-parallel) and
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
       or      save ──▶ restore ──────────────────▶ │                  stream of the tower
+
+An image that an idle engine hears of before there is a plan is read and encoded at once; the plan that names it finds it done.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -16,9 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.messages import Encode, Prefetch, Restore, Save
+from engine.plan import MAX_EARLY_TOKENS
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.contract import VisionLanguageModel
+from models.geometry import Grid
 from models.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -32,16 +37,30 @@ GROWTH = 2  # of one group to the next: the next is read while the tower works o
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading,
-    and marks around the tower's work. `starved` are images for which there was no memory."""
+    and marks around each stretch of the tower's work. `starved` are images for which there was no memory."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
     read_ms: float
-    marks: Marks
+    marks: tuple[Marks, ...]
     starved: tuple[int, ...] = ()
 
 
-NOTHING_ENCODED = Encoded([], [], 0.0, Marks((), ()))
+NOTHING_ENCODED = Encoded([], [], 0.0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyImage:
+    """One that was encoded before a plan named it."""
+
+    ticket: int
+    grid: Grid
+    pixels: torch.Tensor  # the reader's
+    embedding: torch.Tensor
+    marks: Marks
+
+    def is_of(self, encode: Encode) -> bool:
+        return (encode.source.ticket, encode.grid) == (self.ticket, self.grid)
 
 
 class ImageCache:
@@ -69,6 +88,7 @@ class ImageCache:
         self._stream = stream
         self._host = host
         self._last_use: dict[int, torch.cuda.Event] = {}
+        self._early: EarlyImage | None = None
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copies embeddings to host memory, before they are evicted. Reads only: a step that still runs may read them, too."""
@@ -100,9 +120,18 @@ class ImageCache:
             self._let_current_stream_wait()
 
     def prefetch(self, prefetch: Prefetch) -> None:
-        """As `ImageReader.prefetch`, for the tower's stream."""
-        with torch.cuda.stream(self._stream):
-            self._reader.prefetch(prefetch)
+        """Reads an image for a plan that names its ticket and, if its grid can be told and is small, encodes it; in place of the one
+        before. Without memory, nothing is done: the plan may find some."""
+        if self._early is not None and self._stream is not None:
+            self._stream.synchronize()  # nobody wanted it, so perhaps the tower still reads its pixels
+        self._early = None
+        with torch.cuda.stream(self._stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+            pixels, grid = self._reader.prefetch(prefetch), prefetch.grid
+            if pixels is not None and grid is not None and self._model.config.geometry.num_tokens(grid) <= MAX_EARLY_TOKENS:
+                watch = self._stopwatch()
+                (embedding,) = self._model.encode([pixels], [grid])
+                watch.mark()
+                self._early = EarlyImage(prefetch.ticket, grid, pixels, embedding, watch.marks())
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
@@ -154,23 +183,36 @@ class ImageCache:
             return [], NOTHING_ENCODED
         failed: list[int] = []
         kept: list[torch.Tensor] = []
-        own: list[torch.Tensor] = []
+        done: dict[int, torch.Tensor] = {}
+        marks: list[Marks] = []
+        early = self._early
+        for encode in share:
+            if early is not None and early.is_of(encode):
+                self._early = None
+                kept += [pixels for pixels in self._reader.read([encode.source]) if pixels is not None]
+                done[encode.image_id] = early.embedding
+                marks.append(early.marks)
         read_ms = 0.0
-        watch = Stopwatch(self._model.device.type == "cuda")
-        watch.mark()
-        for group in self._groups(share):
+        watch = self._stopwatch()
+        for group in self._groups([encode for encode in share if encode.image_id not in done]):
             started = time.monotonic()
             pixels = self._reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
             embeddings = iter(self._model.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
-                own.append(self._zeros(self._num_tokens(encode)) if image is None else next(embeddings))
+                done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)
                 if image is None:
                     failed.append(encode.image_id)
             kept += [image for image, _ in good]
         watch.mark()
-        return own, Encoded(failed, kept, read_ms, watch.marks())
+        return [done[encode.image_id] for encode in share], Encoded(failed, kept, read_ms, (*marks, watch.marks()))
+
+    def _stopwatch(self) -> Stopwatch:
+        """Of the tower, from now on."""
+        watch = Stopwatch(self._model.device.type == "cuda")
+        watch.mark()
+        return watch
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
         """The share in its order: a small group first, so that the device starts early."""

@@ -27,8 +27,9 @@ class ImageReader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._early: dict[int, tuple[torch.Tensor | None, bytes]] = {}  # by ticket, at most one: pixels, and what they are decoded from
 
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Reads an image for a plan that names its ticket; in place of the one before.
+    def prefetch(self, prefetch: Prefetch) -> torch.Tensor | None:
+        """Reads an image for a plan that names its ticket; in place of the one before. Its pixels as `read` gives them, which are read
+        once more when the plan comes; None if nothing was read.
 
         Its bytes may be another upload's by now, which nobody has checked: to decode such could take any time and memory. So they are
         copied, and the copy is decoded only if it is a plain JPEG of the size that was announced.
@@ -43,6 +44,8 @@ class ImageReader:
             with contextlib.suppress(torch.OutOfMemoryError, MemoryError):  # its plan may find room
                 (pixels,) = self._on_stream([source], [memoryview(copy)])
                 self._early[prefetch.ticket] = (pixels, copy)
+                return pixels
+        return None
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.

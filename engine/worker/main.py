@@ -37,6 +37,7 @@ def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | St
             heart.note("idle")
         plan = plans.recv_ready() if pending else plans.recv(timeout=IDLE_POLL_S)
         if isinstance(plan, Prefetch):
+            heart.note("images")
             runner.prefetch(plan)
         elif plan is not None:
             heart.note("images" if plan.encodes else "step")

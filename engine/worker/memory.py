@@ -45,7 +45,7 @@ class Needs:
     held: int  # by now, as the driver counts
     activations: int  # of an encode and a step at once, at their peak
     step_graphs: int
-    tower: int  # tables and graphs that are made when sizes come again
+    tower: int  # tables and graphs that are made when sizes come again, and an image that no plan has named yet
     states: int  # of rows, where layers have any
 
     @property

@@ -47,7 +47,7 @@ class LaunchedStep:
         """Waits for the device, then says what came out."""
         self.marks.wait()
         (forward_ms,) = self.marks.spans_ms()
-        encode_ms = sum(self.encoded.marks.spans_ms())
+        encode_ms = sum(span for marks in self.encoded.marks for span in marks.spans_ms())
         return StepResult(
             rank=self.rank,
             step=self.step,
@@ -145,7 +145,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Enqueues the reading of an image that a plan may come to name."""
+        """Enqueues the reading and encoding of an image that a plan may come to name."""
         self._images.prefetch(prefetch)
 
     @torch.inference_mode()

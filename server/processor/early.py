@@ -1,16 +1,17 @@
-"""The first new image of an idle engine is decoded before there is a plan: rank 0 is told of it as soon as its bytes are there, while it
-is hashed and its prompt is built. Used by `server/processor/image.py`; what comes of it is in `engine/worker/jpeg.py`.
+"""The first new image of an idle engine is decoded and encoded before there is a plan: rank 0 is told of it as soon as its bytes are there,
+while it is hashed and its prompt is built. Used by `server/processor/image.py`; what comes of it is in `engine/worker/images.py`.
 
-A hint and no more: a plan names the image as always, and workers that have not read it read it then. For one image that is two
-milliseconds, which is what the GPU's JPEG decoder and its host take.
+A hint and no more: a plan names the image as always, and workers that have not read it, or to another size, do that then.
 """
 
+import contextlib
 import hashlib
 import threading
 from collections import OrderedDict
 
 from engine.ipc import Outbox
 from engine.messages import ImageSource, Prefetch
+from models.geometry import Grid, VisionGeometry
 
 NUM_REMEMBERED = 4096  # images that were seen, and as a rule encoded; one that is forgotten may be read once too often
 MAX_PIXELS = 1 << 24  # 48 MiB of RGB, which a worker holds beside what its memory was planned for
@@ -25,9 +26,12 @@ def fingerprint(data: memoryview) -> bytes:
 
 
 class EarlyReads:
-    """`worker` is rank 0's inbox, None if its images are not decoded by a GPU. Images are announced from any thread."""
+    """`worker` is rank 0's inbox, None if its images are not decoded by a GPU. Images are announced from any thread.
 
-    def __init__(self, worker: Outbox[Prefetch] | None):
+    To which size a request has its images brought is not known when they come, so `geometry` is that of the last one: set it."""
+
+    def __init__(self, worker: Outbox[Prefetch] | None, geometry: VisionGeometry):
+        self.geometry = geometry
         self._worker = worker
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # least recently first
         self._rid = 0  # of the request whose first new image is worth it
@@ -55,5 +59,11 @@ class EarlyReads:
                 return 0
             self._is_armed = False
             self._num_sent += 1
-            self._worker.send(Prefetch(source, self._num_sent))
+            self._worker.send(Prefetch(source, self._num_sent, self._grid(source)))
             return self._num_sent
+
+    def _grid(self, source: ImageSource) -> Grid | None:
+        """None for a shape that will be refused."""
+        with contextlib.suppress(ValueError):
+            return self.geometry.grid(source.height, source.width)
+        return None

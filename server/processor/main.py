@@ -58,7 +58,7 @@ class Processor:
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         room = Room(self._arena, lambda: self._num_holders > 1)
-        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker), gpu_decodes)
+        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker, checkpoint.geometry), gpu_decodes)
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._intake = Intake(child.config, folder, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)

@@ -31,7 +31,7 @@ class Loading:
         room = Room(self.arena, is_shared=lambda: False)
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
-        early = EarlyReads(worker)
+        early = EarlyReads(worker, checkpoint.geometry)
         self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, early, True)  # type: ignore[arg-type]
         self._images: list[Image] = []
 

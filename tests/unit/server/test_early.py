@@ -1,14 +1,18 @@
 """Which images rank 0 is told of before there is a plan. Red if a busy engine's worker is kept from its plans, or known images are read."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.messages import ImageSource, Prefetch, Region
+from models.geometry import VisionGeometry
 from server.processor.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
 
 SOURCE = ImageSource("jpeg", Region(1, 0, 1000), 720, 1280)
+GEOMETRY = VisionGeometry(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1 << 16, max_pixels=1 << 24)
+GRID = GEOMETRY.grid(720, 1280)
 
 
 @pytest.fixture
@@ -19,7 +23,7 @@ def sent() -> list[Prefetch]:
 @pytest.fixture
 def early(sent: list[Prefetch]) -> EarlyReads:
     worker: Any = SimpleNamespace(send=sent.append)
-    return EarlyReads(worker)
+    return EarlyReads(worker, GEOMETRY)
 
 
 def test_the_first_new_image_of_an_idle_engine(early: EarlyReads, sent: list[Prefetch]) -> None:
@@ -28,7 +32,7 @@ def test_the_first_new_image_of_an_idle_engine(early: EarlyReads, sent: list[Pre
     assert early.announce(b"a", SOURCE) == 0  # seen before, so it is encoded as a rule
     early.arm(1, is_idle=False)  # what else comes of the same request
     ticket = early.announce(b"b", SOURCE)
-    assert ticket and sent == [Prefetch(SOURCE, ticket)]
+    assert ticket and sent == [Prefetch(SOURCE, ticket, GRID)]
     early.arm(1, is_idle=False)
     assert early.announce(b"c", SOURCE) == 0  # one is enough: the others are read while the device works on it
     early.arm(2, is_idle=True)
@@ -56,6 +60,16 @@ def test_what_is_remembered_is_bounded(early: EarlyReads) -> None:
 
 
 def test_without_a_gpu_nobody_is_told() -> None:
-    early = EarlyReads(None)
+    early = EarlyReads(None, GEOMETRY)
     early.arm(1, is_idle=True)
     assert early.announce(b"a", SOURCE) == 0
+
+
+def test_the_size_is_what_the_last_request_wanted(early: EarlyReads, sent: list[Prefetch]) -> None:
+    """Red if a client that always has its images made smaller always has one encoded in vain, or if a shape without grid raises."""
+    early.geometry = dataclasses.replace(GEOMETRY, max_pixels=1 << 18)
+    early.arm(1, is_idle=True)
+    early.announce(b"a", SOURCE)
+    early.arm(2, is_idle=True)
+    early.announce(b"b", ImageSource("jpeg", Region(1, 0, 1000), 2, 4000))
+    assert [prefetch.grid for prefetch in sent] == [early.geometry.grid(720, 1280), None] and sent[0].grid != GRID

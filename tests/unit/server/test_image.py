@@ -131,6 +131,7 @@ async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loadin
         if ticket:
             announced = loading.announced[-1]
             assert announced.ticket == ticket and announced.source.region == image.source.region
+            assert announced.grid == image.grid
     assert hashed_behind == [1, 1, 2]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.messages import Encode, ImageSource, Region, Restore, Save
+from engine.messages import Encode, ImageSource, Prefetch, Region, Restore, Save
+from engine.plan import MAX_EARLY_TOKENS
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.memory import allocate_host
 from models.geometry import Grid
@@ -46,12 +47,18 @@ class Waits:
 
 
 def cache_of(tower: Any, stream: Any = None, host_bytes: int = 0) -> ImageCache:
-    reader: Any = SimpleNamespace(read=lambda sources: [source.width for source in sources])
+    reader: Any = SimpleNamespace(
+        read=lambda sources: [source.width for source in sources], prefetch=lambda prefetch: prefetch.source.width
+    )
     return ImageCache(tower, reader, SINGLE, stream, allocate_host(host_bytes, CPU) if host_bytes else None)
 
 
-def encode(image_id: int, num_tokens: int) -> Encode:
-    return Encode(image_id, ImageSource("rgb", Region(1, 0, 0), 1, num_tokens), (1, 1, num_tokens))
+def encode(image_id: int, num_tokens: int, ticket: int = 0) -> Encode:
+    return Encode(image_id, ImageSource("rgb", Region(1, 0, 0), 1, num_tokens, ticket=ticket), (1, 1, num_tokens))
+
+
+def announce(cache: ImageCache, ticket: int, num_tokens: int) -> None:
+    cache.prefetch(Prefetch(encode(0, num_tokens).source, ticket, (1, 1, num_tokens)))
 
 
 @pytest.mark.parametrize(
@@ -149,3 +156,58 @@ def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Ex
     tower.encode = lambda images, grids: [image.expand(4, -1, 24) for image in healthy(images, grids)]  # type: ignore[method-assign]
     assert cache.encode([encode(5, 10)]).starved == ()
     assert len(pair.gathered) == 2
+
+
+def test_an_announced_image_is_encoded_once_and_at_once() -> None:
+    """Red if the plan that names it encodes it again, takes it for another one, or gives the embeddings in another order."""
+    tower = Tower()
+    cache = cache_of(tower)
+    announce(cache, 7, 600)
+    assert tower.groups == [[600]]
+    encoded = cache.encode([encode(0, 500), encode(1, 600, ticket=7), encode(2, 400)])
+    assert tower.groups == [[600], [500, 400]] and len(encoded.pixels) == 3
+    assert [cache.tensors[image_id].shape[1] for image_id in (0, 1, 2)] == [500, 600, 400]
+    cache.encode([encode(3, 600, ticket=7)])
+    assert tower.groups[2:] == [[600]], "an embedding has one owner"
+
+
+def test_an_announcement_holds_until_the_next_one() -> None:
+    tower = Tower()
+    cache = cache_of(tower)
+    announce(cache, 1, 600)
+    cache.encode([encode(0, 300)])
+    cache.encode([encode(1, 600, ticket=1)])
+    announce(cache, 2, 500)
+    announce(cache, 3, 400)
+    cache.encode([encode(2, 500, ticket=2), encode(3, 400, ticket=3)])
+    assert tower.groups == [[600], [300], [500], [400], [500]]
+
+
+def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
+    """Red if a request that has its images made smaller gets the embedding of the large one."""
+    tower = Tower()
+    cache = cache_of(tower)
+    source = encode(0, 600, ticket=1).source
+    cache.prefetch(Prefetch(source, 1, (1, 1, 600)))
+    tower.encode = lambda images, grids: [torch.zeros(1, w, 1) for _, _, w in grids]  # type: ignore[method-assign]
+    cache.encode([Encode(1, source, (1, 1, 150))])
+    assert cache.tensors[1].shape[1] == 150
+
+
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError, MemoryError])
+def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(problem: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a hint ends the worker, takes memory that nobody counted, or makes the plan fail."""
+    tower = Tower()
+    cache = cache_of(tower)
+
+    def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
+        raise problem
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tower, "encode", fail)
+        announce(cache, 1, 600)
+    announce(cache, 2, MAX_EARLY_TOKENS + 1)
+    cache.prefetch(Prefetch(encode(0, 600).source, 3, None))
+    assert tower.groups == []
+    cache.encode([encode(1, 600, ticket=1), encode(2, 600, ticket=3)])
+    assert tower.groups == [[600], [600]]
