@@ -17,14 +17,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 import zmq
 
 from engine.arena import ArenaView
 from engine.config import EngineConfig
-from engine.messages import API_ARENA, PROCESSOR_ARENA, Status
+from engine.messages import API_ARENA, PROCESSOR_ARENA
 from models.backends.choose import BackendName, DeviceName
 
 T = TypeVar("T")
@@ -50,6 +50,14 @@ class Runtime(msgspec.Struct, frozen=True):
     max_model_len: int
     metrics_fd: int | None = None  # as the listener, for a port of their own
     gpu_decodes_jpegs: bool = False
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What a child tells the launcher: a line of progress, its readiness, or why it failed."""
+
+    role: str
+    state: Literal["progress", "ready", "failed"]
+    text: str = ""
 
 
 def address(run_dir: str | Path, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Every message that crosses a process boundary: typed, msgpack, pointers instead of pixels. Read by all four processes.
+"""Every message between the processes that serve: typed, msgpack, pointers instead of pixels. What they tell the launcher is in `ipc`.
 
 | edge                   | message                              | carries                                                                  |
 |------------------------|--------------------------------------|--------------------------------------------------------------------------|
@@ -9,7 +9,6 @@
 | processor -> rank 0    | Prefetch                             | a plain JPEG as a region: a hint                                         |
 | scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
 | worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
-| all -> launcher        | Status                               | progress, ready, failure                                                 |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
@@ -386,17 +385,6 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     rank: int
     activity: Activity
     since: float
-
-
-# ---- all -> launcher ---------------------------------------------------------------------------------------------------------------
-
-
-class Status(msgspec.Struct, frozen=True):
-    """A child's progress line, its readiness, or why it failed."""
-
-    role: str
-    state: Literal["progress", "ready", "failed"]
-    text: str = ""
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs

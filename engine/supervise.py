@@ -18,8 +18,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import child_environment
-from engine.ipc import DUMP_SIGNAL, Inbox, Runtime
-from engine.messages import Status
+from engine.ipc import DUMP_SIGNAL, Inbox, Runtime, Status
 from models.backends.hopper.toolkit import cuda_home
 
 logger = logging.getLogger(__name__)
