@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.arena import ArenaView, create_memfd
 from engine.config import EngineConfig
-from engine.ipc import Inbox, Outbox, Runtime
+from engine.ipc import Inbox, Outbox, Runtime, Status
 from engine.messages import (
     Abort,
     EngineOutputs,
@@ -24,7 +24,6 @@ from engine.messages import (
     Pixels,
     Region,
     RequestOutput,
-    Status,
     ToScheduler,
     WantedPixels,
 )
