@@ -13,7 +13,7 @@ from server.http.sse import CompletionFormat
 
 
 class CompletionEndpoint(GenerationEndpoint):
-    """No chat template, no images; a choice a prompt."""
+    """No chat template, no images; `n` choices a prompt."""
 
     format = CompletionFormat
 

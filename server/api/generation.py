@@ -1,6 +1,6 @@
 """What endpoints with a body share: it is read, checked, submitted, and answered. Extended by the other files of this folder.
 
-    body ──▶ small JSON ──▶ schema ──▶ one Submit a choice ──▶ processor
+    body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
                                             events ──▶ Reply ──▶ client
 """
 
@@ -57,7 +57,7 @@ class Service:
 
 @dataclass(slots=True)
 class Job:
-    """A checked request, and what the processor is to do for it: one Submit a choice. `used` are the scanner's references in it."""
+    """A checked request, and what the processor is to do for it: one Submit a prompt. `used` are the scanner's references in it."""
 
     request: GenerationRequest
     submits: list[Submit]

@@ -107,10 +107,9 @@ class Choice:
                 self.calls.append(Call(delta.name))
             self.calls[delta.index].arguments.append(delta.arguments)
         if event.finish_reason is not None:
-            is_cut = isinstance(event.stop_reason, str)  # by a stop string, maybe within a call
-            self.finish_reason = "tool_calls" if self.calls and event.finish_reason == "stop" and not is_cut else event.finish_reason
+            has_calls = bool(self.calls) and (self.calls[-1].is_whole or not isinstance(event.stop_reason, str))  # no stop string cut it
+            self.finish_reason = "tool_calls" if has_calls and event.finish_reason == "stop" else event.finish_reason
             self.stop_reason = event.stop_reason
-
 
     def note_text(self, event: Event) -> None:
         (self.reasoning if event.is_reasoning else self.content).append(event.text)
@@ -124,6 +123,15 @@ class Call:
         self.id = f"call_{secrets.token_hex(12)}"
         self.name = name
         self.arguments: list[str] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a client can read its arguments."""
+        try:
+            msgspec.json.decode("".join(self.arguments))
+        except (ValueError, RecursionError):
+            return False
+        return True
 
     def json(self) -> dict[str, object]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": "".join(self.arguments)}}

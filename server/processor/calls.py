@@ -20,7 +20,7 @@ from server.processor.detokenize import possible_start
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"<function=([^>\n]*)>")
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-XML_MARK = "<function="
+XML_MARK, XML_END = "<function=", "</function>"
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameters by name
 
@@ -33,8 +33,8 @@ class CallBody(ABC):
         """The function's name, when it becomes known, and the next piece of its arguments' JSON; empty until the name is known."""
 
     @abstractmethod
-    def close(self) -> str | None:
-        """The rest of the arguments' JSON at the end; None if there was no whole call."""
+    def close(self, is_cut: bool) -> str | None:
+        """The rest of the arguments' JSON at the end; None if there was no whole call. `is_cut`: the text ends where a stop string was."""
 
 
 class JsonBody(CallBody):
@@ -63,7 +63,7 @@ class JsonBody(CallBody):
             self._arguments = (self._start, self._read)
         return (self._name if before is None else None), self._take()
 
-    def close(self) -> str | None:
+    def close(self, is_cut: bool) -> str | None:
         return self._take() if self._is_whole and self._name is not None else None
 
     def _take(self) -> str:
@@ -166,8 +166,8 @@ class XmlBody(CallBody):
             self._num_sent += 1
         return found, "".join(pieces)
 
-    def close(self) -> str | None:
-        if self._name is None:
+    def close(self, is_cut: bool) -> str | None:
+        if self._name is None or (is_cut and not self._text.lstrip().startswith(XML_END)):
             return None
         return "}" if self._num_sent else "{}"
 
@@ -209,13 +209,13 @@ class CallSplitter:
                 break
         return "".join(shown), deltas, False
 
-    def flush(self) -> tuple[str, list[CallDelta]]:
-        """At the end. A call without its closing marker counts if it is whole; else it is text."""
+    def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
+        """At the end, or where a stop string cuts. A call without its closing marker counts if it is whole; one without a name is text."""
         shown: list[str] = []
         deltas: list[CallDelta] = []
         if self.is_inside:
             self._feed(self._held, deltas)
-            self._end_call(shown, deltas)
+            self._end_call(shown, deltas, is_cut)
         else:
             shown.append(self._held)
         self._held = ""
@@ -265,9 +265,9 @@ class CallSplitter:
         elif arguments:
             deltas.append(CallDelta(self.num_calls, arguments))
 
-    def _end_call(self, shown: list[str], deltas: list[CallDelta]) -> None:
+    def _end_call(self, shown: list[str], deltas: list[CallDelta], is_cut: bool = False) -> None:
         """A call that never said its name is text."""
-        rest = self._body.close() if self._body is not None else None
+        rest = self._body.close(is_cut) if self._body is not None else None
         self.is_inside = False
         if self._has_name:
             if rest:

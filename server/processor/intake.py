@@ -251,7 +251,8 @@ class Intake:
             self._scheduler.send(task.result())
         event = None if failure is None else Event(rid, error=error_of(failure))
         if event is None and request.counted:
-            event = Event(rid, request.answers[0].echo, finish_reason="stop", prompt_ids=request.counted)
+            echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
+            event = Event(rid, echo, finish_reason="stop", num_prompt_tokens=num_tokens, prompt_ids=request.counted)
         self._tell_api(event, request.submit.body)
 
     def _tell_api(self, event: Event | None, body: int | None) -> None:

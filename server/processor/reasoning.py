@@ -67,8 +67,8 @@ class OutputText:
 
         One that a client typed has at least the end of its message behind it.
         """
-        texts = self.table.texts
-        last = next((token_id for token_id in reversed(ids) if not (texts[token_id] or "").isspace()), -1)
+        texts = self.table.texts  # of the tokenizer's ids: the model may have more
+        last = next((token_id for token_id in reversed(ids) if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
         self._is_open = last == self._think.start
 
     def push(self, token_id: int, is_hidden: bool = False) -> tuple[str, bool]:
@@ -107,6 +107,6 @@ class OutputText:
             return text, is_stopped
         shown, self.calls, is_done = splitter.push(text)
         if is_stopped or is_end:
-            rest, calls = splitter.flush()
+            rest, calls = splitter.flush(is_cut=is_stopped)
             shown, self.calls = shown + rest, self.calls + calls
         return shown, is_stopped or is_done

@@ -15,7 +15,7 @@ from PIL import Image
 
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, image_part, picture, role_of, serve, text_part
-from tests.unit.server.test_media_corpus import CORPUS
+from tests.unit.server.media_corpus import CORPUS
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 

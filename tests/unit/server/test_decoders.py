@@ -5,6 +5,7 @@ import base64
 import io
 import os
 import signal
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, monkeypatch: pytes
     signal_to_all(made, signal.SIGSTOP)
     loading = asyncio.create_task(made.refusal(made.body(base64.b64encode(save(pixels(701, 900), "PNG")))))
     if is_killed:
-        await asyncio.sleep(0.3)
+        await until(lambda: len(made.tools.decoders._idle) < len(made.tools.decoders._all))
         signal_to_all(made, signal.SIGKILL)
     error = await loading
     assert (error.info.status, words in error.info.message) == (422, True)
@@ -89,9 +90,14 @@ async def test_a_decoder_that_died_idle_is_no_fault_of_the_next_image(checkpoint
     made = Loading(checkpoint)
     await made.load_bytes(save(LARGE, "PNG"))
     signal_to_all(made, signal.SIGKILL)
-    await asyncio.sleep(0.2)
+    await until(lambda: all(helper._process is None or helper._process.returncode is not None for helper in made.tools.decoders._all))
     assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
     await made.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 def signal_to_all(made: Loading, number: signal.Signals) -> None:

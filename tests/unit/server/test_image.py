@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -287,25 +288,60 @@ async def test_a_full_arena_is_reported_and_nothing_leaks(loading: Loading) -> N
     loading.arena.free(held)
 
 
+class SlowDecoding:
+    """Threads that decode base64 stand still until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+        self._decode = image_module.decode_base64
+        monkeypatch.setattr(image_module, "decode_base64", self)
+
+    def __call__(self, text: memoryview | bytes) -> bytes:
+        self.has_begun.set()
+        self.may_go_on.wait(60)
+        return self._decode(text)
+
+
 async def test_a_cancelled_load_waits_for_its_thread(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a region can be given back while a pool thread still writes to it."""
-    is_inside, may_go_on = threading.Event(), threading.Event()
-    decode = image_module.decode_base64
-
-    def slow_decode(text: memoryview | bytes) -> bytes:
-        is_inside.set()
-        may_go_on.wait(5)
-        return decode(text)
-
-    monkeypatch.setattr(image_module, "decode_base64", slow_decode)
+    slow = SlowDecoding(monkeypatch)
     task = asyncio.create_task(loading.load_bytes(PLAIN["4:2:0"]))
-    await asyncio.to_thread(is_inside.wait, 5)
+    await asyncio.to_thread(slow.has_begun.wait, 60)
     task.cancel()
     await asyncio.sleep(0.05)
     assert not task.done()
-    may_go_on.set()
+    slow.may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_release_waits_for_a_thread_that_began_before_its_task(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a client that leaves at once gets back a region to which a pool thread still writes."""
+    slow = SlowDecoding(monkeypatch)
+    image = image_module.Image(loading.tools, loading.body(base64.b64encode(PLAIN["4:2:0"])))
+
+    async def start_and_leave() -> None:
+        image.start()
+        slow.has_begun.wait(60)  # without a turn of the loop, in which the task would begin
+        await image.release()
+
+    leaving = asyncio.create_task(start_and_leave())
+    await asyncio.sleep(0.05)
+    assert not leaving.done() and not loading.arena.is_empty()
+    slow.may_go_on.set()
+    await leaving
+
+
+async def test_what_a_download_did_not_fill_is_given_back(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a small image holds all the room that a larger one could have needed."""
+
+    async def download(url: str, append: Callable[[bytes], None]) -> None:
+        append(PLAIN["4:2:0"])
+
+    monkeypatch.setattr(loading.tools.fetcher, "download", download)
+    image = await loading.load(MediaRef(url="https://x.org/a.jpg"))
+    assert loading.bytes_of(image) == PLAIN["4:2:0"]
+    assert SIZE - loading.arena.num_free < len(PLAIN["4:2:0"]) + 4096
 
 
 def test_headers_that_are_not_plain() -> None:

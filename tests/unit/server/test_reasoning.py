@@ -168,6 +168,14 @@ def test_a_hidden_token_has_no_text_but_a_part(tokenizer: Tokenizer, table: Toke
     assert (text.push(letter, is_hidden=True), text.is_reasoning) == (("", False), False)
 
 
+def test_a_prompt_may_end_in_ids_without_a_token(tokenizer: Tokenizer, table: TokenTable, think: ThinkTokens) -> None:
+    """Red if token ids between the tokenizer's last and the model's vocabulary size, which clients may send, raise."""
+    for ids in ([len(table.texts)], [*ids_of(tokenizer, OPEN), len(table.texts)]):
+        text = OutputText(table, think, OutputOptions())
+        text.read_prompt(ids)
+        assert not text.is_thinking
+
+
 def test_without_both_tokens_nothing_changes(tokenizer: Tokenizer, table: TokenTable) -> None:
     """Red if a tokenizer that lacks a marker has reasoning, or loses text or line breaks."""
     draw = random.Random(0)

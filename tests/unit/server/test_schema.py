@@ -185,6 +185,7 @@ DEFAULTS_OF_CLIENTS = {
     "enable_thinking": None, "max_tokens": None, "tools": [], "tool_choice": "auto",
     "response_format": {"type": "text"}, "presence_penalty": 0.0, "logit_bias": None,
     "frequency_penalty": 0, "repetition_penalty": 1.0, "stop": None, "seed": None, "top_k": 0, "stream_options": None,
+    "top_logprobs": 0,
 }  # fmt: skip
 
 
@@ -212,6 +213,10 @@ def test_defaults_come_from_the_checkpoint() -> None:
     params = sampling_params(parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed, params.max_tokens) == (0, 0.5, 0, 0.1, 7, 6)
     assert sampling_params(parse(), DEFAULTS).seed != sampling_params(parse(), DEFAULTS).seed
+    recommended = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.2, repetition_penalty=1.05)
+    for fields, expected in (({}, (0.2, 1.05)), ({"min_p": 0, "repetition_penalty": 1}, (0, 1))):
+        params = sampling_params(parse(**fields), recommended)
+        assert (params.min_p, params.repetition_penalty) == expected
 
 
 def test_what_changes_logits_reaches_the_sampler() -> None:
@@ -360,6 +365,7 @@ GRAMMARS = [
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "schema"),
     ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
     ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True, "disable_fallback": True}}, Grammar("regex", "a")),
     ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
     ({"guided_regex": "a+"}, Grammar("regex", "a+")),
     ({"regex": "a+"}, Grammar("regex", "a+")),

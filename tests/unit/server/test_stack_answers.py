@@ -13,7 +13,7 @@ from engine.messages import (
 )
 from engine.stats import Stages
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import FakeScheduler, Stack, answer_text
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
 
 WORDS = ("one", "two and", "three or more")
@@ -88,6 +88,16 @@ def test_a_stop_string_ends_its_answer_only(stack: Stack) -> None:
     """Red if the other answers end with the one that found it."""
     choices = stack.chat("x", n=3, stop=" and").json()["choices"]
     assert [choice["message"]["content"] for choice in choices] == ["one", "two", "three or more"]
+
+
+def test_a_stop_string_waits_for_min_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the field reaches the sampler, but not those who look for stop strings."""
+    ids = ids_of(tokenizer, "stop stop stop stop")
+    stack.scheduler.script = answer_ids(ids)
+    for least in (0, len(ids) // 2):
+        (choice,) = stack.chat("x", stop="stop", min_tokens=least).json()["choices"]
+        assert choice["message"]["content"].rstrip() == tokenizer.decode(ids[:least]).rstrip()
+        assert choice["stop_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,8 @@
 """What operators and their tools see: ids, log lines, metrics, small endpoints, pages of other origins."""
 
 import gzip
+import http.client
+import json
 import re
 import shutil
 import socket
@@ -57,6 +59,7 @@ def test_one_line_a_request(model_folder: Path, capfd: pytest.CaptureFixture[str
         body = {"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"]))]}]}
         assert stack.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
         assert stack.http.post("/v1/chat/completions", json={"messages": 5}, headers={"x-request-id": "second"}).status_code == 400
+        assert stack.http.post("/tokenize", json=body, headers={"x-request-id": "third"}).status_code == 200
         stack.http.get("/health")
         stack.settle()
     finally:
@@ -65,10 +68,11 @@ def test_one_line_a_request(model_folder: Path, capfd: pytest.CaptureFixture[str
     if not access_log:
         assert not lines
         return
-    first, second = lines
+    first, second, third = lines
     assert re.search(r"first 127.0.0.1 POST '/v1/chat/completions' 200, \d+ prompt, 3 cached, 12 completion tokens, 1 images", first)
     assert "first token after" in first
     assert re.search(r" 400, \d+ ms, 'messages: must be a list'", second)
+    assert re.search(r"third 127.0.0.1 POST '/tokenize' 200, [1-9]\d* prompt, 0 cached, 0 completion tokens, 1 images", third)
 
 
 @pytest.mark.parametrize(("method", "path", "allowed"), [("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET, HEAD")])
@@ -183,6 +187,10 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     assert text == tokenizer.decode(prompt, skip_special_tokens=False)
     assert stack.http.post("/tokenize", json={"prompt": "Grüße"}).json()["tokens"] == ids_of(tokenizer, "Grüße")
     assert stack.http.post("/tokenize", json={"prompt": "word " * 9000}).json()["count"] > 4096
+    padding = 4095  # an id of the model's that the tokenizer has no token for
+    assert stack.http.post("/detokenize", json={"tokens": [*prompt, padding]}).json() == {"prompt": text}
+    num_requests += 1
+    assert stack.http.post("/v1/completions", json={"model": "test-model", "prompt": [*prompt[:3], padding]}).status_code == 200
     assert len(stack.scheduler.requests) == num_requests
     for body in ({"tokens": [1 << 20]}, {"tokens": []}, {"tokens": ["x"]}, {}):
         assert stack.http.post("/detokenize", json=body).status_code == 400
@@ -192,7 +200,7 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
 
 def test_what_is_only_counted_has_the_limits_of_what_is_answered(model_folder: Path) -> None:
     """Red if counting loads more images than a request may have, or goes on loading when nobody waits for it."""
-    counting = Stack(model_folder, allow_private_media=True)
+    counting = Stack(model_folder, allow_private_media=True, download_connect_timeout=60, download_timeout=60)  # it would take that long
     try:
         for path in ("/tokenize", "/v1/messages/count_tokens"):
             with socket.create_server(("127.0.0.1", 0)) as site:
@@ -202,10 +210,12 @@ def test_what_is_only_counted_has_the_limits_of_what_is_answered(model_folder: P
                 response = counting.http.post(path, json=body)
                 assert response.status_code == 400 and "2000 images, the limit is" in response.text
                 body["messages"] = [{"role": "user", "content": [part]}]
-                with pytest.raises(httpx.ReadTimeout):
-                    httpx.post(f"{counting.url}{path}", json=body, timeout=1)
+                site.settimeout(30)
+                asking = http.client.HTTPConnection(counting.url.removeprefix("http://"))
+                asking.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
                 download, _ = site.accept()
-                download.settimeout(10)
+                asking.close()
+                download.settimeout(30)
                 while download.recv(4096):  # until it is given up
                     pass
                 download.close()
@@ -255,6 +265,22 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) 
         assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
     refusals = {sample.labels["reason"]: sample.value for sample in families["engine_refused_requests"].samples if "total" in sample.name}
     assert refusals["invalid_image"] >= 1
+
+
+def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
+    """Red if requests that generate nothing are no answers to operators, or if their errors are no refusals."""
+
+    def totals() -> dict[str, float]:
+        families = text_string_to_metric_families(stack.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples if sample.name.endswith("_total")]
+        return {value: sample.value for sample in samples for label, value in sample.labels.items() if label in ("status", "reason")}
+
+    before = totals()
+    for data, status in ((PLAIN["4:2:0"], 200), (b"bad", 422)):
+        body = {"messages": [{"role": "user", "content": [image(uri(data))]}]}
+        assert stack.http.post("/tokenize", json=body).status_code == status
+    after = totals()
+    assert all(after[name] == before.get(name, 0) + 1 for name in ("200", "422", "invalid_image"))
 
 
 def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:

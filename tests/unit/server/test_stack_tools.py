@@ -18,6 +18,8 @@ from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_tex
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
+XML_PARAMETERS = "<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n</parameter>"
+XML_CALL = f"<tool_call>\n<function=weather>\n{XML_PARAMETERS}\n</function>\n</tool_call>"
 ARGUMENTS = {"city": "Köln", "days": 3}
 TOOLS = [{
     "type": "function",
@@ -102,6 +104,30 @@ def test_a_call_that_a_stop_string_cuts_is_a_stop(stack: Stack, tokenizer: Token
     body["tools"] = [{"name": "f", "input_schema": {"type": "object"}}]
     answer = stack.http.post("/v1/messages", json=body).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "Par")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "reason", "arguments"),
+    [
+        (f"{CALL}\nObservation: 5", "Observation:", "tool_calls", ARGUMENTS),
+        (CALL, "</tool_call>", "tool_calls", ARGUMENTS),
+        (XML_CALL, "</tool_call>", "tool_calls", ARGUMENTS),
+        (XML_CALL, "days", "stop", None),
+    ],
+)
+def test_a_call_before_a_stop_string_is_a_call_if_it_is_whole(
+    stack: Stack, tokenizer: Tokenizer, text: str, stop: str, reason: str, arguments: object
+) -> None:
+    """Red if a client does not run a call that ended before the stop string, or runs one that lacks arguments."""
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, text))
+    (choice,) = stack.chat("x", tools=TOOLS, stop=[stop]).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+    given = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    if arguments is not None:
+        assert json.loads(given) == arguments
+    else:
+        with pytest.raises(ValueError):
+            json.loads(given)
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
