@@ -4,6 +4,7 @@ Used by `models.qwen3_vl` on GPUs. An encode runs eagerly until its graph is the
 launch, so no request waits for one. The key is the exact list of patch grids.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch
 from models.geometry import Grid
 from models.vision.tables import Tables
 from models.vision.tower import VisionTower
+
+logger = logging.getLogger(__name__)
 
 MAX_PATCHES_OF_ONE = 8192  # above it the device takes longer than the host that launches
 MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B; what lies between them is shared by all graphs
@@ -71,7 +74,11 @@ class TowerGraphs:
         if key is None:
             return False
         del self._seen[key]
-        self._graphs[key] = self._capture(key)
+        try:
+            self._graphs[key] = self._capture(key)
+        except RuntimeError as problem:  # no memory for it, which has several names: it is a matter of speed alone
+            logger.warning("an encode was not captured: %s", problem)
+            return True
         while sum(len(graph.patches_PX) for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
             self._graphs.popitem(last=False)
         return True
@@ -90,7 +97,9 @@ class TowerGraphs:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # the decoder's threads may allocate meanwhile
-            levels = self._tower.compute(patches_PX, tables)
-            graph.capture_end()
+            try:
+                levels = self._tower.compute(patches_PX, tables)
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return TowerGraph(graph, patches_PX, tables, levels)

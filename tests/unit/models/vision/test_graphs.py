@@ -20,6 +20,7 @@ class Cuda:
         self.num_made = 0
         self.current: list[int] = [-1]
         self.captured_on: list[int] = []
+        self.num_ended = 0
 
     def make_stream(self) -> SimpleNamespace:
         self.num_made += 1
@@ -29,13 +30,18 @@ class Cuda:
         def begin(pool: object, capture_error_mode: str) -> None:
             self.captured_on.append(self.current[-1])
 
-        return SimpleNamespace(capture_begin=begin, capture_end=lambda: None)
+        def end() -> None:
+            self.num_ended += 1
+
+        return SimpleNamespace(capture_begin=begin, capture_end=end)
 
     @contextmanager
     def on(self, stream: SimpleNamespace) -> Iterator[None]:
         self.current.append(stream.number)
-        yield
-        self.current.pop()
+        try:
+            yield
+        finally:
+            self.current.pop()
 
 
 class Tower:
@@ -57,17 +63,38 @@ class Tower:
         return patches_PX
 
 
-def test_all_captures_are_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a capture can meet the stream of another owner's graphs: both would keep one cuBLAS workspace and write to it at once."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
     monkeypatch.setattr(torch.cuda, "Stream", cuda.make_stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda.make_graph)
     monkeypatch.setattr(torch.cuda, "stream", cuda.on)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.make_stream())
+    return cuda
+
+
+def test_all_captures_are_on_one_stream(cuda: Cuda) -> None:
+    """Red if a capture can meet the stream of another owner's graphs: both would keep one cuBLAS workspace and write to it at once."""
     graphs = TowerGraphs(Tower())  # type: ignore[arg-type]
     for i in range(1, 2 * NUM_STREAMS):
         for _ in range(SIGHTINGS):
             graphs(torch.zeros(4 * i, 1), [(1, 2, 2 * i)])
         assert graphs.capture_one()
     assert len(set(cuda.captured_on)) == 1 and -1 not in cuda.captured_on
+
+
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError, RuntimeError])
+def test_a_capture_without_memory_is_given_up(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, problem: type[Exception]) -> None:
+    """Red if what only saves time ends the worker, leaves a stream in the middle of a capture, or is tried for ever."""
+    tower = Tower()
+    graphs = TowerGraphs(tower)  # type: ignore[arg-type]
+
+    def fail(patches_PX: torch.Tensor, tables: object) -> torch.Tensor:
+        raise problem
+
+    monkeypatch.setattr(tower, "compute", fail)
+    for _ in range(SIGHTINGS):
+        graphs(torch.zeros(4, 1), [(1, 2, 2)])
+    assert graphs.capture_one() and cuda.num_ended == 1 and cuda.current == [-1]
+    assert not graphs.capture_one() and len(graphs(torch.zeros(4, 1), [(1, 2, 2)])) == 4
