@@ -1,6 +1,7 @@
 """Sums of few tokens over the ranks, in memory that the GPUs of a host map from each other. Made by the worker for `TensorParallel`.
 
-NCCL takes 12 us for one token over two H200s and 31 for 216, this 6 and 13 (`bench/results/NOTES.md`); a step of the 8B model has 72 sums.
+NCCL takes 12 us for one token over two H200s and 31 for 216, this 6 and 13; over four 113 and 78 for 1,138 (`bench/results/NOTES.md`). A
+step of the 8B model has 72 sums.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-MAX_TOKENS = 1024  # of a sum
+MAX_TOKENS = 4096  # of a sum: with more NCCL is as fast
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUDA's driver interface
 
 
