@@ -76,11 +76,17 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
     patches = config.max_num_encoder_tokens * vision.merge_size**2
+    step = step_bytes(model, tp, config.max_num_batched_tokens)
+    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * config.max_num_seqs * text.vocab_size
+
+
+def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
+    """Of a forward pass at its peak, on each of `tp` GPUs."""
+    text = model.text
     of_token = 3 * text.intermediate_size // tp + 3 * text.hidden_size
     if text.moe is not None:
         of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size) + 3 * text.hidden_size
-    step = VALUE_BYTES * of_token * config.max_num_batched_tokens
-    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * config.max_num_seqs * text.vocab_size
+    return VALUE_BYTES * of_token * num_tokens
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:

@@ -18,6 +18,7 @@ from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child
 from engine.messages import PROCESSOR_ARENA, WorkerReady
 from engine.plan import early_image_bytes, step_graph_bytes
+from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -83,7 +84,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     staging = Staging(staging_bytes(config, max_blocks), device)
-    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp)
+    agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size)
+    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     num_blocks, image_bytes = memory.num_blocks, memory.image_cache_bytes
     return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))

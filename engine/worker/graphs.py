@@ -82,8 +82,7 @@ class StepGraphs:
         self._padding_slot = scratch_block * rows.block_size
         self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
-        largest = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
-        shape = (model.config.num_visual_levels, largest, model.config.text.hidden_size)
+        shape = (model.config.num_visual_levels, self.largest_prompt, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
@@ -102,6 +101,11 @@ class StepGraphs:
         for shape, backend in backends.items():
             self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)
+
+    @property
+    def largest_prompt(self) -> int:
+        """Prompt tokens of the largest step."""
+        return max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
 MAX_GROUP_TOKENS = 4608  # bounds the tower's activations, unless one image has more
+GATHER_COPIES = 4  # of embeddings on their way to all ranks: a rank's own ones padded, everybody's padded and in order, the cache's
 GROWTH = 2  # of one group to the next: the next is read while the tower works on the one before
 
 
@@ -164,6 +165,11 @@ class ImageCache:
         zero = self._zeros(1)
         starved = tuple(encode.image_id for encode in share)
         return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
+
+    def gather_bytes(self, encodes: Sequence[Encode]) -> int:
+        """What it takes to give every rank the embeddings of these images, at its peak and for each rank."""
+        num_tokens = sum(self._num_tokens(encode) for encode in encodes)
+        return GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._model.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
         """What a step that was given up should have added are zeros, which take next to no memory, until a plan evicts them."""

@@ -9,6 +9,7 @@ Called once at start by the worker. On a CPU the sizes are the configured ones. 
 
 import logging
 import mmap
+import sys
 import weakref
 from dataclasses import dataclass
 
@@ -56,6 +57,14 @@ class Needs:
 def free_bytes(device: torch.device) -> int:
     """What the driver says is free on a GPU; 0 on a CPU, where nothing is planned."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def bytes_for_steps(device: torch.device) -> int:
+    """What a step may come to hold, at most: what is free, and what torch has at hand, of which graphs keep some. Of a GPU; a CPU's is not
+    counted."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return free_bytes(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> MemoryPlan:

@@ -12,8 +12,11 @@ import torch
 
 from engine.arena import ArenaView
 from engine.messages import Admit, Prefetch, StepPlan, StepResult
+from engine.plan import step_bytes
+from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
+from engine.worker.memory import bytes_for_steps
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.pooling import pool
@@ -26,6 +29,8 @@ from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
+
+SURELY_NEEDED = 0.75  # of what a step is estimated to take: with less it would run out, with a little more it may not
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Runner:
         graphs: StepGraphs | None,
         prompts: ArenaView,
         tp: TensorParallel,
+        agreement: Agreement | None = None,
     ):
         self._model = model
         self._attention = attention
@@ -91,12 +97,13 @@ class Runner:
         self._graphs = graphs
         self._prompts = prompts
         self._tp = tp
+        self._agreement = agreement
         self._on_gpu = rows.last_token_R.is_cuda
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueues a whole step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine; but not beside
-        other ranks, which may wait in a collective."""
+        """Enqueues a whole step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks
+        count what it will take and give it up together before it begins; behind that, others may wait in a collective."""
         launched = time.monotonic()
         try:
             return self._launch(plan, launched)
@@ -118,6 +125,8 @@ class Runner:
         for chunk in plan.chunks:
             self._rows.append_blocks(chunk.row, chunk.blocks)
         self._images.restore(plan.restores)
+        if not self._has_memory_everywhere(plan):
+            return self._give_up(plan, launched)
         encoded = self._images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
@@ -130,6 +139,16 @@ class Runner:
         if self._on_gpu:
             self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks, slow_draws=slow_draws)
+
+    def _has_memory_everywhere(self, plan: StepPlan) -> bool:
+        """Of several ranks each counts for itself, roughly. A step with a graph and without new images takes nothing that is not there."""
+        num_tokens = sum(chunk.length for chunk in plan.chunks)
+        if self._graphs is not None and num_tokens <= self._graphs.largest_prompt:
+            num_tokens = 0
+        if self._agreement is None or not (num_tokens or plan.encodes):
+            return True
+        needed = step_bytes(self._model.config, self._tp.size, num_tokens) + self._images.gather_bytes(plan.encodes)
+        return self._agreement.all_can(SURELY_NEEDED * needed <= bytes_for_steps(self._model.device))
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """A step that computes nothing. Plans on their way may name its images."""

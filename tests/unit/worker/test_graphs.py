@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,3 +177,17 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     engine.add(2, [list(range(300, 350))])
     assert step() == ["copy", *admit, *embed, "replay", *draw]
     assert step() == ["copy", *embed, "replay", *draw]
+
+
+def test_what_has_a_graph_asks_nobody_for_memory(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if ranks wait for each other's hosts at every token, or if a long prompt or an image is begun without asking."""
+    engine = Engine(model, graphs=True, sizes=SIZES)
+    asked: list[bool] = []
+    monkeypatch.setattr(engine._runner, "_agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or True))
+    engine.add(0, [list(range(50))])
+    engine.run()
+    assert asked == []
+    engine.add(1, [[4, 5], make_picture(1, 64, 64)])
+    engine.add(2, [list(range(100))])
+    engine.run()
+    assert asked and all(asked) and not engine.errors

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 
+from engine.worker import runner
 from engine.worker.jpeg import apply_orientation
 from models.backends.torch.jpeg import PillowDecoder
 from models.qwen3_vl import Qwen3VL
@@ -189,6 +191,29 @@ def test_a_step_without_memory_fails_its_requests_only(
     tokens = engine.run()
     assert [tokens[2], tokens[3]] == alone[:2]
     assert engine.core.state.counters.images_encoded == 2
+
+
+def test_ranks_give_a_step_up_before_its_first_collective(
+    model: Qwen3VL, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if a rank begins what another one has no memory for, or does not say that it has none itself."""
+    engine = Engine(model)
+    asked: list[bool] = []
+
+    def begin(*_: object) -> None:
+        raise AssertionError("the other rank is not there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_agreement", SimpleNamespace(all_can=lambda can: asked.append(can)))
+        for where in ("encode", "forward"):
+            patch.setattr(model, where, begin)
+        engine.add(0, prompts()[1])
+        assert engine.step() and engine.errors.keys() == {0} and asked == [True]
+        patch.setattr(runner, "bytes_for_steps", lambda device: 1 << 10)
+        engine.add(1, prompts()[1])
+        assert engine.step() and engine.errors.keys() == {0, 1} and asked == [True, False]
+    engine.add(2, prompts()[1])
+    assert engine.run()[2] == alone[1] and engine.core.state.counters.images_encoded == 3
 
 
 def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
