@@ -27,8 +27,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from engine.ipc import raise_file_limit
-from engine.messages import ErrorInfo
 from server.errors import RequestError, error_body, overloaded
+from server.route_door import FULL, HEALTH, Connection, Door, error_response, through_door
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ HOP_BY_HOP = {
 ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
-FULL = overloaded("The proxy has as many connections as it can hold.", retry_after=5).info
 NO_FILES = (errno.EMFILE, errno.ENFILE)  # open ones here: a replica can do nothing about it
 
 
@@ -206,12 +205,6 @@ def forwarded(request: web.Request) -> CIMultiDict[str]:
     return headers
 
 
-def error_response(info: ErrorInfo) -> web.Response:
-    """An error before the headers are out."""
-    headers = {"Retry-After": str(info.retry_after)} if info.retry_after else None
-    return web.Response(body=error_body(info), status=info.status, headers=headers, content_type="application/json")
-
-
 class Proxy:
     """The HTTP side: takes requests, asks `Balancer` where to, copies both ways."""
 
@@ -221,9 +214,9 @@ class Proxy:
 
     def app(self) -> web.Application:
         """Answers as soon as every replica was asked for its health once."""
-        app = web.Application()
+        app = web.Application(middlewares=[through_door])
         app.cleanup_ctx.append(self._run)
-        app.router.add_get("/health", self._health)
+        app.router.add_get(HEALTH, self._health)
         app.router.add_route("*", "/{path:.*}", self._handle)
         return app
 
@@ -346,10 +339,21 @@ async def serve(args: argparse.Namespace) -> None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
     listener = socket.socket(fileno=args.fd) if args.fd is not None else socket.create_server((args.host, args.port))
-    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
-    print(f"routing on {runner.sites.copy().pop().name} to {len(urls)} backends", flush=True)
+    make_http, door = runner.server, Door.for_open_files()
+    assert make_http is not None
+    accepting = await asyncio.get_running_loop().create_server(
+        lambda: Connection(door, make_http()), sock=listener, ssl=tls, backlog=BACKLOG
+    )
+    print(f"routing on {'https' if tls else 'http'}://{address_of(listener)} to {len(urls)} backends", flush=True)
     await stop.wait()
+    accepting.close()
     await runner.cleanup()
+
+
+def address_of(listener: socket.socket) -> str:
+    """Host and port as in a URL."""
+    host, port, *_ = listener.getsockname()
+    return f"[{host}]:{port}" if listener.family is socket.AF_INET6 else f"{host}:{port}"
 
 
 def backend_url(text: str) -> str:
