@@ -52,7 +52,7 @@ class ResponseFormat(Format):
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         ending = self._ending(choice.finish_reason, choice.usage)
-        last_item = self._stop_item(str(ending["status"]))
+        last_item = self._stop_item(_last_status(choice, ending))
         response = {**self._head, **ending, "output": self._items, **timings}
         return last_item + self._event(f"response.{ending['status']}", response=response)
 
@@ -67,7 +67,7 @@ class ResponseFormat(Format):
         items += [_filled(_message(), text, "completed")] if text else []
         items += [_filled(_call(call), "".join(call.arguments), "completed") for call in choice.calls]
         if items:
-            items[-1]["status"] = ending["status"]
+            items[-1]["status"] = _last_status(choice, ending)
         return _encode({**self._head, **ending, "output": items, **timings})
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
@@ -146,6 +146,12 @@ def _filled(item: dict[str, Any], text: str, status: str) -> dict[str, Any]:
     """The item with all of its text, or of its arguments."""
     said = {"arguments": text} if item["type"] == "function_call" else {"content": [_part_of(item["type"], text)]}
     return {**item, **said, "status": status}
+
+
+def _last_status(choice: Choice, ending: dict[str, object]) -> str:
+    """Of the last item: a call that a stop string has cut is none that a client can make, although the response is complete."""
+    is_cut = bool(choice.calls) and not choice.calls[-1].is_whole
+    return "incomplete" if is_cut else str(ending["status"])
 
 
 def _message() -> dict[str, Any]:

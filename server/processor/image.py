@@ -206,8 +206,9 @@ class Image:
         """encoded -> jpeg, file or rgb"""
         header, encoded, inspector = self._header, self._encoded, self._tools.inspector
         assert header is not None and encoded is not None
-        geometry = self._geometry = self._tools.early.geometry = inspector.geometry_of(self._ref)
+        geometry = self._geometry = inspector.geometry_of(self._ref)
         inspector.grid(geometry, header.height, header.width)  # before anything is decoded
+        self._tools.early.geometry = geometry
         self.hash = inspector.identity(self._digest, geometry)
         known = self._tools.known_size(self._digest)
         if header.stays_encoded:

@@ -207,3 +207,14 @@ def test_an_error_after_the_headers() -> None:
     error, failed = read(shape().error_chunk(ErrorInfo(503, "no", code="aborted")))
     assert (error["type"], error["code"], error["message"]) == ("error", "aborted", "no")
     assert failed["response"]["status"] == "failed" and failed["response"]["error"] == {"code": "server_error", "message": "no"}
+
+
+@pytest.mark.parametrize(("arguments", "status"), [('{"a":1}', "completed"), ('{"a":', "incomplete")])
+def test_a_call_that_a_stop_string_cuts_is_not_made(arguments: str, status: str) -> None:
+    """Red if a client takes half of a call for a whole one; what was generated is the whole response all the same."""
+    events = [Event(1, calls=[CallDelta(0, arguments, "f")]), Event(1, finish_reason="stop", stop_reason="x")]
+    choice = Choice(0)
+    for event in events:
+        choice.note(event)
+    for response in (streamed(events)[-1]["response"], json.loads(shape().document([choice], choice.usage, {}))):
+        assert (response["status"], response["output"][0]["status"]) == ("completed", status)
