@@ -15,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.ipc import Child
+from engine.ipc import Child, StopFlag
 from engine.messages import PROCESSOR_ARENA, WorkerReady
 from engine.plan import early_image_bytes, step_graph_bytes
 from engine.worker.agreement import Agreement
@@ -48,7 +48,9 @@ WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
 
 
-def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, WorkerReady]:
+def build_runner(
+    child: Child, model_config: ModelConfig, rank: int, device: torch.device, stopping: StopFlag
+) -> tuple[Runner, WorkerReady]:
     """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
     config, free = child.config, free_bytes(device)
     dtype = pick_dtype(config, device)
@@ -84,7 +86,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
     staging = Staging(staging_bytes(config, max_blocks), device)
-    agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size)
+    agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
     num_blocks, image_bytes = memory.num_blocks, memory.image_cache_bytes

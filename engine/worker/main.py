@@ -72,7 +72,7 @@ def main() -> None:
     try:
         model_config = ModelConfig.from_folder(Path(child.runtime.model_folder))
         device = take_device(child, rank)
-        runner, ready = build_runner(child, model_config, rank, device)
+        runner, ready = build_runner(child, model_config, rank, device, stopping)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
