@@ -52,7 +52,7 @@ class ResponseFormat(Format):
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         ending = self._ending(choice.finish_reason, choice.usage)
-        last_item = self._stop_item(_last_status(choice, ending))
+        last_item = self._stop_item(_last_status(self._items, choice, ending))
         response = {**self._head, **ending, "output": self._items, **timings}
         return last_item + self._event(f"response.{ending['status']}", response=response)
 
@@ -67,7 +67,7 @@ class ResponseFormat(Format):
         items += [_filled(_message(), text, "completed")] if text else []
         items += [_filled(_call(call), "".join(call.arguments), "completed") for call in choice.calls]
         if items:
-            items[-1]["status"] = _last_status(choice, ending)
+            items[-1]["status"] = _last_status(items, choice, ending)
         return _encode({**self._head, **ending, "output": items, **timings})
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
@@ -148,9 +148,9 @@ def _filled(item: dict[str, Any], text: str, status: str) -> dict[str, Any]:
     return {**item, **said, "status": status}
 
 
-def _last_status(choice: Choice, ending: dict[str, object]) -> str:
-    """Of the last item: a call that a stop string has cut is none that a client can make, although the response is complete."""
-    is_cut = bool(choice.calls) and not choice.calls[-1].is_whole
+def _last_status(items: list[dict[str, Any]], choice: Choice, ending: dict[str, object]) -> str:
+    """Of the last item: a call that is cut, by a stop string, is none that a client can make, although the response is complete."""
+    is_cut = bool(items) and items[-1]["type"] == "function_call" and not choice.calls[-1].is_whole
     return "incomplete" if is_cut else str(ending["status"])
 
 

@@ -1,7 +1,7 @@
 """The proxy's clients before a request of theirs is there. Red if they can hold what others need, or if one at work loses its answer."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -46,9 +46,9 @@ class House:
         return streams
 
 
-async def until(condition: object) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while not condition():  # type: ignore[operator]
+        while not condition():
             await asyncio.sleep(0.01)
 
 
