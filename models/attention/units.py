@@ -12,7 +12,7 @@ UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is 
 ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
 TILE = 32  # keys; units begin at multiples
 MAX_PARTS = 512  # of a group: the shares of all are kept while they are merged
-MIN_TILES = 2  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
+MIN_TILES = 3  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
 
 
 def group_tokens(num_heads: int, kv_heads: int) -> int:

@@ -47,7 +47,7 @@ def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("length", [*EDGES, 5000])
 def test_one_row(length: int, many_units: None) -> None:
     units = check(Step.build([length], heads=(2, 1)))
-    assert units == min(-(-length // 64), 53 if length == 5000 else 64)
+    assert units == -(-length // (MIN_TILES * TILE))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 1)])
