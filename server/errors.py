@@ -9,6 +9,8 @@ from engine.messages import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
+PROMPT = "messages"  # the `param` of what is wrong with a prompt, before `Request.error_of` puts the field of its dialect there
+
 
 class RequestError(ValueError):
     """A request that cannot be served, with the status and the words that its client gets. Never holds a path or an address."""

@@ -29,6 +29,7 @@ SERVER_MAY_IMPORT = {
     "engine.stats",
     "engine.params",
     "engine.grammar.client",
+    "engine.grammar.schema",
     "engine.ipc",
     "engine.helper",
     "engine.arena",

@@ -8,7 +8,7 @@ import msgspec
 from engine.messages import ChatPrompt, Submit
 from server.api.conversation import Source, read_conversation
 from server.api.generation import GenerationEndpoint, Job, output_options, sampling_params, stages_of
-from server.api.grammar import read_grammar
+from server.api.grammar import check_strict_tools, read_grammar
 from server.api.schema import ChatRequest, json_of
 from server.http.body import Body
 from server.http.sse import ChatFormat, Format
@@ -18,6 +18,7 @@ class ChatEndpoint(GenerationEndpoint):
     """Messages, images and tools."""
 
     format: type[Format] = ChatFormat
+    prompt_field = "messages"
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         return self.job(self.check(ChatRequest, value), body)
@@ -28,6 +29,7 @@ class ChatEndpoint(GenerationEndpoint):
         calls = "none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all"
         must_call = request.uses_tools and request.tool_choice not in (None, "auto")
         grammar, grammar_field = read_grammar(request)
+        check_strict_tools(request)
         submit = Submit(
             rid=body.rid,
             prompt=chat_prompt(request, conversation.messages),
@@ -40,6 +42,7 @@ class ChatEndpoint(GenerationEndpoint):
             priority=request.priority or 0,
             grammar=grammar,
             grammar_field=grammar_field or "tools",
+            prompt_field=self.prompt_field,
         )
         return Job(request, [submit], conversation.used_references)
 

@@ -37,6 +37,7 @@ class CompletionEndpoint(GenerationEndpoint):
                 priority=request.priority or 0,
                 grammar=grammar,
                 grammar_field=grammar_field,
+                prompt_field="prompt",
             )
             for rid, prompt in zip(rids, request.prompts, strict=True)
         ]

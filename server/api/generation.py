@@ -125,7 +125,7 @@ class Endpoint(ABC):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
             limit = service.config.max_images_per_request
             if job.num_images > limit:
-                raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", "messages")
+                raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
             self._limit_time(job, body)
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it

@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
+from engine.grammar.schema import check as check_schema
 from engine.params import Grammar
-from server.api.schema import GenerationRequest
+from server.api.schema import ChatRequest, GenerationRequest
 from server.http.validate import bad_value
 
 SIMPLE_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "json_schema")
@@ -28,6 +29,13 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
     if len(told) > 1:
         raise bad_value(list(told)[1], f"excludes {next(iter(told))}: an answer can follow one of them only")
     return next(((grammar, name) for name, grammar in told.items()), (None, ""))
+
+
+def check_strict_tools(request: ChatRequest) -> None:
+    """RequestError 400 for a function that no grammar could hold its calls to."""
+    for tool in request.tools or () if request.uses_tools else ():
+        if tool.function.strict:
+            _check_schema(tool.function.parameters, "tools", f"the parameters of the strict function '{tool.function.name}': ")
 
 
 def _of_response_format(value: object) -> Grammar | None:
@@ -68,13 +76,26 @@ def _grammar_of(name: str, value: Any, path: str) -> Grammar:
             raise bad_value(path, "must be a list of texts that are not empty")
         return Grammar("choice", json.dumps(value))
     if kind in ("json_schema", "structural_tag"):
-        return Grammar(kind, _json_text(value, path))  # type: ignore[arg-type]
+        told = _object_of(value, path)
+        if kind == "json_schema":
+            _check_schema(told, path)
+        return Grammar(kind, json.dumps(told))  # type: ignore[arg-type]
     if not isinstance(value, str) or not value:
         raise bad_value(path, "must be a text that is not empty")
     return Grammar(kind, value)  # type: ignore[arg-type]
 
 
-def _json_text(value: Any, path: str) -> str:
+def _check_schema(schema: object, path: str, subject: str = "") -> None:
+    """Here, because in a grammar of an answer beside tools the compiler does not see which part is whose."""
+    try:
+        check_schema(schema)
+    except ValueError as problem:
+        raise bad_value(path, f"{subject}{problem}") from None
+    except RecursionError:
+        raise bad_value(path, f"{subject}it is too deep") from None
+
+
+def _object_of(value: Any, path: str) -> dict[str, Any]:
     """Objects come as they are, or as text."""
     if isinstance(value, str):
         try:
@@ -83,4 +104,4 @@ def _json_text(value: Any, path: str) -> str:
             raise bad_value(path, "must be an object, or the JSON of one") from None
     if not isinstance(value, dict):
         raise bad_value(path, "must be an object, or the JSON of one")
-    return json.dumps(value)
+    return value

@@ -130,8 +130,8 @@ class PoolingEndpoint(GatheringEndpoint):
         self.note_unknown(request.model_extra or {})
         return request
 
-    def job_of(self, request: PoolingRequest, prompts: Sequence[Any], words: list[str], body: Body) -> Job:
-        """One Submit a prompt: messages, or token ids. RequestError 400."""
+    def job_of(self, request: PoolingRequest, field: str, prompts: Sequence[Any], words: list[str], body: Body) -> Job:
+        """One Submit a prompt: messages, or token ids. Errors name the `field`. RequestError 400."""
         chat = ChatRequest(model=request.model, messages=[Message(role="user", content="")], cache_salt=request.cache_salt)
         job = Job(chat, [])
         for prompt in prompts:
@@ -145,8 +145,9 @@ class PoolingEndpoint(GatheringEndpoint):
                 said, media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            salt = request.cache_salt or ""
-            job.submits.append(Submit(rid, said, media, params, OutputOptions(), stages_of(body), cache_salt=salt, pooled_words=words))
+            submit = Submit(rid, said, media, params, OutputOptions(), stages_of(body), prompt_field=field, pooled_words=words)
+            submit.cache_salt = request.cache_salt or ""
+            job.submits.append(submit)
         return job
 
 
@@ -166,7 +167,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
             given = request.input
             inputs: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
             prompts = [self._prompt_of(entry, request) for entry in inputs]
-        job = self.job_of(request, prompts, [], body)
+        job = self.job_of(request, "input" if request.messages is None else "messages", prompts, [], body)
         job.echo = {"format": request.encoding_format or "float", "dimensions": request.dimensions or hidden_size}
         return job
 
@@ -195,7 +196,7 @@ class RerankEndpoint(PoolingEndpoint):
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request: RerankRequest = self.checked(RerankRequest, value)
         prompts = [judged(request.instruction, request.query, document) for document in request.documents]
-        job = self.job_of(request, prompts, ANSWERS, body)
+        job = self.job_of(request, "documents", prompts, ANSWERS, body)
         documents = [document if isinstance(document, str) else None for document in request.documents]
         job.echo = {"top_n": request.top_n or len(documents), "documents": documents if request.return_documents is not False else []}
         return job
@@ -220,7 +221,7 @@ class ScoreEndpoint(PoolingEndpoint):
             raise bad_value("text_1", "must be one, or as many as text_2")
         queries = first * len(second) if len(first) == 1 else first
         prompts = [judged(request.instruction, query, document) for query, document in zip(queries, second, strict=True)]
-        return self.job_of(request, prompts, ANSWERS, body)
+        return self.job_of(request, "text_2", prompts, ANSWERS, body)
 
     def show(self, job: Job, values: list[Floats], head: dict[str, object]) -> Response:
         scores = [{"index": i, "object": "score", "score": probability_of_yes(logits)} for i, logits in enumerate(values)]

@@ -180,6 +180,8 @@ class ResponsesRequest(Strict):
 class ResponsesEndpoint(ChatEndpoint):
     """Items in OpenAI's newer dialect, answered in it."""
 
+    prompt_field = "input"
+
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(ResponsesRequest, value)
         job = self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)

@@ -306,6 +306,7 @@ class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
     prompt: Any
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the echo
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -332,6 +333,8 @@ class CompletionRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_value("max_tokens", "must be at least 1 for requests without `echo: true`")
         for prompt in self.prompts:
             if not prompt:
                 raise bad_value("prompt", "must not be empty")

@@ -26,7 +26,7 @@ class TokenizeEndpoint(GatheringEndpoint):
         if "messages" not in value:
             request = self.check(TokenizeRequest, value)
             read_grammar(request)  # for what is wrong with it
-            return Job(request, [counted(body, TextPrompt(request.prompt))])
+            return Job(request, [counted(body, TextPrompt(request.prompt), "prompt")])
         return counted_chat(self.check(ChatRequest, value), body)
 
     def answer(self, job: Job, events: list[Event]) -> Response:
@@ -40,21 +40,22 @@ class DetokenizeEndpoint(GatheringEndpoint):
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(DetokenizeRequest, value)
         read_grammar(request)
-        return Job(request, [counted(body, TokenPrompt(request.tokens))])
+        return Job(request, [counted(body, TokenPrompt(request.tokens), "tokens")])
 
     def answer(self, job: Job, events: list[Event]) -> Response:
         return JSONResponse({"prompt": events[0].text})
 
 
-def counted(body: Body, prompt: Any) -> Submit:
-    """A request that goes no further than the processor."""
-    return Submit(body.rid, prompt, [], SamplingParams(), OutputOptions(echo=True), stages_of(body), is_counted_only=True)
+def counted(body: Body, prompt: Any, field: str) -> Submit:
+    """A request that goes no further than the processor; `field` holds its prompt."""
+    output = OutputOptions(echo=True)
+    return Submit(body.rid, prompt, [], SamplingParams(), output, stages_of(body), is_counted_only=True, prompt_field=field)
 
 
 def counted_chat(chat: ChatRequest, body: Body) -> Job:
     """The same, of messages and their images."""
     read_grammar(chat)
     conversation = read_conversation(chat.messages, source_of(chat, body), chat.mm_processor_kwargs)
-    submit = counted(body, chat_prompt(chat, conversation.messages))
+    submit = counted(body, chat_prompt(chat, conversation.messages), "messages")
     submit.media = conversation.media
     return Job(chat, [submit], conversation.used_references)

@@ -5,7 +5,7 @@
       └──── </tool_call> ───────────────┘
 
 Text decides, not ids: tokenizers differ in what is a token. Held back is only what may be the beginning of a marker, and white space
-before one.
+before one. A marker within a string of the JSON is part of it.
 """
 
 import json
@@ -32,6 +32,10 @@ class CallBody(ABC):
     def push(self, text: str) -> tuple[str | None, str]:
         """The function's name, when it becomes known, and the next piece of its arguments' JSON; empty until the name is known."""
 
+    def is_in_string(self) -> bool:
+        """Whether the text so far ends within a string of JSON, of which a marker would be a part."""
+        return False
+
     @abstractmethod
     def close(self, is_cut: bool) -> str | None:
         """The rest of the arguments' JSON at the end; None if there was no whole call. `is_cut`: the text ends where a stop string was."""
@@ -47,6 +51,7 @@ class JsonBody(CallBody):
         self._start: int | None = None  # of the string or value at depth 1
         self._in_string = False
         self._is_escaped = False
+        self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
         self._key: str | None = None  # whose value comes
         self._name: str | None = None
         self._sent = 0  # characters of the arguments' value
@@ -62,6 +67,9 @@ class JsonBody(CallBody):
         if self._key == "arguments" and self._start is not None and self._text[self._start] == "{":
             self._arguments = (self._start, self._read)
         return (self._name if before is None else None), self._take()
+
+    def is_in_string(self) -> bool:
+        return self._in_string and self._depth > 0 and not self._is_broken
 
     def close(self, is_cut: bool) -> str | None:
         return self._take() if self._is_whole and self._name is not None else None
@@ -80,6 +88,7 @@ class JsonBody(CallBody):
 
     def _step(self, char: str) -> None:
         if self._in_string:
+            self._is_broken |= char == "\n"
             if self._is_escaped:
                 self._is_escaped = False
             elif char == "\\":
@@ -246,6 +255,9 @@ class CallSplitter:
         if found < 0:
             return True
         self._held = self._held[len(CLOSE) :]
+        if self._body is not None and self._body.is_in_string():
+            self._feed(CLOSE, deltas)
+            return False
         self._raw += CLOSE
         self._end_call(shown, deltas)
         return False

@@ -23,7 +23,7 @@ from engine.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef
 from engine.messages import Region as WireRegion
 from models.geometry import Grid
 from server.checkpoint import Checkpoint
-from server.errors import RequestError
+from server.errors import PROMPT, RequestError
 from server.processor.base64_text import decode_base64, decode_data_url
 from server.processor.decoders import Decoders
 from server.processor.early import EarlyReads, fingerprint
@@ -259,7 +259,7 @@ class Image:
         except RequestError as error:
             info = error.info
             message = f"Image {self._index + 1}: {info.message}."
-            raise RequestError(info.status, message, "messages", info.code, info.retry_after) from error
+            raise RequestError(info.status, message, PROMPT, info.code, info.retry_after) from error
 
 
 async def release_all(images: Iterable[Image]) -> None:

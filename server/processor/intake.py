@@ -34,7 +34,7 @@ from engine.messages import (
     TokenPrompt,
     ToScheduler,
 )
-from server.errors import RequestError, error_of, overloaded
+from server.errors import RequestError, overloaded
 from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import answer_grammar
@@ -182,7 +182,7 @@ class Intake:
         room = self.max_model_len - num_prompt
         limit = submit.params.max_tokens
         bad_words = self._prompts.bad_words(submit.output.bad_words)
-        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else min(limit, room), bad_words=bad_words)
+        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else max(1, min(limit, room)), bad_words=bad_words)
         if submit.pooled_words is not None:
             params = msgspec.structs.replace(params, max_tokens=1, pooled_ids=self._prompts.first_tokens(submit.pooled_words))
         submit.stages.submitted = time.monotonic()
@@ -249,7 +249,7 @@ class Intake:
         else:
             request.is_in_scheduler = True
             self._scheduler.send(task.result())
-        event = None if failure is None else Event(rid, error=error_of(failure))
+        event = None if failure is None else Event(rid, error=request.error_of(failure))
         if event is None and request.counted:
             echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
             event = Event(rid, echo, finish_reason="stop", num_prompt_tokens=num_tokens, prompt_ids=request.counted)

@@ -24,7 +24,7 @@ from engine.messages import (
     ToScheduler,
     WantedPixels,
 )
-from server.errors import error_of, error_type
+from server.errors import error_type
 from server.processor.image import ImageTools
 from server.processor.request import Answer, Request
 
@@ -73,6 +73,8 @@ class Output:
         for an answer that has ended."""
         if request.is_ended or answer.is_ended:
             return
+        if request.submit.params.max_tokens == 0:  # nothing but the echo is asked for: the one token that was drawn is not shown
+            output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
@@ -150,7 +152,7 @@ class Output:
         await asyncio.wait([task])
         if not task.cancelled():
             failure = task.exception()
-            source, error = (image.source, None) if failure is None else (None, error_of(failure))
+            source, error = (image.source, None) if failure is None else (None, request.error_of(failure))
             self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
 from engine.params import MAX_BAD_WORD_TOKENS
 from server.checkpoint import Checkpoint
-from server.errors import RequestError
+from server.errors import PROMPT, RequestError
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 Messages = list[dict[str, object]]
@@ -41,7 +41,7 @@ def too_long(limit: int, num_tokens: str) -> RequestError:
     # In words that client libraries look for.
     maximum = f"This model's maximum context length is {limit} tokens, answer included."
     words = f"{maximum} However, your prompt is too long: it has {num_tokens} tokens. Please reduce its length."
-    return RequestError(400, words, "messages", "context_length_exceeded")
+    return RequestError(400, words, PROMPT, "context_length_exceeded")
 
 
 class ExpandedPrompt:
@@ -89,18 +89,19 @@ class PromptBuilder:
         400 if the template refuses the messages or does not show every image, or, in a fraction of the time and memory, for a text of far
         more tokens than `limit`; how many ids there are is the caller's business."""
         if isinstance(prompt, ChatPrompt):
-            ids, name = self._encode_chat(prompt, limit), "messages"
+            ids = self._encode_chat(prompt, limit)
         elif isinstance(prompt, TokenPrompt):
-            ids, name = prompt.ids, "prompt"
+            ids = prompt.ids
         else:
             self._check_size(prompt.text, limit)
-            ids, name = self._encode_text(prompt.text), "prompt"
+            ids = self._encode_text(prompt.text)
+        is_chat = isinstance(prompt, ChatPrompt)
         num_shown = ids.count(self._image_token_id)
-        if num_shown > num_images and name == "prompt":
-            raise RequestError(400, "prompt: holds the placeholder of an image, which only messages can bring.", name, "invalid_value")
+        if num_shown > num_images and not is_chat:
+            raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
         if num_shown != num_images:
-            raise RequestError(400, "The chat template of this model does not show every image of these messages.", name)
-        return [*self._frame[0], *ids, *self._frame[1]] if is_framed and name == "messages" else ids
+            raise RequestError(400, "The chat template of this model does not show every image of these messages.", PROMPT)
+        return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
         """Of each word. They are whole words in vocabularies as large as Qwen's."""
@@ -166,7 +167,7 @@ class PromptBuilder:
             return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=begins_answer, **variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
-            raise RequestError(400, f"The chat template of this model refuses these messages: {words}", "messages") from None
+            raise RequestError(400, f"The chat template of this model refuses these messages: {words}", PROMPT) from None
 
     def _protect(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
         content = message["content"]

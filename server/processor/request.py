@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
 import numpy as np
 
-from engine.messages import EngineRequest, Logprob, PromptLogprobs, RequestOutput, Submit
+from engine.messages import EngineRequest, ErrorInfo, Logprob, PromptLogprobs, RequestOutput, Submit
+from server.errors import PROMPT, error_of
 from server.processor.image import Image, release_all
 from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
@@ -55,6 +57,11 @@ class Request:
         """Its last event is on the way."""
         answer.is_ended = True
         self.is_ended = all(answer.is_ended for answer in self.answers)
+
+    def error_of(self, failure: BaseException) -> ErrorInfo:
+        """What its client hears of a failure to prepare it: a prompt is where its dialect has it."""
+        error = error_of(failure)
+        return msgspec.structs.replace(error, param=self.submit.prompt_field) if error.param == PROMPT else error
 
     def is_stop_token(self, token_id: int) -> bool:
         """Whether the client named it, or it is one of the model's."""

@@ -148,7 +148,7 @@ def test_several_answers(client: openai.OpenAI) -> None:
 
 
 def test_completions_as_evaluations_ask_for_them(client: openai.OpenAI, engine: Engine) -> None:
-    """lm-eval's log-likelihood: one token more, the prompt's log-probabilities, cut at the length of the context.
+    """lm-eval's log-likelihood: one token more, or none, the prompt's log-probabilities, cut at the length of the context.
 
     Red if a continuation is more or less likely than what the model says of it token by token."""
     context, continuation = "What number is", " in picture 1?"
@@ -156,6 +156,9 @@ def test_completions_as_evaluations_ask_for_them(client: openai.OpenAI, engine: 
     num_context = engine.client.post("/tokenize", json={"prompt": context}).json()["count"]
     found = client.completions.create(model="demo", prompt=ids, max_tokens=1, logprobs=1, echo=True, temperature=0).choices[0].logprobs
     assert found is not None and found.token_logprobs is not None and len(found.token_logprobs) == len(ids) + 1
+    alone = client.completions.create(model="demo", prompt=ids, max_tokens=0, logprobs=1, echo=True).choices[0]
+    assert alone.text == context + continuation and alone.logprobs is not None
+    assert alone.logprobs.token_logprobs == [None, *(pytest.approx(value, abs=1e-4) for value in found.token_logprobs[1:-1])]
     likelihood = sum(found.token_logprobs[num_context:-1])
     singly = 0.0
     for i in range(num_context, len(ids)):

@@ -6,7 +6,7 @@ included, however its steps are cut, shared between ranks, batched or cached.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -63,29 +63,33 @@ def flags(chunk: int, tp: int) -> list[str]:
     return [*steps, "--tp", str(tp), "--dtype", "float32", "--kv-cache-memory-bytes", "512M"]
 
 
-def test_all_answers_in_whole_prompts_fresh_and_cached(recorded: list[Recorded]) -> None:
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Of whole prompts, on one rank."""
+    with serve(CHECKPOINT, *flags(8192, 1)) as running:
+        yield running
+
+
+def test_all_answers_in_whole_prompts_fresh_and_cached(engine: Engine, recorded: list[Recorded]) -> None:
     """Red if any stage differs from transformers, if rows of a batch leak into each other, or a cache holds what it should not."""
-    with serve(CHECKPOINT, *flags(8192, 1)) as engine:
-        assert_same(engine, recorded, AT_ONCE)
-        encoded = engine.metric("engine_images_encoded_total")
-        assert_same(engine, recorded, AT_ONCE)
-        assert engine.metric("engine_images_encoded_total") == encoded, "an image was encoded again"
+    assert_same(engine, recorded, AT_ONCE)
+    encoded = engine.metric("engine_images_encoded_total")
+    assert_same(engine, recorded, AT_ONCE)
+    assert engine.metric("engine_images_encoded_total") == encoded, "an image was encoded again"
 
 
-@pytest.mark.parametrize(("chunk", "tp", "first"), [(64, 1, 0), (8192, 2, 2), (64, 2, 4)])
+def test_fresh_questions_are_answered_rightly(engine: Engine) -> None:
+    """Red if answers over the API become worse than the checkpoint is: it gets 98 to 100 % of these right."""
+    results = ask(engine, list(islice(questions(FRESH_SEED, DEFAULT_TASKS), 60)), AT_ONCE)
+    wrong = [result for result in results if not result.right]
+    assert len(wrong) <= 3, wrong
+
+
+@pytest.mark.parametrize(("chunk", "tp", "first"), [(64, 1, 0), (64, 2, 3)])
 def test_chunks_and_ranks_change_no_answer(recorded: list[Recorded], chunk: int, tp: int, first: int) -> None:
     """Red if a chunk boundary shifts a position or an image row, or if ranks disagree. Questions alone, batched and cached, each time
-    others, half of all together."""
+    others, a third of all together. Whole prompts on two ranks: `test_parity.py`."""
     with serve(CHECKPOINT, *flags(chunk, tp)) as engine:
         assert_same(engine, recorded[first + 1 :: 18], 1)
         assert_same(engine, recorded[first::6], AT_ONCE)
         assert_same(engine, recorded[first::18], 1)
-
-
-def test_fresh_questions_are_answered_rightly() -> None:
-    """Red if answers over the API become worse than the checkpoint is: it gets 98 to 100 % of these right."""
-    items = list(islice(questions(FRESH_SEED, DEFAULT_TASKS), 60))
-    with serve(CHECKPOINT, *flags(2048, 1)) as engine:
-        results = ask(engine, items, AT_ONCE)
-    wrong = [result for result in results if not result.right]
-    assert len(wrong) <= 3, wrong

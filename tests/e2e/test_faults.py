@@ -15,9 +15,9 @@ from tests.e2e.serving import Engine, chat_body, serve
 CASES = [
     ("api", "upload", "SIGTERM"),
     ("processor", "media", "SIGKILL"),
-    ("worker", "tower", "SIGTERM"),
+    ("worker", "tower", "SIGSTOP"),
     ("scheduler", "prefill", "SIGKILL"),
-    ("worker", "decode", "SIGSTOP"),
+    ("worker", "decode", "SIGTERM"),  # not to be waited for: its answer is a long one
     ("launcher", "decode", "SIGTERM"),
 ]
 NUM_LEAVERS, CLEAN_S = 200, 2.0

@@ -3,10 +3,12 @@
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.serving import Engine, chat_body, image_part, picture, serve, text_part
 
@@ -21,12 +23,20 @@ TIGHT = [
     "128",
 ]
 NUM_REQUESTS = 10
-NUM_CANARIES = 210
+NUM_CANARIES = 100
+LONG, SHORT = 40, 16  # tokens of answers
 HEARTBEAT_S = 1.0  # the engine's processes check themselves at idle with every heartbeat
 
 
 def content(i: int) -> list[dict[str, object]]:
     return [image_part(picture(i % 6, 128, 128 + 32 * (i % 3))), image_part(picture(50 + i % 4, 96, 96)), text_part(f"Question {i}")]
+
+
+@pytest.fixture(scope="module")
+def tight(tiny: Path) -> Iterator[Engine]:
+    """An engine that each test leaves with everything free."""
+    with serve(tiny, *TIGHT) as engine:
+        yield engine
 
 
 def await_idle(engine: Engine) -> None:
@@ -45,73 +55,73 @@ def assert_everything_is_free(engine: Engine) -> None:
     assert engine.client.get("/health").status_code == 200
 
 
-def test_preemption_and_eviction_change_no_answer(tiny: Path) -> None:
-    """Red if recomputation, encoding again or restoring under pressure gives another answer, deadlocks, or leaks."""
+def ask(engine: Engine, i: int, num_tokens: int) -> str:
+    return engine.text(content(i % NUM_REQUESTS), max_tokens=num_tokens, ignore_eos=True)
 
-    def ask(engine: Engine, i: int) -> str:
-        return engine.text(content(i), max_tokens=40, ignore_eos=True)
 
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> dict[int, list[str]]:
+    """By their length, what an engine with room for all answers to one request after the other."""
     with serve(tiny) as engine:
-        expected = [ask(engine, i) for i in range(NUM_REQUESTS)]
+        return {num_tokens: [ask(engine, i, num_tokens) for i in range(NUM_REQUESTS)] for num_tokens in (LONG, SHORT)}
+
+
+def test_preemption_and_eviction_change_no_answer(tiny: Path, expected: dict[int, list[str]]) -> None:
+    """Red if recomputation, encoding again or restoring under pressure gives another answer, deadlocks, or leaks."""
     for host in ("0", "1M"):
         flags = [*TIGHT, "--image-host-cache-bytes", host]
         with serve(tiny, *flags) as engine, ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            got = list(pool.map(lambda i: ask(engine, i % NUM_REQUESTS), range(2 * NUM_REQUESTS)))
+            got = list(pool.map(lambda i: ask(engine, i, LONG), range(2 * NUM_REQUESTS)))
             assert_everything_is_free(engine)
             assert engine.metric("engine_preemptions_total") > 0
             assert engine.metric("engine_images_evicted_total") > 0
             assert (engine.metric("engine_images_restored_total") > 0) == (host != "0")
-        assert got == 2 * expected
+        assert got == 2 * expected[LONG]
 
 
-def test_canaries_sing_under_pressure(tiny: Path) -> None:
+def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[str]]) -> None:
     """Red if one answer of many is another one while requests preempt each other and images are evicted: whatever was read was not its."""
-
-    def ask(engine: Engine, i: int) -> str:
-        return engine.text(content(i % NUM_REQUESTS), max_tokens=16, ignore_eos=True)
-
-    with serve(tiny) as engine:
-        expected = [ask(engine, i) for i in range(NUM_REQUESTS)]
-    with serve(tiny, *TIGHT) as engine, ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(lambda i: ask(engine, i), range(NUM_CANARIES)))
-        assert_everything_is_free(engine)
-        assert engine.metric("engine_preemptions_total") > 0 and engine.metric("engine_images_evicted_total") > 0
-    assert [i for i, answer in enumerate(got) if answer != expected[i % NUM_REQUESTS]] == []
+    totals = ("engine_preemptions_total", "engine_images_evicted_total")
+    before = [tight.metric(name) for name in totals]
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda i: ask(tight, i, SHORT), range(NUM_CANARIES)))
+    assert_everything_is_free(tight)
+    assert all(tight.metric(name) > old for name, old in zip(totals, before, strict=True))
+    assert [i for i, answer in enumerate(got) if answer != expected[SHORT][i % NUM_REQUESTS]] == []
 
 
-def test_a_prompt_that_the_pool_never_holds(tiny: Path) -> None:
+def test_a_prompt_that_the_pool_never_holds(tight: Engine) -> None:
     """Red if the length that clients are told, or the error of a longer prompt, knows nothing of a small KV pool."""
-    with serve(tiny, *TIGHT) as engine:
-        limit = engine.client.get("/v1/models").json()["data"][0]["max_model_len"]
-        assert limit == 40 * 16 == engine.metric("engine_max_model_len")
-        response = engine.client.post("/v1/chat/completions", json=chat_body("word " * limit))
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "context_length_exceeded" and str(limit) in response.json()["error"]["message"]
-        assert engine.text("Still well?")
+    limit = tight.client.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert limit == 40 * 16 == tight.metric("engine_max_model_len")
+    response = tight.client.post("/v1/chat/completions", json=chat_body("word " * limit))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded" and str(limit) in response.json()["error"]["message"]
+    assert tight.text("Still well?")
 
 
-def test_clients_that_leave_at_any_stage(tiny: Path) -> None:
+def test_clients_that_leave_at_any_stage(tight: Engine) -> None:
     """Red if a disconnect while sending, waiting, prefilling or streaming leaks a block, a pin, a row or arena bytes."""
     rng = random.Random(0)
 
-    def leave(engine: Engine, i: int) -> None:
+    def leave(i: int) -> None:
         body = chat_body(content(i), stream=True, max_tokens=400, ignore_eos=True)
         try:
-            with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=rng.choice([0.02, 0.1, 0.5, 2])) as response:
+            with httpx.stream("POST", f"{tight.url}/v1/chat/completions", json=body, timeout=rng.choice([0.02, 0.1, 0.5, 2])) as response:
                 for _, _line in zip(range(rng.randint(0, 8)), response.iter_lines(), strict=False):
                     pass
         except httpx.HTTPError:
             pass
 
-    with serve(tiny, *TIGHT) as engine:
-        threads = [threading.Thread(target=leave, args=(engine, i)) for i in range(NUM_REQUESTS)]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-        for thread in threads:
-            thread.join()
-        assert_everything_is_free(engine)
-        assert engine.text("Still there?", max_tokens=3, ignore_eos=True) != ""
+    assert tight.client.post("/flush_cache").status_code == 200  # all stages take their time
+    threads = [threading.Thread(target=leave, args=(i,)) for i in range(NUM_REQUESTS)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert_everything_is_free(tight)
+    assert tight.text("Still there?", max_tokens=3, ignore_eos=True) != ""
 
 
 def test_only_images_that_overlap_the_chunk_are_encoded(tiny: Path) -> None:

@@ -3,17 +3,19 @@
 import itertools
 import json
 import random
+import sys
 
 import pytest
 
 from engine.messages import CallDelta
-from server.processor.calls import CallSplitter
+from server.processor.calls import CLOSE, CallSplitter
 
 SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}}
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"}{\\" 🌧", "days": [1, {"a": null}]}}\n</tool_call>'
 XML_CITY, XML_DAYS = "<parameter=city>\nKöln\n2\n</parameter>", "<parameter=days>\n3\n</parameter>"
 XML = f"<tool_call>\n<function=weather>\n{XML_CITY}\n{XML_DAYS}\n</function>\n</tool_call>"
 ARGUMENTS = {"city": 'Köln "}{" 🌧', "days": [1, {"a": None}]}
+MARKERS = 'x</tool_call>\n"<tool_call>'
 XML_ARGUMENTS = {"city": "Köln\n2", "days": 3}
 
 # text; what is shown; calls as (name, arguments)
@@ -39,7 +41,14 @@ CASES = {
     "a brace too few": ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", {"a": 1})]),
     "a brace too many": ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "", [("f", {"a": 1})]),
     "no closing marker": ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
+    "markers in a string": (
+        '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>\\n\\"<tool_call>"}}</tool_call>b', "b", [("f", {"a": MARKERS})],
+    ),
+    "markers in a string of a string": (
+        '<tool_call>{"arguments": "{\\"a\\": \\"</tool_call></tool_call>\\"}", "name": "f"}</tool_call>', "", [("f", {"a": CLOSE + CLOSE})],
+    ),
     "no call at all": ("<tool_call>what?</tool_call>!", "<tool_call>what?</tool_call>!", []),
+    "a quote in no call": ('<tool_call>say "hi</tool_call>! ' + HERMES, '<tool_call>say "hi</tool_call>!', [("weather", ARGUMENTS)]),
     "nothing in it": ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
     "only an opening": ("x <tool_call>", "x<tool_call>", []),
 }  # fmt: skip
@@ -93,6 +102,47 @@ def test_arguments_do_not_wait_for_the_end() -> None:
     for word in (" upon", " a", " time"):
         assert [delta.arguments for delta in splitter.push(word)[1]] == [word]
     assert [delta.arguments for delta in splitter.push('"}}</tool_call>')[1]] == ['"}']
+
+
+@pytest.mark.parametrize(
+    ("broken", "num_calls"),
+    [
+        ('<tool_call>\n{"name": "g", "arguments": {"a": "x}}\n</tool_call>', 2),  # a string that never ends
+        ('<tool_call>{"name": "g", "arguments": {"a": "x\n"y"}}</tool_call>', 2),  # an odd quote, in the line behind
+        ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>', 1),  # nothing says that it is none
+    ],
+)
+def test_a_string_that_is_no_json_hides_no_marker(broken: str, num_calls: int) -> None:
+    """Red if a quote that a model forgets swallows the calls behind it: line breaks stand in no JSON string."""
+    for pieces in ([broken + HERMES], list(broken + HERMES)):
+        _, deltas, _ = read(pieces)
+        names = [delta.name for delta in deltas if delta.name is not None]
+        assert names == ["g", "weather"][:num_calls]
+    behind = [CallDelta(0, delta.arguments, delta.name) for delta in deltas if delta.index == 1]
+    assert calls_of(behind) == [("weather", ARGUMENTS)] * (num_calls - 1)
+
+
+def test_markers_in_a_long_string_take_no_longer() -> None:
+    """Red if what was read of a call is read again at every marker in it."""
+    begin, end = '<tool_call>{"name": "f", "arguments": {"a": "', '"}}</tool_call>'
+
+    def steps(num_markers: int) -> int:
+        counted = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal counted
+            counted += 1
+
+        pieces = [begin, *[CLOSE, "xxxxx"] * num_markers, end]
+        sys.setprofile(count)
+        try:
+            _, deltas, _ = read(pieces)
+        finally:
+            sys.setprofile(None)
+        assert calls_of(deltas) == [("f", {"a": (CLOSE + "xxxxx") * num_markers})]
+        return counted
+
+    assert steps(400) < 4.2 * steps(100)
 
 
 def test_a_single_call_ends_the_answer() -> None:

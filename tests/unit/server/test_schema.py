@@ -55,7 +55,7 @@ BAD = [
     ({"top_k": float("nan")}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"seed": 1 << 63}, "seed"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": -5}, "max_completion_tokens"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop.0"),
@@ -336,6 +336,7 @@ BAD_COMPLETIONS = [
     ({"prompt": ["x"] * 129}, "prompt"), ({"prompt": "x", "suffix": "y"}, "suffix"), ({"prompt": "x", "best_of": 2}, "best_of"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"), ({"prompt": "x", "logprobs": True}, "logprobs"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "echo": 1}, "echo"),
+    ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens"), ({"prompt": "x", "max_tokens": 0, "echo": False}, "max_tokens"),
 ]  # fmt: skip
 
 

@@ -137,6 +137,28 @@ def test_an_echo(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer, prom
     assert "".join(chunk.choices[0].text for chunk in stream) == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_an_echo_of_nothing_but_the_prompt(
+    stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer, answer: list[int], logprobs: int | None, stream: bool
+) -> None:
+    """Red if `max_tokens: 0`, with which evaluations score texts, is refused, or if the token that the engine draws anyway is shown."""
+    ANSWER[:] = answer[-1:]  # an end token
+    stack.scheduler.script = tell if logprobs else answer_ids(ANSWER)
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    given = client.completions.create(
+        model="test-model", prompt="Hello you", echo=True, max_tokens=0, logprobs=logprobs, stream=stream, **usage
+    )  # type: ignore[call-overload]
+    chunks = list(given) if stream else [given]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert stack.scheduler.requests[-1].params.max_tokens == 1
+    assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == ("Hello you", "length")
+    num_prompt = len(ids_of(tokenizer, "Hello you"))
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (num_prompt, 0)
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    assert "".join(tokens) == ("Hello you" if logprobs else "")
+
+
 def test_one_bad_prompt_of_a_batch(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if the others go on for nobody, or if a placeholder of an image gets into a prompt that has none."""
     for bad in ("<|image_pad|>", "word " * 5000):

@@ -238,13 +238,44 @@ def test_what_the_server_says_of_itself(model_folder: Path) -> None:
         stack.close()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_prompt_that_is_too_long_in_words_that_clients_know(stack: Stack, path: str) -> None:
-    """Red if libraries no longer tell this error from others: they look for the code, or for these words."""
-    body = {"messages": [{"role": "user", "content": "word " * 9000}]} if "chat" in path else {"prompt": "word " * 9000}
-    error = stack.http.post(path, json=body).json()["error"]
+LONG = "word " * 9000
+LONG_MESSAGES = [{"role": "user", "content": LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": LONG_MESSAGES}, "messages"),
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 5000}, "prompt"),
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/embeddings", {"input": ["x", LONG]}, "input"),
+        ("/v1/embeddings", {"input": [5] * 5000}, "input"),
+        ("/v1/embeddings", {"messages": LONG_MESSAGES}, "messages"),
+        ("/rerank", {"query": "x", "documents": ["x", LONG]}, "documents"),
+        ("/score", {"text_1": "x", "text_2": LONG}, "text_2"),
+    ],
+)
+def test_a_prompt_that_is_too_long_in_words_that_clients_know(stack: Stack, path: str, fields: dict[str, object], param: str) -> None:
+    """Red if libraries no longer tell this error from others: they look for the code, or for these words; or if it names a field that the
+    client has not sent."""
+    error = stack.http.post(path, json=fields).json()["error"]
     assert error["code"] == "context_length_exceeded" and "maximum context length is 4096 tokens" in error["message"]
-    assert "prompt is too long" in error["message"]
+    assert "prompt is too long" in error["message"] and error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [image(uri(b"bad"))]}]}, "messages"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": uri(b"bad")}]}]}, "input"),
+        ("/score", {"text_1": "x", "text_2": {"content": [image(uri(b"bad"))]}}, "text_2"),
+    ],
+)
+def test_an_error_in_an_image_names_the_field_that_holds_it(stack: Stack, path: str, fields: dict[str, object], param: str) -> None:
+    """Red if a client of another dialect is told of messages that it has not sent."""
+    response = stack.http.post(path, json=fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (422, param)
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------------------------
@@ -296,7 +327,7 @@ def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
 # ---- traces --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_span_for_every_request(model_folder: Path) -> None:
+def test_a_span_for_every_request(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a collector gets no span, one that does not continue the client's trace, or one for every token of a stream."""
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     bodies: list[bytes] = []
@@ -312,6 +343,7 @@ def test_a_span_for_every_request(model_folder: Path) -> None:
 
     collector = HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms, in which spans gather
     stack = Stack(model_folder, otlp_traces_endpoint=f"http://127.0.0.1:{collector.server_port}/v1/traces")
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     try:

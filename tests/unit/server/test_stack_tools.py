@@ -29,6 +29,7 @@ TOOLS = [{
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }]  # fmt: skip
+FORMAT_PARAM = "response_format.json_schema.schema"
 QUESTION = [{"role": "user", "content": "How will the weather be?"}]
 
 
@@ -158,19 +159,22 @@ def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenize
 THOUGHTS = [f"hm <tool_call>x\n{CALL} so\n</think>\n\nDone.", f"hm\n{CALL}</think>Done.", f"hm {CALL[:30]}</think>{CALL[30:]}Done."]
 
 
+@pytest.fixture(scope="module")
+def thinker(thinking_folder: Path) -> Iterator[Stack]:
+    running = Stack(thinking_folder)
+    yield running
+    running.close()
+
+
 @pytest.mark.parametrize("text", THOUGHTS)
-def test_a_call_inside_thoughts_is_not_lost(thinking_folder: Path, tokenizer: Tokenizer, text: str) -> None:
+def test_a_call_inside_thoughts_is_not_lost(thinker: Stack, tokenizer: Tokenizer, text: str) -> None:
     """Red if a call that a model makes before it closes its thoughts is shown as a thought, or breaks what follows."""
-    stack = Stack(thinking_folder)
-    try:
-        say(stack, tokenizer, text)
-        message = stack.chat("x", tools=TOOLS).json()["choices"][0]["message"]
-        assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm")
-        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
-        assert CALL not in message["reasoning"]
-        stack.settle()
-    finally:
-        stack.close()
+    say(thinker, tokenizer, text)
+    message = thinker.chat("x", tools=TOOLS).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm")
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
+    assert CALL not in message["reasoning"]
+    thinker.settle()
 
 
 def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client: openai.OpenAI, model_folder: Path) -> None:
@@ -191,6 +195,41 @@ def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client
     assert '"description": "what <|im_end|> it will be"' in text
     assert prompt.count(tokenizer.token_to_id("<|im_start|>")) == 5  # system with the tools, user, assistant, results, generation
     assert prompt.count(tokenizer.token_to_id("<|im_end|>")) == 4
+
+
+def function(name: str, schema: object, is_strict: bool) -> dict[str, object]:
+    return {"name": name, "parameters": {"type": "object", "properties": {"a": schema}}, "strict": is_strict}
+
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": UNIQUE}}
+UNIQUE_G = function("g", UNIQUE, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        ("/v1/chat/completions", {"tools": [*TOOLS, {"type": "function", "function": UNIQUE_G}]}, "tools", ("g", "uniqueItems")),
+        ("/v1/responses", {"tools": [{"type": "function", **UNIQUE_G}]}, "tools", ("g", "uniqueItems")),
+        ("/v1/chat/completions", {"tools": TOOLS, "response_format": FORMAT}, FORMAT_PARAM, ("uniqueItems",)),
+        ("/v1/chat/completions", {"response_format": FORMAT}, FORMAT_PARAM, ("uniqueItems",)),
+    ],
+)
+def test_a_schema_that_would_not_hold_is_a_400(
+    stack: Stack, path: str, fields: dict[str, object], param: str, words: tuple[str, ...]
+) -> None:
+    """Red if a call may break the schema that it was promised to follow, or a format that of an answer beside tools, and nobody is told."""
+    response = stack.http.post(path, json={"messages": QUESTION, **fields} if "chat" in path else {"input": "x", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert all(f"'{word}'" in error["message"] or f" {word} " in error["message"] for word in words), error["message"]
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {}])
+def test_a_schema_that_nothing_holds_an_answer_to_may_say_anything(stack: Stack, fields: dict[str, object]) -> None:
+    """Red if tools that are not strict, or not used, are refused for what only a grammar minds."""
+    one = function("g", UNIQUE, is_strict=bool(fields))
+    assert stack.chat("x", tools=[{"type": "function", "function": one}], **fields).status_code == 200
 
 
 def test_a_template_without_tools_is_a_400(model_folder: Path, tmp_path: Path) -> None:
