@@ -61,6 +61,15 @@ class TensorParallel:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
 
+    def warm_up(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Each collective once, for one token and for so many, which every rank does: NCCL connects ranks at the first of a kind and size,
+        in a second that a request would wait for, and takes memory for it."""
+        for count in (1, num_tokens) if self.size > 1 else ():
+            x = torch.zeros((count, width), dtype=dtype, device=device)
+            self.broadcast_(self.all_reduce_(x))
+            self.all_gather_columns(x)
+            self.all_gather_rows(x, [count] * self.size)
+
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """(S, n) of each rank -> (S, size * n), in rank order."""
         if self.size == 1:

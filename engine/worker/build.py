@@ -57,6 +57,7 @@ def build_runner(
     backend = make_backend(child.runtime.backend, device)
     loading = Loading(child, backend, model_config)
     tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
+    tp.warm_up(config.max_num_batched_tokens, model_config.text.hidden_size, dtype, device)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)

@@ -53,6 +53,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
     assert rows[:, 0].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
     assert tp.broadcast_(torch.tensor([rank + 7])).tolist() == [7]
+    tp.warm_up(5, 3, torch.float32, torch.device("cpu"))
     torch.save(all_logits(model), out / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -80,3 +81,19 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
 def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
     with pytest.raises(ValueError, match=r"vocab_size \(4096\) does not divide over 3"):
         Qwen3VL(tiny.config, TensorParallel(0, 3, None), TORCH, torch.float32)
+
+
+def test_every_collective_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a request is the first to use a collective, with one token or with many."""
+    used: set[tuple[str, int]] = set()
+
+    class Recorder:
+        def __getattr__(self, name: str) -> object:
+            return lambda *tensors, **options: used.add((name, len(tensors[-1])))
+
+    monkeypatch.setattr("models.parallel.dist", Recorder())
+    TensorParallel(0, 2, None).warm_up(40, 3, torch.float32, torch.device("cpu"))
+    assert used == {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
+    used.clear()
+    TensorParallel.single().warm_up(40, 3, torch.float32, torch.device("cpu"))
+    assert not used
