@@ -13,8 +13,8 @@ from tests.unit.models.backends.portable.interpreter import interpreted, run_int
 
 
 @starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
+    run_interpreted(interpreted_files)
 
 
 @interpreted

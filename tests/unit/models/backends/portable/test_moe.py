@@ -19,8 +19,8 @@ MANY = 24  # choices; with more they are sorted
 
 
 @starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
+    run_interpreted(interpreted_files)
 
 
 @pytest.fixture

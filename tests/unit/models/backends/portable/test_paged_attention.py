@@ -18,8 +18,8 @@ MIXES = {  # tokens of prompts: lengths of all rows
 
 
 @starts_interpreter
-def test_attention_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_attention_in_the_interpreter(interpreted_files: list[str]) -> None:
+    run_interpreted(interpreted_files)
 
 
 def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0) -> Step:

@@ -16,8 +16,8 @@ WIDE = 0.9, 40, OFF, 0.0
 
 
 @starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
+    run_interpreted(interpreted_files)
 
 
 def params_of(rows: list[tuple[float, int, float, float]], max_top_k: int, seed: int) -> DrawParams:
