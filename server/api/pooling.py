@@ -145,9 +145,9 @@ class PoolingEndpoint(GatheringEndpoint):
                 said, media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            submit = Submit(rid, said, media, params, OutputOptions(), stages_of(body), prompt_field=field, pooled_words=words)
-            submit.cache_salt = request.cache_salt or ""
-            job.submits.append(submit)
+            options = OutputOptions(), stages_of(body)
+            salt = request.cache_salt or ""
+            job.submits.append(Submit(rid, said, media, params, *options, cache_salt=salt, prompt_field=field, pooled_words=words))
         return job
 
 

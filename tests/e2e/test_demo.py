@@ -85,10 +85,10 @@ def test_fresh_questions_are_answered_rightly(engine: Engine) -> None:
     assert len(wrong) <= 3, wrong
 
 
-@pytest.mark.parametrize(("chunk", "tp", "first"), [(64, 1, 0), (64, 2, 3)])
+@pytest.mark.parametrize(("chunk", "tp", "first"), [(64, 1, 0), (8192, 2, 2), (64, 2, 4)])
 def test_chunks_and_ranks_change_no_answer(recorded: list[Recorded], chunk: int, tp: int, first: int) -> None:
     """Red if a chunk boundary shifts a position or an image row, or if ranks disagree. Questions alone, batched and cached, each time
-    others, a third of all together. Whole prompts on two ranks: `test_parity.py`."""
+    others, half of all together."""
     with serve(CHECKPOINT, *flags(chunk, tp)) as engine:
         assert_same(engine, recorded[first + 1 :: 18], 1)
         assert_same(engine, recorded[first::6], AT_ONCE)

@@ -1,11 +1,9 @@
 """Triton's interpreter for tests of kernels: files that use it are run again in a process that has it on, see `conftest`."""
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,24 +26,3 @@ def run_interpreted(files: list[str]) -> None:
     passed = [line for line in run.stdout.splitlines() if " PASSED" in line]
     all_ran = all(any(f"{os.path.basename(file)}::" in line for line in passed) for file in files)
     assert run.returncode == 0 and all_ran, run.stdout + run.stderr
-
-
-def _remember_builtins() -> None:
-    """For each call of a device function Triton searches all of its language for built-in functions: a third of the time.
-
-    Their names do not change, so they are looked up once, before any is replaced; their values each time.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    places = tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base
-    names = {place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)] for place in places}
-
-    def getmembers(place: object) -> list[tuple[str, object]]:
-        return [(name, getattr(place, name)) for name in names[place]] if place in names else inspect.getmembers(place)
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
-
-
-if INTERPRETED:
-    _remember_builtins()
