@@ -12,7 +12,7 @@ from bench.client import ChatClient, chat_body, user_message
 from tests.e2e.serving import serve
 
 NUM_IMAGES = 24
-TIMES = 12
+MAX_REPEATS = 100
 NUM_GOOD = 3  # of the repetitions
 SHARE = 0.05
 ALWAYS_ALLOWED_MS = 2.0  # where all is tiny: both processes' way to the socket and back
@@ -26,20 +26,24 @@ def noise(seed: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-async def ask_again(url: str) -> list[dict[str, float]]:
+async def ask_again(url: str) -> tuple[int, list[dict[str, float]]]:
+    """How many repetitions add up, and the parts of all; no more are made than it takes."""
     body = chat_body("", [user_message([noise(i) for i in range(NUM_IMAGES)], "What is in picture 3?")], 4)
+    good, parts = 0, []
     async with ChatClient(url) as client:
-        answers = [await client.chat(body) for _ in range(TIMES)]
-    assert not [answer.error for answer in answers if answer.error]
-    assert all(not answer.timings["images_encoded"] for answer in answers[1:])
-    return [breakdown(answer) for answer in answers[1:]]
+        assert not (await client.chat(body)).error
+        while good < NUM_GOOD and len(parts) < MAX_REPEATS:
+            answer = await client.chat(body)
+            assert not answer.error and not answer.timings["images_encoded"]
+            parts.append(breakdown(answer))
+            good += abs(parts[-1]["rest_ms"]) <= max(ALWAYS_ALLOWED_MS, SHARE * 1e3 * answer.ttft)
+    return good, parts
 
 
 def test_the_parts_of_a_repeated_request_add_up() -> None:
-    """Red if time passes between two boundaries that nobody counts, or is counted twice. The best ones: on a loaded machine each of the
-    processes may pause anywhere.
+    """Red if time passes between two boundaries that nobody counts, or is counted twice: that is in each repetition. A few good ones are
+    enough, since on a loaded machine each of the processes may pause anywhere.
     """
     with serve("demo") as engine:
-        parts = asyncio.run(ask_again(engine.url))
-    excess = sorted(abs(part["rest_ms"]) - max(ALWAYS_ALLOWED_MS, SHARE * sum(part.values())) for part in parts)
-    assert excess[NUM_GOOD - 1] <= 0, parts
+        good, parts = asyncio.run(ask_again(engine.url))
+    assert good == NUM_GOOD, sorted(part["rest_ms"] for part in parts)
