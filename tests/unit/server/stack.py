@@ -211,6 +211,19 @@ class Stack:
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.01)
 
+    def slowest_health(self, work: Callable[[], object]) -> float:
+        """Seconds of the slowest answer of `/health/live` while `work` goes on in a thread."""
+        slowest = 0.0
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            client.get("/health/live")
+            worker = threading.Thread(target=work)
+            worker.start()
+            while worker.is_alive():
+                started = time.perf_counter()
+                assert client.get("/health/live").status_code == 200
+                slowest = max(slowest, time.perf_counter() - started)
+        return slowest
+
     def orphan(self) -> None:
         """What the children see when the launcher dies."""
         os.close(self._lifeline_end)

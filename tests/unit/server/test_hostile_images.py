@@ -20,9 +20,9 @@ async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
 async def test_fill_bytes_take_no_time(loading: Loading) -> None:
     """Red if the header is walked byte by byte in Python."""
     data = jpeg()
-    start = time.perf_counter()
+    start = time.process_time()
     assert (await loading.load_bytes(data[:2] + b"\xff" * 4_000_000 + data[2:])).source.encoding == "jpeg"
-    assert time.perf_counter() - start < 0.3
+    assert time.process_time() - start < 0.3
 
 
 async def test_tiles_much_larger_than_the_image_are_a_422(loading: Loading) -> None:
