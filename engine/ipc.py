@@ -30,6 +30,7 @@ from models.backends.choose import BackendName, DeviceName
 T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
+M_MMAP_THRESHOLD = -3
 LINGER_MS = 500
 COMPILING = "compiling-"  # files in the run directory, one of each process that does
 DUMP_SIGNAL = signal.SIGUSR2  # a child writes on stderr where each of its threads is, also if its interpreter is stuck
@@ -229,6 +230,13 @@ def settle_heap() -> None:
     would take 30 to 120 ms with all that is imported, and in these nobody is served."""
     gc.collect()
     gc.freeze()
+    gc.collect()  # of nothing: how often it looks at all goes by what it found the last time
+
+
+def map_large_blocks() -> None:
+    """From now on malloc maps what takes 256 KiB or more, and gives it back when it is freed. By itself it learns to cut ever larger blocks
+    from its heap, which grows with their holes. For a process whose large blocks are few; each costs page faults. Linux only."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
 
 
 def die_with_parent(sig: signal.Signals) -> None:

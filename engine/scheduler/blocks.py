@@ -9,7 +9,7 @@
 
 import bisect
 import hashlib
-from collections import OrderedDict
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -17,6 +17,45 @@ import numpy as np
 from engine.messages import ImageSpan
 
 DIGEST_SIZE = 16
+
+
+class FreeList:
+    """Blocks in an order, at first all; doubly linked. Its memory is what it is from the start: an `OrderedDict` that blocks enter and
+    leave is copied as a whole again and again, into more or less room each time.
+    """
+
+    def __init__(self, num_blocks: int):
+        self._ends = num_blocks  # a node of its own: the first block follows it, and it follows the last
+        self._next = array("i", [*range(1, num_blocks + 1), 0])  # -1: not in the list
+        self._previous = array("i", [num_blocks, *range(num_blocks)])
+        self._len = num_blocks
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __contains__(self, block: int) -> bool:
+        return self._next[block] >= 0
+
+    def add(self, block: int, last: bool) -> None:
+        """To the end of the list, or to its beginning."""
+        before = self._previous[self._ends] if last else self._ends
+        after = self._next[before]
+        self._next[before] = self._previous[after] = block
+        self._next[block], self._previous[block] = after, before
+        self._len += 1
+
+    def remove(self, block: int) -> None:
+        """Out of the middle."""
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self._next[block] = -1
+        self._len -= 1
+
+    def pop_first(self) -> int:
+        """Of a list that has one."""
+        block = self._next[self._ends]
+        self.remove(block)
+        return block
 
 
 class BlockPool:
@@ -31,7 +70,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = FreeList(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -60,7 +99,7 @@ class BlockPool:
         """Holds cached blocks once more."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._free[block]
+                self._free.remove(block)
             self._refs[block] += 1
 
     def alloc(self, count: int) -> list[int] | None:
@@ -69,7 +108,7 @@ class BlockPool:
             return None
         blocks = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+            block = self._free.pop_first()
             self._forget(block)
             self._refs[block] = 1
             blocks.append(block)
@@ -81,8 +120,7 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free[block] = None
-                self._free.move_to_end(block, last=self._hashes[block] is not None)
+                self._free.add(block, last=self._hashes[block] is not None)
 
     def commit(self, block: int, digest: bytes) -> None:
         """Names the content of a full, held block. If another block already has this content, that one stays the cached one."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.ipc import Child, Inbox, Outbox, StopFlag
+from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
 from engine.messages import (
     DEPTH,
     PROCESSOR_ARENA,
@@ -166,6 +166,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
 def main() -> None:
     """Entry point of the scheduler process."""
     child = Child.attach("scheduler")
+    map_large_blocks()
     model = ModelConfig.from_folder(Path(child.runtime.model_folder))
     scheduler = Scheduler(child, frozenset(model.eos_token_ids))
     signal.signal(signal.SIGTERM, lambda *_: scheduler.stopping.set())

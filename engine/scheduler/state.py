@@ -101,9 +101,11 @@ class State:
         self.stopping.add(request)
 
     def release(self, request: Request) -> None:
-        """A stopping request is gone."""
+        """A stopping request is gone. It names nobody any more, itself among them: a cycle would wait for the garbage collector, which
+        comes once in thousands of requests."""
         self.stopping.remove(request)
         self._take_all(request)
+        request.siblings, request.leader = [], None
 
     def follow(self, request: Request, leader: Request, num_shared_blocks: int) -> None:
         """A waiting request waits for its beginning, which an older one computes."""

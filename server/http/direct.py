@@ -9,6 +9,7 @@ read already, it may take the connection over for the rest of the body; after th
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 
 import httptools
@@ -57,11 +58,18 @@ class DirectReader(asyncio.BufferedProtocol):
     """
 
     def __init__(self, http: DirectProtocol):
-        self._http = http
+        self._owner = weakref.ref(http)  # its scope holds this one
         self._rest = 0  # bytes of the body that are still to come
         self._room = memoryview(b"")  # where they go
         self._waiter: asyncio.Future[None] | None = None  # of the application, until the room is full
         self._is_discarding = False
+
+    @property
+    def _http(self) -> DirectProtocol:
+        """Lives as long as the connection or the application does."""
+        http = self._owner()
+        assert http is not None
+        return http
 
     @property
     def is_ready(self) -> bool:
@@ -141,6 +149,7 @@ class DirectReader(asyncio.BufferedProtocol):
 
     def _hand_back(self) -> None:
         """Reading stays paused until the application asks for what follows, or has answered."""
+        self._room = memoryview(b"")
         self._http.flow.pause_reading()
         self._http.transport.set_protocol(self._http)
         self._http.end_body()

@@ -1,0 +1,67 @@
+"""What requests leave behind in the scheduler: its memory is that of its directories, however many there were."""
+
+import gc
+import random
+from collections import OrderedDict
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.messages import StepResult
+from engine.scheduler.blocks import FreeList
+from engine.scheduler.request import Request
+from tests.unit.scheduler.simulation import make_core, make_request
+
+NUM_BLOCKS = 40
+
+
+def result_of(step: int, num_sampled: int) -> StepResult:
+    return StepResult(rank=0, step=step, token_ids=[20] * num_sampled, failed_images=[], launched=1.0, done=1.0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_ended_request_leaves_no_cycle(n: int, is_aborted: bool) -> None:
+    """Red if requests name each other, or themselves, when they are gone: only the garbage collector would find them and their tokens,
+    once in thousands of requests."""
+    core = make_core(num_blocks=200, max_num_seqs=8)
+    prompt = list(range(100, 140))
+    gc.collect()
+    gc.disable()
+    try:
+        for rid in range(4):
+            wire = msgspec.structs.replace(make_request(rid, prompt, [], 3), n=n)
+            core.add(wire, np.array(prompt, np.int32))
+        while (step := core.next_step()) is not None:
+            if is_aborted and step.plan.step == 1:
+                for rid in range(4):
+                    core.abort(rid)
+            core.collect(result_of(step.plan.step, sum(chunk.sample for chunk in step.plan.chunks)))
+        del step
+        core.check()
+        assert core.num_requests == 0
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Request)]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_free_list_is_an_ordered_dict(seed: int) -> None:
+    """Red if a block is lost, or the order is another one, at the ends and with few or no blocks in it."""
+    rng = random.Random(seed)
+    free, expected = FreeList(NUM_BLOCKS), OrderedDict.fromkeys(range(NUM_BLOCKS))
+    for _ in range(2000):
+        action = rng.choice(("pop", "remove", "add") if seed % 2 else ("pop", "remove", "add", "add"))
+        if action == "pop" and expected:
+            assert free.pop_first() == expected.popitem(last=False)[0]
+        elif action == "remove" and expected:
+            free.remove(block := rng.choice(list(expected)))
+            del expected[block]
+        elif action == "add" and len(expected) < NUM_BLOCKS:
+            block, last = rng.choice([block for block in range(NUM_BLOCKS) if block not in expected]), rng.random() < 0.7
+            free.add(block, last)
+            expected[block] = None
+            expected.move_to_end(block, last)
+        assert {block for block in range(NUM_BLOCKS) if block in free} == set(expected) and len(free) == len(expected)
+    assert [free.pop_first() for _ in range(len(free))] == list(expected)
