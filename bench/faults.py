@@ -1,6 +1,6 @@
 """A signal to each process of an engine in each phase of a request: what becomes of the client, the engine and what it leaves behind.
 
-    python -m bench.faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP
+    python -m bench.faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP [--flags "--kv-cache-memory-bytes 1G"]
 
 Serves the demo model, a fresh engine for every case. SIGKILL and SIGTERM of a part must end everything with an exit code other than 0
 within 15 s, and with an answer to the client unless it was the api; SIGTERM of the launcher ends all cleanly. SIGSTOP must show in
@@ -15,11 +15,12 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, choices in (("roles", ROLES), ("phases", PHASES), ("signals", SIGNALS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
     parser.add_argument("--pause", type=float, default=60.0, help="seconds that a stopped process stands still")
+    parser.add_argument("--flags", default="", help="further flags of the engine, as one string")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
@@ -64,10 +66,10 @@ def body_of(phase: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def engine() -> AsyncIterator[tuple[Process, str]]:
+async def engine(flags: Sequence[str] = ()) -> AsyncIterator[tuple[Process, str]]:
     """A running one and its address; whatever happened, nothing of it is left."""
     command = [sys.executable, "-m", "engine.serve", "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
+    process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
     children: list[int] = []
     try:
@@ -121,9 +123,9 @@ async def seconds_until(url: str, is_well: bool, limit: float) -> float | None:
     return None
 
 
-async def case(role: str, phase: str, name: str, pause: float) -> dict[str, Any]:
+async def case(role: str, phase: str, name: str, pause: float, flags: Sequence[str] = ()) -> dict[str, Any]:
     """One signal, and what came of it."""
-    async with engine() as (process, url):
+    async with engine(flags) as (process, url):
         pids = roles_of(process.pid)
         client = asyncio.create_task(ask(url, body_of(phase), phase == "upload"))
         await asyncio.sleep(INTO_PHASE_S)
@@ -164,7 +166,7 @@ async def faults(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case, one after the other."""
     results = []
     for name, role, phase in itertools.product(args.signals, args.roles, args.phases):
-        results.append(await case(role, phase, name, args.pause))
+        results.append(await case(role, phase, name, args.pause, shlex.split(args.flags)))
         print(json.dumps(results[-1]), flush=True)
     return results
 
