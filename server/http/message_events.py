@@ -118,7 +118,7 @@ def _call(call_id: str, name: str, arguments: object) -> dict[str, object]:
 
 def _read_arguments(text: str) -> dict[str, Any]:
     try:
-        value = from_json(text, allow_partial=True)
+        value = from_json(text, allow_partial=True, cache_strings="keys")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

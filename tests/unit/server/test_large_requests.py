@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_the_largest_requests_that_are_meant_are_read(stack: Stack) -> None:
     properties = {f"p{i}": {"type": "string", "description": "x"} for i in range(15)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
     assert read_object(json.dumps({"tools": [tool] * 1024}).encode())
+
+
+def test_what_clients_wrote_is_not_kept() -> None:
+    """Red if the parser remembers short strings of requests: megabytes of them, for ever."""
+    read_object(b'{"content": "warm"}')
+    tracemalloc.start()
+    for i in range(2000):
+        read_object(json.dumps({"content": f"a short text {i}"}).encode())
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 20_000
 
 
 def peak_memory(pid: int) -> int:
