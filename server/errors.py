@@ -42,6 +42,17 @@ def error_of(failure: BaseException) -> ErrorInfo:
     return ErrorInfo(500, "The server failed to handle this request.", error_type(500))
 
 
+def forget_frames(failure: BaseException) -> None:
+    """Takes the stack from an error that was answered, and from those that led to it. Its frames name the tasks that raised it, which hold
+    it: all that a refused request had, megabytes of text, would stay until the garbage collector comes."""
+    failures: list[BaseException | None] = [failure]
+    while failures:
+        error = failures.pop()
+        if error is not None:
+            failures += error.__cause__, error.__context__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())
+            error.__cause__ = error.__context__ = error.__traceback__ = None
+
+
 def error_body(info: ErrorInfo) -> bytes:
     """The JSON of an error: a response body, and the data of an SSE chunk once the headers are out."""
     error = {"message": info.message, "type": info.type, "param": info.param, "code": info.code}

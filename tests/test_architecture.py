@@ -42,6 +42,7 @@ GETATTR_ALLOWED = {"models/config.py"}
 BROAD_EXCEPT_ALLOWED = {
     "engine/replicas.py": "the process's boundary: what was started is stopped, and the cause is raised again",
     "server/http/app.py": "the process's boundary: told to the launcher and raised again",
+    "server/processor/intake.py": "a request's boundary: becomes its client's error, and is logged if it is no client's fault",
     "server/processor/main.py": "the process's boundary: told to the launcher and raised again",
     "server/processor/pixels.py": "the boundary to image codecs, which raise anything: becomes the client's 422, the cause is kept",
 }

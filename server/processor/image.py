@@ -142,6 +142,7 @@ class Image:
             await asyncio.wait([self._task])
         if self._job is not None:  # whose task may have ended before it began
             await settled(self._job)
+        self._task = self._job = None  # what they raised names this image
         for region in (self._encoded, self._pixels):
             if region is not None:
                 self._tools.room.give_back(region)
@@ -150,8 +151,7 @@ class Image:
         """payload or URL -> encoded"""
         payload, tools = self._ref.payload, self._tools
         if payload is not None:
-            job = self._job or self._take_payload(payload)
-            self._digest, header = await result_of(job)
+            self._digest, header = await result_of(self._job or self._take_payload(payload))
         else:
             await self._fetch()
             self._digest, header = await run(tools.media_pool, self._inspect)

@@ -6,6 +6,7 @@
 """
 
 import asyncio
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,16 +135,14 @@ class Intake:
 
         self._tasks.create_task(end())
 
-    async def _prepare(self, request: Request) -> EngineRequest:
-        """Until its deadline, if it has one."""
+    async def _prepare(self, request: Request) -> EngineRequest | ErrorInfo:
+        """Until its deadline, if it has one. What goes wrong is a result: a task keeps the stack of what it raises."""
         deadline = request.submit.deadline
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
                 return await self._build(request)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise RequestError(TIMED_OUT.status, TIMED_OUT.message, code=TIMED_OUT.code) from None
+        except Exception as failure:
+            return TIMED_OUT if isinstance(failure, TimeoutError) and scope.expired() else request.error_of(failure)
 
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised."""
@@ -235,21 +234,22 @@ class Intake:
         if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
 
-    async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest]", strays: list[Image]) -> None:
+    async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest | ErrorInfo]", strays: list[Image]) -> None:
         """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here. Strays, which
         look like images but stand elsewhere in the body, are given back in any case."""
-        rid = request.submit.rid
+        rid, prepared = request.submit.rid, None
         await asyncio.wait([task])
+        with contextlib.suppress(asyncio.CancelledError):  # `abort` did; asked for, it is no longer kept
+            prepared = task.result()
         request.task = None
         await release_all(strays)
-        failure = None if task.cancelled() else task.exception()
-        if task.cancelled() or failure is not None or request.is_ended or request.submit.is_counted_only:
+        if not isinstance(prepared, EngineRequest) or request.is_ended or request.submit.is_counted_only:
             await request.release(self._tools.room)
             del self._requests[rid]
         else:
             request.is_in_scheduler = True
-            self._scheduler.send(task.result())
-        event = None if failure is None else Event(rid, error=request.error_of(failure))
+            self._scheduler.send(prepared)
+        event = Event(rid, error=prepared) if isinstance(prepared, ErrorInfo) else None
         if event is None and request.counted:
             echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
             event = Event(rid, echo, finish_reason="stop", num_prompt_tokens=num_tokens, prompt_ids=request.counted)

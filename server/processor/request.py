@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from engine.messages import EngineRequest, ErrorInfo, Logprob, PromptLogprobs, RequestOutput, Submit
-from server.errors import PROMPT, error_of
+from server.errors import PROMPT, error_of, forget_frames
 from server.processor.image import Image, release_all
 from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
@@ -42,7 +42,7 @@ class Request:
     submit: Submit
     images: list[Image]
     answers: list[Answer]
-    task: asyncio.Task[EngineRequest] | None = None  # while it is prepared
+    task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
     grammar: Region | None = None
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
@@ -59,8 +59,9 @@ class Request:
         self.is_ended = all(answer.is_ended for answer in self.answers)
 
     def error_of(self, failure: BaseException) -> ErrorInfo:
-        """What its client hears of a failure to prepare it: a prompt is where its dialect has it."""
+        """What its client hears of a failure to prepare it: a prompt is where its dialect has it. Nothing else is left of the failure."""
         error = error_of(failure)
+        forget_frames(failure)
         return msgspec.structs.replace(error, param=self.submit.prompt_field) if error.param == PROMPT else error
 
     def is_stop_token(self, token_id: int) -> bool:

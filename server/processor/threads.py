@@ -21,6 +21,8 @@ async def result_of(future: "Future[T]") -> T:
     except asyncio.CancelledError:
         await settled(future, waiter)
         raise
+    finally:
+        del future, waiter  # what a job raises names this frame
 
 
 async def settled(future: "Future[T]", waiter: "asyncio.Future[T] | None" = None) -> None:

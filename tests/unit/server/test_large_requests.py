@@ -81,17 +81,18 @@ def peak_memory(pid: int) -> int:
 
 
 def test_a_prompt_that_never_fits_costs_no_more_than_one_that_does(model_folder: Path) -> None:
-    """Red if megabytes of text become tokens first and are refused then: each took half a gigabyte and a second."""
+    """Red if megabytes of text become tokens first and are refused then: each took half a gigabyte and a second. Or if what is refused
+    waits for the garbage collector: a gigabyte after a hundred."""
     stack = Stack(model_folder, api_arena_bytes=128 * MIB)
     try:
         stack.chat("hello")
         pid = stack.processes["processor"].pid
         before, started = peak_memory(pid), time.monotonic()
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda i: stack.chat(f"{i} " + "word " * 1_500_000), range(8)))
+            answers = list(pool.map(lambda i: stack.chat(f"{i} " + "word " * 1_500_000), range(64)))
         assert {answer.json()["error"]["code"] for answer in answers} == {"context_length_exceeded"}
         assert "more than 4096 tokens" in answers[0].json()["error"]["message"]
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
         assert peak_memory(pid) - before < 500 * MIB
         assert stack.http.post("/tokenize", json={"prompt": "word " * 100_000}).json()["count"] >= 100_000
     finally:
