@@ -35,7 +35,7 @@ from engine.messages import (
     TokenPrompt,
     ToScheduler,
 )
-from server.errors import RequestError, overloaded
+from server.errors import RequestError, forget_frames, overloaded
 from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import answer_grammar
@@ -142,7 +142,10 @@ class Intake:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
                 return await self._build(request)
         except Exception as failure:
-            return TIMED_OUT if isinstance(failure, TimeoutError) and scope.expired() else request.error_of(failure)
+            if isinstance(failure, TimeoutError) and scope.expired():
+                forget_frames(failure)
+                return TIMED_OUT
+            return request.error_of(failure)
 
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised."""
