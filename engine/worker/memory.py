@@ -11,7 +11,9 @@ import logging
 import mmap
 import sys
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 512 * MIB
 CPU_IMAGE_CACHE_BYTES = 256 * MIB
+DEFAULT_POOL = (0, 0)  # torch's memory that belongs to no graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,31 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def bytes_for_steps(device: torch.device) -> int:
-    """What a step may come to hold, at most: what is free, and what torch has at hand, of which graphs keep some. Of a GPU; a CPU's is not
-    counted."""
-    if device.type != "cuda":
-        return sys.maxsize
-    return free_bytes(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+class StepMemory:
+    """What a step may come to hold on a device, at most. A CPU's memory is not counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept_bytes = 0
+        self.note_graphs()
+
+    def note_graphs(self) -> None:
+        """After a capture: what graphs compute in stays theirs. It takes milliseconds."""
+        if self._device.type == "cuda":
+            self._kept_bytes = idle_bytes_of_graphs(torch.cuda.memory_snapshot(include_traces=False), self._device.index)
+
+    def free_bytes(self) -> int:
+        """What the driver has, and what torch has at hand."""
+        if self._device.type != "cuda":
+            return sys.maxsize
+        at_hand = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free_bytes(self._device) + at_hand - self._kept_bytes
+
+
+def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: int) -> int:
+    """Of torch's `segments` those that lie in pools of graphs, without what tensors take of them."""
+    mine = [segment for segment in segments if segment["device"] == device_index and segment["segment_pool_id"] != DEFAULT_POOL]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in mine)
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> MemoryPlan:

@@ -16,7 +16,7 @@ from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
-from engine.worker.memory import bytes_for_steps
+from engine.worker.memory import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws
 from engine.worker.sampling.pooling import pool
@@ -98,6 +98,7 @@ class Runner:
         self._prompts = prompts
         self._tp = tp
         self._agreement = agreement
+        self._memory = StepMemory(model.device)
         self._on_gpu = rows.last_token_R.is_cuda
 
     @torch.inference_mode()
@@ -148,7 +149,7 @@ class Runner:
         if self._agreement is None or not (num_tokens or plan.encodes):
             return True
         needed = step_bytes(self._model.config, self._tp.size, num_tokens) + self._images.gather_bytes(plan.encodes)
-        return self._agreement.all_can(SURELY_NEEDED * needed <= bytes_for_steps(self._model.device))
+        return self._agreement.all_can(SURELY_NEEDED * needed <= self._memory.free_bytes())
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """A step that computes nothing. Plans on their way may name its images."""
@@ -170,7 +171,10 @@ class Runner:
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
-        return self._images.prepare(is_busy)
+        has_prepared = self._images.prepare(is_busy)
+        if has_prepared and self._agreement is not None:
+            self._memory.note_graphs()
+        return has_prepared
 
     def _admit_grammar(self, admit: Admit) -> None:
         """Rank 0 alone draws, so it alone needs the grammar."""

@@ -2,6 +2,7 @@
 the demo model's answers are right."""
 
 import base64
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.client import text_of
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, image_part, picture, role_of, serve, text_part
 from tests.unit.server.media_corpus import CORPUS
@@ -23,6 +25,7 @@ PICTURES = CHECKPOINT.parent / "pictures"
 AT_ONCE = 8
 SPARE_BYTES = 16 << 20
 LARGE = 4096  # pixels a side: 48 MiB as RGB
+LONG = 12_000  # tokens of a prompt: more than has a graph
 NOTICED_S = 10
 
 
@@ -53,19 +56,43 @@ def test_files_that_are_not_what_they_claim(engine: Engine) -> None:
     assert_well(engine)
 
 
-def test_a_step_without_memory_fails_alone(engine: Engine) -> None:
-    """Red if the engine ends, or goes on with what was never computed, when others have taken the device's memory."""
-    parts = [[image_part(picture(seed, LARGE, LARGE), "JPEG"), text_part("What is it?")] for seed in range(4)]
-    ballast = torch.empty(max(0, torch.cuda.mem_get_info()[0] - SPARE_BYTES), dtype=torch.uint8, device="cuda")
+@contextlib.contextmanager
+def others_take_the_memory(device: int) -> Iterator[None]:
+    """All but little of what is free on `device` is taken by this process."""
+    free = torch.cuda.mem_get_info(device)[0]
+    ballast = torch.empty(max(0, free - SPARE_BYTES), dtype=torch.uint8, device=torch.device("cuda", device))
     try:
-        answers = [engine.chat(content) for content in parts]
+        yield
     finally:
         del ballast
         torch.cuda.empty_cache()
+
+
+def assert_some_refused_for_memory(answers: list[httpx.Response]) -> None:
     refused = [answer.json()["error"]["code"] for answer in answers if answer.status_code != 200]
     assert refused and set(refused) == {"out_of_memory"}
+
+
+def test_a_step_without_memory_fails_alone(engine: Engine) -> None:
+    """Red if the engine ends, or goes on with what was never computed, when others have taken the device's memory."""
+    parts = [[image_part(picture(seed, LARGE, LARGE), "JPEG"), text_part("What is it?")] for seed in range(4)]
+    with others_take_the_memory(0):
+        assert_some_refused_for_memory([engine.chat(content) for content in parts])
     assert all(engine.chat(content).status_code == 200 for content in parts)
     assert_well(engine)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_step_without_memory_on_one_of_two_ranks_fails_alone(request: pytest.FixtureRequest) -> None:
+    """Red if the other rank begins such a step: in a collective it would wait for ever for the one that has no memory."""
+    flags = ["--tp", "2", "--load-format", "dummy", "--backend", request.config.getoption("--backend")]
+    with serve("Qwen3-VL-2B", *flags, is_small=False) as engine:
+        prompts = [text_of(LONG, salt) for salt in range(3)]
+        with others_take_the_memory(1):
+            assert_some_refused_for_memory([engine.chat(prompt) for prompt in prompts])
+            assert engine.text("What needs next to nothing?")
+        assert all(engine.chat(prompt).status_code == 200 for prompt in prompts)
+        assert engine.client.get("/health").status_code == 200
 
 
 def test_a_worker_that_stands_still_is_noticed_and_goes_on(engine: Engine) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from engine.worker import runner
 from engine.worker.jpeg import apply_orientation
 from models.backends.torch.jpeg import PillowDecoder
 from models.qwen3_vl import Qwen3VL
@@ -193,9 +192,7 @@ def test_a_step_without_memory_fails_its_requests_only(
     assert engine.core.state.counters.images_encoded == 2
 
 
-def test_ranks_give_a_step_up_before_its_first_collective(
-    model: Qwen3VL, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a rank begins what another one has no memory for, or does not say that it has none itself."""
     engine = Engine(model)
     asked: list[bool] = []
@@ -209,7 +206,7 @@ def test_ranks_give_a_step_up_before_its_first_collective(
             patch.setattr(model, where, begin)
         engine.add(0, prompts()[1])
         assert engine.step() and engine.errors.keys() == {0} and asked == [True]
-        patch.setattr(runner, "bytes_for_steps", lambda device: 1 << 10)
+        patch.setattr(engine._runner._memory, "free_bytes", lambda: 1 << 10)
         engine.add(1, prompts()[1])
         assert engine.step() and engine.errors.keys() == {0, 1} and asked == [True, False]
     engine.add(2, prompts()[1])
