@@ -15,6 +15,7 @@ from tests.e2e.serving import Engine, chat_body, children_of, image_part, is_ali
 
 DEADLINE_S = 20
 RESTART_S = 90
+HEARD_S = 5  # until a client hears of a death: a tenth of a second, two on a machine that does much else
 CPUS = sorted(os.sched_getaffinity(0))
 
 
@@ -120,7 +121,7 @@ def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fle
         client.join(DEADLINE_S)
     errors = [index for index in range(2) if "error" in ended[index]]
     assert len(errors) == 1 and "whole" in ended[1 - errors[0]]
-    assert ended[errors[0]]["error"] - killed < 1
+    assert ended[errors[0]]["error"] - killed < HEARD_S
     for seed in range(4):
         assert fleet.chat([image_part(picture(seed, 64, 64)), text_part("And now?")]).status_code == 200
     fleet.until_healthy(2, RESTART_S)
