@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 GIB = 1 << 30
 SMALL_GPU = 24 * GIB
 SHARE = 0.9  # --gpu-memory-utilization
-SECONDS = 40
+SECONDS = 120
 CLIENTS = 24
 
 

@@ -213,6 +213,17 @@ def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone:
     assert engine.run()[2] == alone[1] and engine.core.state.counters.images_encoded == 3
 
 
+def test_memory_is_counted_anew_behind_a_capture_where_ranks_ask_each_other(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if what a new graph keeps counts as free, or if an engine of one rank, which does not ask, takes the time for it."""
+    runner = Engine(model)._runner
+    noted: list[str] = []
+    monkeypatch.setattr(runner._memory, "note_graphs", lambda: noted.append("counted"))
+    for agreement, captured, expected in ((None, True, []), ("any", False, []), ("any", True, ["counted"])):
+        monkeypatch.setattr(runner, "_agreement", agreement)
+        monkeypatch.setattr(runner._images, "prepare", lambda is_busy, captured=captured: captured)
+        assert runner.use_spare_time(is_busy=False) is captured and noted == expected
+
+
 def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
     """Red if the worker's pixels or EXIF orientations differ from Pillow's."""
     image = Image.fromarray(make_picture(1, 40, 64).pixels)
