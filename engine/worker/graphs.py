@@ -34,6 +34,7 @@ FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels that only
 PAGE_BYTES = 4
 BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
 SLACK = 4096  # for their alignment
+LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # from the first on, tensors on a GPU are cut from segments that large
 
 
 class Shape(NamedTuple):
@@ -82,7 +83,8 @@ class StepGraphs:
         self._padding_slot = scratch_block * rows.block_size
         self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
-        shape = (model.config.num_visual_levels, self.largest_prompt, model.config.text.hidden_size)
+        largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
+        shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
@@ -102,20 +104,24 @@ class StepGraphs:
             self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)
 
-    @property
-    def largest_prompt(self) -> int:
-        """Prompt tokens of the largest step."""
-        return max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
+    def cover(self, num_prompts: int, num_prompt_tokens: int, num_decodes: int) -> bool:
+        """Whether a shape is large enough for so many."""
+        if not num_prompts:
+            return True
+        if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes:
+            return False
+        return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decodes)][-1]
+
+    def bytes_beside(self, num_prompt_tokens: int) -> int:
+        """What a step with a graph takes of memory that is not its graph's: the prompts' embedding, see `_embed`."""
+        num_bytes = self._embedding[0, :num_prompt_tokens].nbytes
+        return num_bytes if num_bytes < LARGE_TENSOR else max(num_bytes, SEGMENT)
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
-        if step.pooled:
+        if step.pooled or (step.scored and len(step.ids)):
             return False
-        if not len(step.ids):
-            return True
-        if step.attention.num_prefill_rows > MAX_PREFILL_ROWS or step.scored or not self._chunk_sizes:
-            return False
-        return len(step.ids) <= self._chunk_sizes[_round_up(self._chunk_sizes, len(step.decode_rows))][-1]
+        return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.decode_rows))
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.

@@ -142,14 +142,19 @@ class Runner:
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks, slow_draws=slow_draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, roughly. A step with a graph and without new images takes nothing that is not there."""
-        num_tokens = sum(chunk.length for chunk in plan.chunks)
-        if self._graphs is not None and num_tokens <= self._graphs.largest_prompt:
-            num_tokens = 0
-        if self._agreement is None or not (num_tokens or plan.encodes):
+        """Of several ranks each counts for itself, roughly. A step of decodes with a graph takes nothing that is not there."""
+        if self._agreement is None:
             return True
-        needed = step_bytes(self._model.config, self._tp.size, num_tokens) + self._images.gather_bytes(plan.encodes)
-        return self._agreement.all_can(SURELY_NEEDED * needed <= self._memory.free_bytes())
+        prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
+        num_tokens, num_decodes = sum(prompts), len(plan.chunks) - len(prompts)
+        if self._graphs is not None and self._graphs.cover(len(prompts), num_tokens, num_decodes):
+            needed = self._graphs.bytes_beside(num_tokens)
+        else:
+            needed = int(SURELY_NEEDED * step_bytes(self._model.config, self._tp.size, num_tokens + num_decodes))
+        needed += int(SURELY_NEEDED * self._images.gather_bytes(plan.encodes))
+        if not needed:
+            return True
+        return self._agreement.all_can(needed <= self._memory.free_bytes())
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """A step that computes nothing. Plans on their way may name its images."""

@@ -179,15 +179,22 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     assert step() == ["copy", *embed, "replay", *draw]
 
 
-def test_what_has_a_graph_asks_nobody_for_memory(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if ranks wait for each other's hosts at every token, or if a long prompt or an image is begun without asking."""
+def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if ranks wait for each other's hosts at every token, if a prompt is begun without room for its embedding, or one without a graph
+    with room for no more than that, or if tensors that come out of segments are taken to need no more than they hold."""
     engine = Engine(model, graphs=True, sizes=SIZES)
+    runner = engine._runner
     asked: list[bool] = []
-    monkeypatch.setattr(engine._runner, "_agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or True))
-    engine.add(0, [list(range(50))])
+    monkeypatch.setattr(runner, "_agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or can))
+    of_50_tokens = 50 * model.config.text.hidden_size * model.dtype.itemsize
+    for rid, (num_tokens, free) in enumerate([(50, of_50_tokens), (50, of_50_tokens - 1), (62, of_50_tokens), (62, 1 << 30)]):
+        monkeypatch.setattr(runner._memory, "free_bytes", lambda free=free: free)
+        engine.add(rid, [[7 + rid] * num_tokens])
+        engine.run()
+    assert asked == [True, False, False, True] and engine.errors.keys() == {1, 2}
+    engine.add(4, [[4, 5], make_picture(1, 64, 64)])
     engine.run()
-    assert asked == []
-    engine.add(1, [[4, 5], make_picture(1, 64, 64)])
-    engine.add(2, [list(range(100))])
-    engine.run()
-    assert asked and all(asked) and not engine.errors
+    assert len(asked) == 5 and all(len(engine.tokens[rid]) == 8 for rid in (0, 3, 4))
+    assert runner._graphs is not None
+    monkeypatch.setattr(runner._graphs, "_embedding", torch.empty((1, 20_000, 1024), dtype=torch.bfloat16))
+    assert [runner._graphs.bytes_beside(count) >> 20 for count in (0, 511, 512, 20_000)] == [0, 0, 20, 39]
