@@ -76,11 +76,11 @@ class StepMemory:
             self._kept_bytes = idle_bytes_of_graphs(torch.cuda.memory_snapshot(include_traces=False), self._device.index)
 
     def free_bytes(self) -> int:
-        """What the driver has, and what torch has at hand."""
+        """What the driver has, and half of what torch has at hand: the other half may lie in pieces that are too small."""
         if self._device.type != "cuda":
             return sys.maxsize
         at_hand = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return free_bytes(self._device) + at_hand - self._kept_bytes
+        return free_bytes(self._device) + (at_hand - self._kept_bytes) // 2
 
 
 def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: int) -> int:

@@ -30,8 +30,6 @@ from models.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
-SURELY_NEEDED = 0.75  # of what a step is estimated to take: with less it would run out, with a little more it may not
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
@@ -142,7 +140,8 @@ class Runner:
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks, slow_draws=slow_draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, roughly. A step of decodes with a graph takes nothing that is not there."""
+        """Of several ranks each counts for itself, roughly and rather too much: to begin without memory ends the engine. A step of decodes
+        with a graph takes nothing that is not there."""
         if self._agreement is None:
             return True
         prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
@@ -150,8 +149,8 @@ class Runner:
         if self._graphs is not None and self._graphs.cover(len(prompts), num_tokens, num_decodes):
             needed = self._graphs.bytes_beside(num_tokens)
         else:
-            needed = int(SURELY_NEEDED * step_bytes(self._model.config, self._tp.size, num_tokens + num_decodes))
-        needed += int(SURELY_NEEDED * self._images.gather_bytes(plan.encodes))
+            needed = step_bytes(self._model.config, self._tp.size, num_tokens + num_decodes)
+        needed += self._images.gather_bytes(plan.encodes)
         if not needed:
             return True
         return self._agreement.all_can(needed <= self._memory.free_bytes())
