@@ -20,7 +20,6 @@ from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
 from engine.messages import (
-    DEPTH,
     PROCESSOR_ARENA,
     EngineRequest,
     ImageSource,
@@ -97,7 +96,7 @@ class Bench:
         self._core.add(*self._request(rid, jpegs, resolution))
         pending: deque[LaunchedStep] = deque()
         while self._core.num_requests:
-            while self._core.num_in_flight < DEPTH and (step := self._core.next_step()) is not None:
+            while self._core.num_in_flight < self._core.depth and (step := self._core.next_step()) is not None:
                 pending.append(self._runner.launch(step.plan))
             self._core.collect(pending.popleft().result())
         while self._runner.use_spare_time(is_busy=False):

@@ -24,7 +24,7 @@ from models.step_sizes import StepSizes
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
-DEPTH = 2  # plans sent whose results are not all in: one runs, one waits behind it. What workers keep for steps in flight is for so many
+DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits behind it. What it keeps for steps is for so many
 
 FinishReason = Literal["stop", "length"]
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import (
+    DEPTH,
     TIMED_OUT,
     EngineOutputs,
     EngineRequest,
@@ -40,6 +41,7 @@ OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", 
 TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
+QUICK_MS = 3.0  # on the device: the host's way from the end of a step to the launch of the next but one takes one or two
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class SchedulerCore:
         self._limits: list[tuple[float, int, bool]] = []  # a heap: when, of which request, whether it only counts until the first step
         self._requests: dict[int, list[Request]] = {}  # those answers that are not released
         self._in_flight: deque[InFlight] = deque()
+        self.depth = DEPTH  # plans to be in flight; one more after a quick step, where a worker would have to wait for the next one
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
@@ -158,6 +161,7 @@ class SchedulerCore:
         self._in_flight[result.step - self._in_flight[0].step.plan.step].results.append(result)
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
+            self.depth = DEPTH + (max(rank.encode_ms + rank.forward_ms for rank in landed.results) < QUICK_MS)
             self._land(landed.step, landed.results)
             self._last_progress = time.monotonic()
 

@@ -1,6 +1,6 @@
 """The scheduler process: requests in, plans out, results in, tokens out. `python -m engine.scheduler.main RUNTIME.json`.
 
-inbox ──▶ receive ──▶ [next_step ──▶ workers] up to DEPTH steps ahead ──▶ results of all ranks ──▶ processor
+inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.depth` steps ahead ──▶ results of all ranks ──▶ processor
 """
 
 import logging
@@ -14,7 +14,6 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
 from engine.messages import (
-    DEPTH,
     PROCESSOR_ARENA,
     Abort,
     Beat,
@@ -67,7 +66,7 @@ class Scheduler:
         while not self.stopping.is_set():
             if core.num_in_flight:
                 self._flush(core)  # the device has a step to work on: clients first
-            while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
+            while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_ahead(step)
             core.expire(time.monotonic())

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import DEPTH
 from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler.core import SchedulerCore
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Simulation, make_core, make_request
 
 
 def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
@@ -245,6 +244,19 @@ def test_what_never_fits_is_refused_at_the_door() -> None:
     assert sim.terminal == {0: "error", 1: "error"}
 
 
+def test_quick_steps_are_planned_further_ahead() -> None:
+    """Red if a worker with quick steps waits for each next plan, or if what comes new waits behind three long ones."""
+    core = make_core(num_blocks=64)
+    sim = Simulation(core, random.Random(0))
+    sim.add(make_request(0, [20] * 4, [], 100, ignore_eos=True), [20] * 4)
+    depths: dict[bool, set[int]] = {True: set(), False: set()}
+    while sim.step():
+        landed = core.state.num_steps - core.num_in_flight
+        if sim.in_flight and landed:
+            depths[bool((landed - 1) // TURN % 2)].add(core.depth)
+    assert depths == {True: {3}, False: {2}}
+
+
 def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_prompt: int = 60) -> list[int]:
     """Runs to the end; the prefill tokens of `other` in each step that also decodes `stream`."""
     sim = Simulation(core, random.Random(0))
@@ -253,7 +265,7 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
     sim.add(make_request(other, [21] * num_prompt, [], 1), [21] * num_prompt)
     sizes = []
     while sim.in_flight or sim.step():
-        while core.num_in_flight < DEPTH and (step := core.next_step()) is not None:
+        while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
             sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
             if any(request.rid == stream for request in step.requests):
                 pairs = zip(step.requests, step.plan.chunks, strict=True)
