@@ -4,7 +4,7 @@ Every rank runs the same code on its share; activations between layers are whole
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +21,35 @@ class SmallSums(Protocol):
         """The sum over the ranks, in place: of all of what `room` returned last."""
 
 
+class Exchange(Protocol):
+    """Collectives of few values, each in one kernel. Sums are of bfloat16, which a model has that has an exchange."""
+
+    max_bytes: int  # of a rank
+
+    def add_sum_(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor) -> None:
+        """stream += the sum over S and the ranks."""
+
+    def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+
+    def gather_columns(self, x_SN: torch.Tensor) -> torch.Tensor:
+        """(S, N) of each rank -> (S, size * N), in rank order."""
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of rank 0, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """(S, T, D) whose sum over S and the ranks is for the residual stream."""
+
+    parts_STD: torch.Tensor
+    exchange: Exchange
+
+    def add_to_(self, stream_TD: torch.Tensor) -> None:
+        self.exchange.add_sum_(stream_TD, self.parts_STD)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """Rank `rank` of `size`. With one rank every collective is the identity and `group` is None."""
@@ -29,6 +58,7 @@ class TensorParallel:
     size: int
     group: dist.ProcessGroup | None
     small_sums: SmallSums | None = None
+    exchange: Exchange | None = None
     whole_experts: bool = False  # each rank has some of a layer's experts whole, not a share of every one
 
     @classmethod
@@ -42,8 +72,14 @@ class TensorParallel:
             raise ValueError(f"{what} ({total}) does not divide over {self.size} tensor-parallel ranks")
         return total // self.size
 
+    def exchange_for(self, num_bytes: int) -> Exchange | None:
+        """The exchange, if there is one and each rank's part is little enough for it."""
+        return self.exchange if self.exchange is not None and num_bytes <= self.exchange.max_bytes else None
+
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place."""
+        if (exchange := self.exchange_for(x.nbytes)) is not None:
+            return exchange.sum_(x)
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -57,6 +93,8 @@ class TensorParallel:
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """The value of rank 0, in place."""
+        if (exchange := self.exchange_for(x.nbytes)) is not None:
+            return exchange.broadcast_(x)
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
@@ -66,14 +104,17 @@ class TensorParallel:
         in a second that a request would wait for, and takes memory for it."""
         for count in (1, num_tokens) if self.size > 1 else ():
             x = torch.zeros((count, width), dtype=dtype, device=device)
-            self.broadcast_(self.all_reduce_(x))
-            self.all_gather_columns(x)
+            for tp in (self, replace(self, exchange=None)):
+                tp.broadcast_(tp.all_reduce_(x))
+                tp.all_gather_columns(x)
             self.all_gather_rows(x, [count] * self.size)
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """(S, n) of each rank -> (S, size * n), in rank order."""
         if self.size == 1:
             return x
+        if (exchange := self.exchange_for(x.nbytes)) is not None:
+            return exchange.gather_columns(x)
         gathered = x.new_empty((self.size * x.shape[0], x.shape[1]))
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         return gathered.view(self.size, *x.shape).transpose(0, 1).flatten(1)

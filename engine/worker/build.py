@@ -56,7 +56,7 @@ def build_runner(
     dtype = pick_dtype(config, device)
     backend = make_backend(child.runtime.backend, device)
     loading = Loading(child, backend, model_config)
-    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, device)
+    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, backend)
     tp.warm_up(config.max_num_batched_tokens, model_config.text.hidden_size, dtype, device)
     model = load_model(child, model_config, tp, backend, dtype)
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -120,16 +120,16 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: torch.device) -> TensorParallel:
+def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend: Backend) -> TensorParallel:
     """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port.
 
-    Sums of few tokens, `width` values each, go through memory that GPUs map from each other, if they can.
+    Collectives of few tokens, `width` values each, go through memory that GPUs map from each other, if they can.
     """
-    size = child.config.tp
+    size, device = child.config.tp, backend.device
     if size == 1:
         return TensorParallel.single()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{child.run_dir}/ranks", rank=rank, world_size=size)
+    collectives = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(collectives, init_method=f"file://{child.run_dir}/ranks", rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
     tp = TensorParallel(rank, size, group, whole_experts=child.config.ep)
@@ -138,7 +138,8 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, device: 
     if not peers_are_mapped(size):
         child.progress("GPUs do not share memory as NVLink would let them: NCCL sums also few tokens")
         return tp
-    return replace(tp, small_sums=SymmetricSums(group, width, dtype, device))
+    exchange = backend.exchange(group) if dtype == torch.bfloat16 else None
+    return replace(tp, small_sums=SymmetricSums(group, width, dtype, device), exchange=exchange)
 
 
 def load_model(

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
+from models.parallel import Exchange
 from models.sampling import SamplingOps
 from models.step_sizes import StepSizes
 
@@ -38,6 +40,10 @@ class Backend(Protocol):
 
     def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
         """For steps of up to so many rows."""
+
+    def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
+        """Of the GPUs of a host that map each other's memory: each rank makes one, at the same time. None if the backend has no kernels
+        for it."""
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         """`name` as `--jpeg-decoder`."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from models.layers.fp8 import Weight
+from models.parallel import Unsummed
 
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
 Activation = Any  # (T, X) values, or what a backend's own `linear` makes of them: rounded to float8, or not yet normalised
@@ -65,7 +66,7 @@ class Residual(Protocol):
 
     sum_TD: torch.Tensor
 
-    def add_(self, addend: Product | Addends | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | Unsummed | torch.Tensor) -> None:
         """residual += addend. Between two of these the stream is normalised."""
 
     def keep_(self, tokens_S: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from models.config import TextConfig
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, even_part, quantize_
 from models.layers.moe import SparseMoe
 from models.layers.norm import RMSNorm
-from models.parallel import TensorParallel, kv_heads_of
+from models.parallel import TensorParallel, Unsummed, kv_heads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, stored, device)
 
-    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Product | torch.Tensor:
-        output: Product | torch.Tensor = self.down_proj(self.ops.swiglu(x_TD, self.gate_up_proj.weight))
+    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Product | Unsummed | torch.Tensor:
+        output: Product | Unsummed | torch.Tensor = self.down_proj(self.ops.swiglu(x_TD, self.gate_up_proj.weight))
         return output
 
     def quantize_(self) -> None:

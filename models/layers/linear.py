@@ -11,7 +11,7 @@ from torch import nn
 from models.backends.ops import Activation, Ops, Product
 from models.layers.checkpoint import CheckpointTensor
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
-from models.parallel import TensorParallel
+from models.parallel import TensorParallel, Unsummed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,14 @@ class RowParallelLinear(nn.Module):
         self.ops = ops
         self.weight = empty_weight(out_features, tp.share(in_features, "in_features"), dtype, device)
 
-    def forward(self, x_TX: Activation) -> Product | torch.Tensor:
+    def forward(self, x_TX: Activation) -> Product | Unsummed | torch.Tensor:
         """What the layer adds to the residual stream; over several ranks, to be added before the next layer is asked."""
         if self.tp.size == 1:
             return Product(x_TX, self.weight)
-        return self.tp.sum_of(len(x_TX), len(self.weight), partial(self.ops.linear, x_TX, self.weight))
+        num_tokens, width, multiply = len(x_TX), len(self.weight), partial(self.ops.linear, x_TX, self.weight)
+        if (exchange := self.tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is not None:
+            return Unsummed(multiply()[None], exchange)
+        return self.tp.sum_of(num_tokens, width, multiply)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape

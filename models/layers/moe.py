@@ -12,7 +12,7 @@ from models.config import TextConfig
 from models.layers.checkpoint import CheckpointTensor, Index, OneOf
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
 from models.layers.linear import empty_parameter, empty_weight, quantize_
-from models.parallel import TensorParallel
+from models.parallel import TensorParallel, Unsummed
 
 ALL = slice(None)
 
@@ -126,7 +126,7 @@ class SparseMoe(nn.Module):
         stored = None if config.is_fp8 else dtype
         self.experts = StackedExperts(config.hidden_size, config.moe.num_experts, config.moe.intermediate_size, tp, stored, device)
 
-    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Addends | torch.Tensor:
+    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Addends | Unsummed | torch.Tensor:
         """What joins the residual stream; over several ranks, to be added before the next layer is asked."""
         mine = self.experts
         first, count = mine.share.experts.start, mine.count
@@ -134,6 +134,8 @@ class SparseMoe(nn.Module):
         if self.tp.size == 1:
             return addends
         _, num_tokens, width = addends.parts_STD.shape
+        if (exchange := self.tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is not None:
+            return Unsummed(addends.parts_STD, exchange)
         return self.tp.sum_of(num_tokens, width, lambda out_TD: torch.sum(addends.parts_STD, 0, out=out_TD))
 
     def quantize_(self) -> None:

@@ -25,14 +25,13 @@ pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 def worker(rank: int, size: int, symmetric: bool, name: BackendName, config: ModelConfig, out: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    tp = TensorParallel.single()
+    tp, backend = TensorParallel.single(), make_backend(name, device)
     if size > 1:
         dist.init_process_group("nccl", init_method=f"file://{out}/rendezvous-{size}", rank=rank, world_size=size)
         group = dist.group.WORLD
         assert group is not None
         sums = SymmetricSums(group, config.text.hidden_size, torch.bfloat16, device) if symmetric else None
-        tp = TensorParallel(rank, size, group, sums)
-    backend = make_backend(name, device)
+        tp = TensorParallel(rank, size, group, sums, backend.exchange(group) if symmetric else None)
     with torch.inference_mode():
         model = Qwen3VL(config, tp, backend, torch.bfloat16)
         fill(model, GeneratedSource(config, device), lambda done, total: None)

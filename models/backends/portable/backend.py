@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
+from models.backends.portable.exchange import TritonExchange
 from models.backends.portable.fp8 import TritonFp8
 from models.backends.portable.jpeg import pick_jpeg_decoder
 from models.backends.portable.ops import TritonOps
@@ -46,6 +48,9 @@ class PortableBackend:
 
     def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
         return TritonSampling(max_rows, vocab_size, self.device)
+
+    def exchange(self, group: dist.ProcessGroup) -> TritonExchange:
+        return TritonExchange.over(group, self.device)
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         return pick_jpeg_decoder(name, num_threads, self.device)

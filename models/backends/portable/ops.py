@@ -11,6 +11,7 @@ from models.backends.portable.pixels import resample, resample_to_patches_
 from models.backends.portable.text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
 from models.backends.portable.tower import layer_norm
 from models.layers.fp8 import BlockScaled, GroupScaled, Weight
+from models.parallel import Unsummed
 
 SPLITS = 2  # of the inner dimension
 
@@ -33,9 +34,11 @@ class DeferredResidual:
         self._ops = ops
         self._addends_STD: torch.Tensor | None = None
 
-    def add_(self, addend: Product | Addends | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | Unsummed | torch.Tensor) -> None:
         assert self._addends_STD is None, "the addends of the product before were not taken"
-        if isinstance(addend, Product):
+        if isinstance(addend, Unsummed):
+            addend.add_to_(self.sum_TD)
+        elif isinstance(addend, Product):
             self._addends_STD = self._ops.add_product_(self.sum_TD, addend)
         else:
             self._addends_STD = addend[None] if isinstance(addend, torch.Tensor) else addend.parts_STD

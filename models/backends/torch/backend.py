@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
@@ -43,6 +44,9 @@ class TorchBackend:
 
     def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
         return TorchSampling()
+
+    def exchange(self, group: dist.ProcessGroup) -> None:
+        return None
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         if name == "nvimgcodec":

@@ -7,6 +7,7 @@ from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Addends, Experts, KVPool
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu
 from models.layers.fp8 import Weight
+from models.parallel import Unsummed
 
 
 class TorchResidual:
@@ -15,7 +16,10 @@ class TorchResidual:
     def __init__(self, hidden_TD: torch.Tensor) -> None:
         self.sum_TD = hidden_TD
 
-    def add_(self, addend: Product | Addends | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | Unsummed | torch.Tensor) -> None:
+        if isinstance(addend, Unsummed):
+            addend.add_to_(self.sum_TD)
+            return
         if isinstance(addend, Product):
             addend = linear(addend.input_TX, addend.weight_DX)
         self.sum_TD.add_(addend.parts_STD.sum(0) if isinstance(addend, Addends) else addend)

@@ -43,11 +43,42 @@ class OneRoom:
         return x_TD
 
 
+class ByGloo:
+    """`Exchange`, for as much as the logits of a token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.max_bytes = 4 * config.text.vocab_size
+        self.used: set[str] = set()
+
+    def add_sum_(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor) -> None:
+        self.used.add("add_sum_")
+        summed_TD = parts_STD.sum(0)
+        dist.all_reduce(summed_TD)
+        stream_TD += summed_TD
+
+    def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
+        self.used.add("sum_")
+        dist.all_reduce(x_TD)
+        return x_TD
+
+    def gather_columns(self, x_SN: torch.Tensor) -> torch.Tensor:
+        self.used.add("gather_columns")
+        parts = [torch.empty_like(x_SN) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x_SN)
+        return torch.cat(parts, dim=1)
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        self.used.add("broadcast_")
+        dist.broadcast(x, 0)
+        return x
+
+
 def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
     config = ModelConfig.from_folder(folder)
-    tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None)
+    exchange = ByGloo(config) if size == 4 else None
+    tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None, exchange)
     model = Qwen3VL(config, tp, TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
@@ -55,6 +86,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     assert tp.broadcast_(torch.tensor([rank + 7])).tolist() == [7]
     tp.warm_up(5, 3, torch.float32, torch.device("cpu"))
     torch.save(all_logits(model), out / f"{rank}.pt")
+    assert exchange is None or exchange.used == {"add_sum_", "sum_", "gather_columns", "broadcast_"}
     dist.destroy_process_group()
 
 

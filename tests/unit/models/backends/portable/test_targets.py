@@ -53,7 +53,9 @@ class Launch:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def type_of(value: Any) -> str:
+def type_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
@@ -135,6 +137,17 @@ def launch_experts(capability: int, is_float8: bool) -> None:
             moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
 
 
+def launch_exchange() -> None:
+    from models.backends.portable.exchange import TritonExchange
+
+    exchange = TritonExchange(1, [torch.zeros(1, dtype=torch.int64)] * 4, torch.device("cpu"))
+    exchange._ranks["NAPS"] = True
+    exchange.add_sum_(bf16(2, 4096), torch.zeros(8, 2, 4096))
+    exchange.sum_(bf16(2, 4096))
+    exchange.gather_columns(torch.zeros(2, 37_984))
+    exchange.broadcast_(torch.zeros(2, dtype=torch.int64))
+
+
 def launch_sampling() -> None:
     from models.backends.portable.sampling import TritonSampling
     from models.sampling import DrawParams
@@ -163,6 +176,7 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
     launch_text()
     launch_tower()
     launch_sampling()
+    launch_exchange()
     launch_attention(capability)
     launch_experts(capability, is_float8=False)
     if capability >= FLOAT8_FROM:
@@ -197,6 +211,7 @@ def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.
     launch_text()
     launch_tower()
     launch_sampling()
+    launch_exchange()
     launch_attention(90)
     launch_experts(90, is_float8=True)
     said: list[str] = []
