@@ -2,12 +2,14 @@
 there yet, or overwrites what another one has not read."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
+from models.parallel import Exchange
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
 ROUNDS = 12
@@ -24,6 +26,30 @@ def whole(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(-9, 9, shape, generator=generator).float()
 
 
+def assert_right(exchange: Exchange, rank: int, size: int, device: torch.device, rounds: int, between: Callable[[], object]) -> None:
+    """Every rank calls it with the same numbers and knows what all have."""
+    generator, choose = torch.Generator().manual_seed(0), random.Random(0)
+    for _ in range(rounds):
+        num_tokens, width, num_parts = choose.choice([1, 1, 3]), choose.choice([64, 514, 1500]), choose.choice([1, 8])
+        of_parts = choose.choice([torch.float32, torch.bfloat16])
+        parts = whole(generator, size, num_parts, num_tokens, width).to(device, of_parts)
+        stream = whole(generator, num_tokens, width).to(device, torch.bfloat16)
+        expected = (stream.float() + parts.float().sum((0, 1))).bfloat16()
+        between()
+        exchange.add_sum_(stream, parts[rank])
+        assert torch.equal(stream, expected)
+        mine = parts[:, 0].bfloat16()
+        between()
+        assert torch.equal(exchange.sum_(mine[rank].clone()), mine.float().sum(0).bfloat16())
+        columns = torch.randn((size, num_tokens, width), generator=generator).to(device)
+        between()
+        assert torch.equal(exchange.gather_columns(columns[rank]), torch.cat(list(columns), dim=1))
+        for _ in range(choose.choice([1, 3])):
+            tokens = torch.randint(1 << 40, (size, num_tokens), generator=generator).to(device)
+            between()
+            assert torch.equal(exchange.broadcast_(tokens[rank].clone()), tokens[0])
+
+
 def rank_of(rank: int, size: int, folder: Path) -> None:
     from models.backends.portable.exchange import TritonExchange, inbox_bytes
 
@@ -31,22 +57,7 @@ def rank_of(rank: int, size: int, folder: Path) -> None:
     inboxes = [torch.from_file(str(folder / str(peer)), shared=True, size=words, dtype=torch.int64) for peer in range(size)]
     exchange = TritonExchange(rank, inboxes, CPU)
     exchange.check(CPU)
-    generator, choose = torch.Generator().manual_seed(0), random.Random(0)  # every rank knows what all have
-    for _ in range(ROUNDS):
-        num_tokens, width, num_parts = choose.choice([1, 1, 3]), choose.choice([64, 514, 1500]), choose.choice([1, 8])
-        of_parts = choose.choice([torch.float32, torch.bfloat16])
-        parts = whole(generator, size, num_parts, num_tokens, width).to(of_parts)
-        stream = whole(generator, num_tokens, width).bfloat16()
-        expected = (stream.float() + parts.float().sum((0, 1))).bfloat16()
-        exchange.add_sum_(stream, parts[rank])
-        assert torch.equal(stream, expected)
-        mine = parts[:, 0].bfloat16()
-        assert torch.equal(exchange.sum_(mine[rank].clone()), mine.float().sum(0).bfloat16())
-        columns = torch.randn((size, num_tokens, width), generator=generator)
-        assert torch.equal(exchange.gather_columns(columns[rank]), torch.cat(list(columns), dim=1))
-        for _ in range(choose.choice([1, 3])):
-            tokens = torch.randint(1 << 40, (size, num_tokens), generator=generator)
-            assert torch.equal(exchange.broadcast_(tokens[rank].clone()), tokens[0])
+    assert_right(exchange, rank, size, CPU, ROUNDS, lambda: None)
 
 
 @interpreted
