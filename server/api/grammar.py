@@ -1,6 +1,7 @@
 """What an answer must follow, as the fields of three dialects say it. Used by `generation.py`."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from engine.grammar.schema import check as check_schema
@@ -52,7 +53,7 @@ def _of_response_format(value: object) -> Grammar | None:
             raise bad_value("response_format.json_schema.schema", "is missing")
         return _grammar_of("json_schema", schema, "response_format.json_schema.schema")
     if kind == "structural_tag":
-        return Grammar("structural_tag", json.dumps(value))
+        return _grammar_of("structural_tag", value, "response_format")
     raise bad_value("response_format", "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'")
 
 
@@ -77,12 +78,26 @@ def _grammar_of(name: str, value: Any, path: str) -> Grammar:
         return Grammar("choice", json.dumps(value))
     if kind in ("json_schema", "structural_tag"):
         told = _object_of(value, path)
-        if kind == "json_schema":
-            _check_schema(told, path)
+        for place, schema in _schemas_of(told, path) if kind == "structural_tag" else ((path, told),):
+            _check_schema(schema, place)
         return Grammar(kind, json.dumps(told))  # type: ignore[arg-type]
     if not isinstance(value, str) or not value:
         raise bad_value(path, "must be a text that is not empty")
     return Grammar(kind, value)  # type: ignore[arg-type]
+
+
+def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
+    """Where a structural tag has schemas, in its present form or in the older one of `structures`."""
+    waiting: list[tuple[str, object]] = [(path, tag)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += ((f"{place}[{index}]", inner) for index, inner in enumerate(value))
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            if key in ("json_schema", "schema"):
+                yield f"{place}.{key}", inner
+            else:
+                waiting.append((f"{place}.{key}", inner))
 
 
 def _check_schema(schema: object, path: str, subject: str = "") -> None:

@@ -204,6 +204,10 @@ def function(name: str, schema: object, is_strict: bool) -> dict[str, object]:
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": UNIQUE}}
 UNIQUE_G = function("g", UNIQUE, True)
+CONTENT = {"type": "or", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": UNIQUE}]}
+TAGS = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [{"begin": "<a>", "content": CONTENT, "end": "</a>"}]}
+IN_TAGS = "format.tags[0].content.elements[1].json_schema"
+OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": UNIQUE, "end": "</a>"}], "triggers": ["<a>"]}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +217,13 @@ UNIQUE_G = function("g", UNIQUE, True)
         ("/v1/responses", {"tools": [{"type": "function", **UNIQUE_G}]}, "tools", ("g", "uniqueItems")),
         ("/v1/chat/completions", {"tools": TOOLS, "response_format": FORMAT}, FORMAT_PARAM, ("uniqueItems",)),
         ("/v1/chat/completions", {"response_format": FORMAT}, FORMAT_PARAM, ("uniqueItems",)),
+        ("/v1/chat/completions", {"response_format": OLD_TAG}, "response_format.structures[0].schema", ("uniqueItems",)),
+        (
+            "/v1/chat/completions",
+            {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": TAGS})}},
+            f"structured_outputs.structural_tag.{IN_TAGS}",
+            ("uniqueItems",),
+        ),
     ],
 )
 def test_a_schema_that_would_not_hold_is_a_400(
