@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from models.parallel import Exchange
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
-ROUNDS = 12
+ROUNDS = 6
 CPU = torch.device("cpu")
 
 
