@@ -223,7 +223,10 @@ class CallSplitter:
         shown: list[str] = []
         deltas: list[CallDelta] = []
         if self.is_inside:
-            self._feed(self._held, deltas)
+            if self._held.startswith(CLOSE):
+                self._raw += self._held
+            else:
+                self._feed(self._held, deltas)
             self._end_call(shown, deltas, is_cut)
         else:
             shown.append(self._held)
@@ -254,10 +257,15 @@ class CallSplitter:
         self._held = self._held[end:]
         if found < 0:
             return True
-        self._held = self._held[len(CLOSE) :]
+        behind = self._held[len(CLOSE) :]
         if self._body is not None and self._body.is_in_string():
-            self._feed(CLOSE, deltas)
-            return False
+            if not behind.strip(" "):
+                return True  # no string goes on behind a line break, or the text's end
+            if not behind.lstrip(" ").startswith("\n"):
+                self._held = behind
+                self._feed(CLOSE, deltas)
+                return False
+        self._held = behind
         self._raw += CLOSE
         self._end_call(shown, deltas)
         return False

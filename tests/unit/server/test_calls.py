@@ -109,6 +109,8 @@ def test_arguments_do_not_wait_for_the_end() -> None:
     [
         ('<tool_call>\n{"name": "g", "arguments": {"a": "x}}\n</tool_call>', 2),  # a string that never ends
         ('<tool_call>{"name": "g", "arguments": {"a": "x\n"y"}}</tool_call>', 2),  # an odd quote, in the line behind
+        ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>\n', 2),  # the same in one line, and the next call in another
+        ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>  \n', 2),
         ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>', 1),  # nothing says that it is none
     ],
 )
@@ -120,6 +122,17 @@ def test_a_string_that_is_no_json_hides_no_marker(broken: str, num_calls: int) -
         assert names == ["g", "weather"][:num_calls]
     behind = [CallDelta(0, delta.arguments, delta.name) for delta in deltas if delta.index == 1]
     assert calls_of(behind) == [("weather", ARGUMENTS)] * (num_calls - 1)
+
+
+@pytest.mark.parametrize("behind", ["", " "])
+def test_a_marker_that_ends_the_text_is_in_no_string(behind: str) -> None:
+    """Red if what ends the text is passed on as part of an argument, or if a call that is none loses it."""
+    named = ('{"name": "g", "arguments": {"a": "x}}', "", '{"a": "x}}')
+    for text, shown, arguments in (named, ('{"nam', '<tool_call>{"nam</tool_call>', "")):
+        whole = f"<tool_call>{text}</tool_call>{behind}"
+        for pieces in ([whole], list(whole)):
+            said, deltas, _ = read(pieces)
+            assert (said.rstrip(), "".join(delta.arguments for delta in deltas)) == (shown, arguments)
 
 
 def test_markers_in_a_long_string_take_no_longer() -> None:
