@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.attention.paged import AttentionBackend
+from models.attention.paged import AttentionBackend, FusedAttention
 from models.backends.ops import Ops
 from models.batch import ForwardBatch
 from models.config import ModelConfig
@@ -48,7 +48,8 @@ class TextModel(nn.Module):
         residual = self.ops.residual(hidden_TD)
         slots_T = batch.attention.slot_mapping_T
         real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
-        context = LayerContext(attention, self.rope.rows(batch.positions_3T), slots_T, real_T)
+        fused = attention if isinstance(attention, FusedAttention) else None
+        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention.paged import AttentionBackend
+from models.attention.paged import AttentionBackend, FusedAttention, NewHeads
 from models.backends.ops import Activation, Ops, Product, Residual
 from models.config import TextConfig
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, even_part, quantize_
@@ -19,6 +19,7 @@ class LayerContext:
     """What all layers of a step share."""
 
     attention: AttentionBackend
+    fused: FusedAttention | None  # the same, if it also makes and stores heads
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
     real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
@@ -44,15 +45,21 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, stored, device)
 
-    def store_and_query(self, x_TD: Activation, context: LayerContext) -> torch.Tensor:
-        """Writes the tokens' keys and values into the cache and returns their queries (T, H, K), normalised and rotated."""
-        qkv_TX = self.ops.linear(x_TD, self.qkv_proj.weight)
+    def new_heads(self, x_TD: Activation, context: LayerContext) -> NewHeads:
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        return self.ops.norm_rope_store_(qkv_TX, *norms, context.cos_sin_TK, context.attention.pool(self.layer), context.slots_T)
+        return NewHeads(self.ops.linear(x_TD, self.qkv_proj.weight), *norms, context.cos_sin_TK, context.slots_T)
+
+    def store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
+        """Writes the tokens' keys and values into the cache and returns their queries (T, H, K), normalised and rotated."""
+        norms = heads.q_weight_K, heads.k_weight_K, heads.eps
+        return self.ops.norm_rope_store_(heads.qkv_TX, *norms, heads.cos_sin_TK, context.attention.pool(self.layer), heads.slots_T)
 
     def forward(self, x_TD: Activation, context: LayerContext) -> torch.Tensor:
         """(T, H * K): what `o_proj` takes."""
-        return context.attention.run(self.layer, self.store_and_query(x_TD, context)).flatten(1)
+        heads = self.new_heads(x_TD, context)
+        if context.fused is not None:
+            return context.fused.run_fused(self.layer, heads).flatten(1)
+        return context.attention.run(self.layer, self.store(heads, context)).flatten(1)
 
 
 class MLP(nn.Module):
@@ -109,7 +116,7 @@ class DecoderLayer(nn.Module):
 
     def store(self, residual: Residual, context: LayerContext) -> None:
         """The keys and values alone: of a last layer whose output nobody wants."""
-        self.self_attn.store_and_query(self.input_layernorm(residual), context)
+        self.self_attn.store(self.self_attn.new_heads(self.input_layernorm(residual), context), context)
 
     def quantize_(self) -> None:
         """Makes the layer's matrices float8."""

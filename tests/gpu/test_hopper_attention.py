@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention.paged import HostPlan, plan_on_device
+from models.attention.paged import HostPlan, NewHeads, plan_on_device
 from models.batch import AttentionLayout
 from tests.gpu.test_kernels import DEVICE, close, normal
 from tests.unit.models.backends.hopper.attention_step import Step
@@ -15,7 +15,9 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 if IS_HOPPER:
     from models.backends.hopper.attention import fixed_attention_factory, make_mixed_attention
     from models.backends.hopper.flash_decoding import FlashDecoding, Scratch
+    from models.backends.hopper.fused_decoding import FusedDecoding
     from models.backends.hopper.prefill_attention import PrefillAttention
+    from models.backends.portable.text import norm_rope_store
 
 pytestmark = [pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"), pytest.mark.timeout(300)]
 
@@ -80,6 +82,41 @@ def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
         first, second = backend.run(0, step.q), backend.run(0, step.q)
         assert first.equal(second)
         assert all(close(*pair) for pair in zip(first, step.expected(), strict=True)), (lengths, tokens)
+
+
+SINGLE = [[1], [2], [16], [17], [129], [1138], [2049], [2100], [40_000], [1, 700], [5000, 3, 16, 17]]
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (64, 8), (32, 4), (64, 4), (8, 2), (16, 1)])
+@pytest.mark.parametrize("page", [8, 16, 256])
+def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page: int) -> None:
+    """Against the kernel that makes and stores them and float64; then with made heads. The new value has an infinity, keys behind the end
+    are NaN, some of the same from a plan again."""
+    for lengths in SINGLE:
+        step = Step.build(lengths, heads, 128, page).with_finite_values().to(DEVICE, torch.bfloat16)
+        layout, (num_heads, kv_heads) = step.layout, heads
+        last = torch.tensor(lengths, device=DEVICE) - 1
+        slots = layout.pages[layout.page_indptr_cpu[:-1].to(DEVICE) + last // page].long() * page + last % page
+        new = NewHeads(
+            qkv_TX=normal(len(lengths), (num_heads + 2 * kv_heads) * 128),
+            q_weight_K=1 + 0.3 * normal(128),
+            k_weight_K=1 + 0.3 * normal(128),
+            eps=1e-6,
+            cos_sin_TK=torch.randn((len(lengths), 128), device=DEVICE).cos(),
+            slots_T=slots,
+        )
+        new.qkv_TX[0, -5] = torch.inf
+        ours, theirs = (tuple(part.clone() for part in step.pool) for _ in range(2))
+        q = norm_rope_store(new.qkv_TX, new.q_weight_K, new.k_weight_K, new.eps, new.cos_sin_TK, (theirs[0], theirs[1]), slots)
+        expected = replace(step, pool=(theirs[0], theirs[1]), q=q).expected()
+        backend = FusedDecoding([(ours[0], ours[1]), (theirs[0], theirs[1])], num_heads, len(lengths), len(layout.pages))
+        backend.plan(layout)
+        first, again, made = backend.run_fused(0, new), backend.run_fused(0, new), backend.run(1, q)
+        assert first.equal(again)
+        for out in (first, made):
+            assert all(close(*pair) for pair in zip(out, expected, strict=True)), lengths
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0.01, atol=0.01, equal_nan=True)
 
 
 def fixed_plan(backend: HostPlan, layout: AttentionLayout) -> Callable[[AttentionLayout], None]:

@@ -1,5 +1,5 @@
-"""`AttentionBackend` on a GPU: one kernel for chunks of prompts, another for single tokens and for short chunks in a graph. Made by
-`make_attention` for steps of any mix, and by the worker for the fixed shapes of its CUDA graphs.
+"""`AttentionBackend` on a GPU: one kernel for chunks of prompts, another for single tokens and for short chunks in a graph, a third for a
+graph of very few single tokens. Made by `make_attention` for steps of any mix, and by the worker for the fixed shapes of its CUDA graphs.
 
 In a mixed step both run at once, on multiprocessors of their own: one multiplies, the other waits for memory.
 """
@@ -11,6 +11,7 @@ import torch
 from models.attention.paged import FixedAttention, Int32s, on_device, plan_on_device
 from models.attention.units import group_tokens, max_token_groups
 from models.backends.hopper.flash_decoding import FlashDecoding
+from models.backends.hopper.fused_decoding import FusedDecoding
 from models.backends.hopper.prefill_attention import PrefillAttention
 from models.backends.hopper.tile_plan import num_blocks_of
 from models.backends.hopper.tuned import MAX_SPLIT_TOKENS
@@ -111,10 +112,13 @@ def fixed_attention_factory(
     """
     size = group_tokens(num_heads, pools[0][0].shape[2])
     max_groups = max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, size)
-    make_split = FlashDecoding.factory(pools, num_heads, max_groups, (max_prefill_rows + max_decode_rows) * max_blocks)
+    max_pages = (max_prefill_rows + max_decode_rows) * max_blocks
+    make_split = FlashDecoding.factory(pools, num_heads, max_groups, max_pages)
     make_prefill = PrefillAttention.factory(pools, num_heads)
 
     def make(num_tokens: int, num_decodes: int, num_rows: int) -> FixedAttention:
+        if num_tokens == 0 and FusedDecoding.takes(pools, num_decodes):
+            return FusedDecoding(pools, num_heads, num_decodes, max_pages)
         if num_tokens <= MAX_SPLIT_TOKENS:
             return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))
         return FixedMixedAttention(pools, num_tokens, make_prefill(num_tokens, num_rows), make_split(num_decodes))

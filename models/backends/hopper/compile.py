@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
 
 @cache
 def load_kernel(name: str, head_dim: int) -> Any:
@@ -17,6 +18,7 @@ def load_kernel(name: str, head_dim: int) -> Any:
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
     """All that a model needs: those that were never compiled are compiled at the same time. RuntimeError as `load_kernel`."""
-    kernels = ("prefill_attention", text_head_dim), ("flash_decoding", text_head_dim), ("varlen_attention", vision_head_dim)
+    names = ("prefill_attention", "flash_decoding", *(("fused_decoding",) if text_head_dim == FUSED_HEAD_DIM else ()))
+    kernels = [*((name, text_head_dim) for name in names), ("varlen_attention", vision_head_dim)]
     with ThreadPoolExecutor(len(kernels)) as pool:
         list(pool.map(lambda kernel: load_kernel(*kernel), kernels))

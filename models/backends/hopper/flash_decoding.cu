@@ -10,8 +10,6 @@
 //
 // It may run beside the kernel ahead of it, `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
-#include <cuda_bf16.h>
-
 #include "hopper_copy.cuh"
 
 namespace split {
@@ -140,18 +138,6 @@ CUTLASS_DEVICE void load_matrices(uint32_t (&to)[4], uint32_t from) {
 
 CUTLASS_DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
-
-// c (16, 8) += a (16, 16) b (16, 8). A thread's values of c: the first two are of row lane / 4, the others of the row 8 below.
-CUTLASS_DEVICE void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-CUTLASS_DEVICE uint32_t pack(float low, float high) {
-  __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t const*>(&pair);
 }
 
 // A warp's queries and what it has found so far.

@@ -1,4 +1,4 @@
-// How our attention kernels for Hopper are launched and copy heads into shared memory. Included by sources that are compiled with HEAD_DIM.
+// How our attention kernels for Hopper copy heads into shared memory. Included by sources that are compiled with HEAD_DIM.
 //
 // A row of a head lies there in chunks of 64 values, 128 bytes swizzled: of its eight pieces of 16 bytes, piece p of row r is at p ^ r % 8.
 
@@ -10,15 +10,13 @@
 
 #include <cute/tensor.hpp>
 
-#include "tvm_ffi_utils.h"
+#include "hopper_launch.cuh"
 
 namespace hopper {
 
 using namespace cute;
 using BFloat16 = cutlass::bfloat16_t;
 
-constexpr int kHeadDim = HEAD_DIM;
-static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of 16 bytes");
 constexpr int kSteps = (kHeadDim + 15) / 16;  // instructions along a head
 constexpr int kChunk = 64, kChunks = (kHeadDim + kChunk - 1) / kChunk;
 constexpr int kLastBox = kSteps * 16 - (kChunks - 1) * kChunk;  // columns copied into the last chunk
@@ -44,31 +42,6 @@ inline Source source_of(ffi::TensorView x, int box_heads, int box_rows) {
     TVM_FFI_ICHECK(status == CUDA_SUCCESS) << "attention: tensor map, error " << status;
   }
   return source;
-}
-
-// Launches a kernel that begins while the one ahead ends: it must call `wait_for_kernel_ahead` before it reads or writes what that may write or read.
-template <typename Params>
-void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device) {
-  cudaError_t const prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(num_bytes));
-  TVM_FFI_ICHECK(prepared == cudaSuccess) << "attention: " << num_bytes << " bytes of shared memory: " << cudaGetErrorString(prepared);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t const config{grid, dim3(num_threads), num_bytes, get_stream(device), &early, 1};
-  cudaError_t const status = cudaLaunchKernelEx(&config, kernel, params);
-  TVM_FFI_ICHECK(status == cudaSuccess) << "attention: " << cudaGetErrorString(status);
-}
-
-CUTLASS_DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-CUTLASS_DEVICE void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// The exponent of a power of two.
-inline int log2_of(int64_t power) {
-  TVM_FFI_ICHECK(power > 0 && (power & (power - 1)) == 0) << "attention: " << power << " heads that share keys or tokens of a page";
-  int log2 = 0;
-  while (int64_t{1} << log2 < power) ++log2;
-  return log2;
 }
 
 }  // namespace hopper

@@ -1,5 +1,7 @@
 """Numbers of this backend that were measured, in one place: on an H200, at the widths of the 8B model, with heads of 128 values."""
 
+from typing import NamedTuple
+
 from models.step_sizes import StepSizes
 
 # A matrix product loses up to a tenth at some numbers of rows, where its tiles do not fit them or cuBLAS chooses badly: 416 rows take
@@ -30,3 +32,20 @@ TILES_TO_MERGE = 7  # after the last part of a tile: so many that cuts pay. With
 KEYS_PER_TILE = 97  # of one KV head: while a block multiplies a tile by its keys, a multiprocessor reads as many for decode rows
 ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
 MANY = 4  # items of a block: dealt by cost, they come out even
+
+
+class Cluster(NamedTuple):
+    """How decode rows of one KV head are computed: blocks that share its keys, and warps of a block."""
+
+    splits: int
+    warps: int
+
+
+FUSED_ROWS = 1  # of a step, at most, whose attention is fused with what comes before it
+
+
+def fused_cluster(kv_heads: int, group: int) -> Cluster:
+    """For so many KV heads, each of a group of query heads. Sixteen query heads fill so many registers that a block has 8 warps."""
+    if group <= 8 and kv_heads > 2:
+        return Cluster(8, 8 if kv_heads > 4 else 16)
+    return Cluster(16, 8)

@@ -38,8 +38,12 @@ def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     loaded = []
     monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
     compile.load_kernels(128, 72)
-    assert sorted(loaded) == [("flash_decoding.cu", 128), ("prefill_attention.cu", 128), ("varlen_attention.cu", 72)]
+    text = [(f"{name}.cu", 128) for name in ("flash_decoding", "fused_decoding", "prefill_attention")]
+    assert sorted(loaded) == [*text, ("varlen_attention.cu", 72)]
     assert {name for name, _ in loaded} == {path.name for path in FOLDER.glob("*.cu")}
+    loaded.clear()
+    compile.load_kernels(64, 72)
+    assert ("fused_decoding.cu", 64) not in loaded  # it is made for 128
 
 
 def test_a_source_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,449 @@
+// Attention of few decode rows, for Hopper, with what comes before it unless another kernel did that: norm and rotation of the new token's
+// queries and key, and the new key and value into the pool. Compiled by `fused_decoding.py`, which defines HEAD_DIM.
+//
+// One kernel whose time is latency, not bandwidth. A row's KV head belongs to a cluster of blocks. Every warp takes tiles of 16 keys, in turn
+// over blocks first, and reads its first one straight into registers, in the layout of the matrix products, before the kernel ahead is done:
+// older keys are there. Then every block makes the queries from what that kernel leaves, and the new key and value, which replace what was
+// read of their slot. In the end warps merge their results in their block's shared memory, and blocks theirs in each other's.
+//
+//   K (16 keys, 128) x q (128, 8 heads) -> scores (16 keys, 8 heads)        V (128, 16 keys) x weights (16 keys, 8 heads) -> (128, 8 heads)
+//
+// Both products want a thread to hold neighbouring values of 16 keys, but any order of the 128 values serves if both sides share it: that in
+// which a thread reads 16 bytes at once.
+
+#include "hopper_launch.cuh"
+
+namespace fused {
+
+using namespace hopper;
+static_assert(kHeadDim == 128, "four lanes of 16 bytes, four times");
+
+constexpr int kTile = 16, kHalf = kHeadDim / 2, kHeads = 8;  // keys of a tile; pairs that are rotated; heads of a product
+constexpr int kMaxSplits = 16;                              // blocks of a cluster
+constexpr int kQueryStride = kHeadDim + 32, kPartStride = kHeadDim + 4;  // in shared memory, against bank conflicts
+constexpr float kLowest = -1e30f;  // below every score but finite: a warp without keys counts for nothing
+constexpr unsigned kAll = ~0u;
+
+using BFloat16 = __nv_bfloat16;
+
+struct Params {
+  BFloat16 const *qkv, *q_weight, *k_weight;
+  float const* cos_sin;  // null: queries are made, and the new keys and values are in the pool
+  BFloat16 *k, *v, *out;
+  int64_t const* slots;
+  int2 const* rows;  // keys of a row with the new one, and where its pages begin
+  int const* pages;
+  int num_heads, kv_heads, heads_in_row;  // of queries, of keys, and of `qkv`
+  int log2_group, log2_page;
+  float eps, scale_log2;
+};
+
+template <int kHeadTiles>
+struct alignas(16) Shared {
+  BFloat16 q[kHeadTiles * kHeads][kQueryStride];
+  BFloat16 k[kHeadDim], v[kHeadDim];                       // of the new token
+  float received[kHeadTiles * kHeads * kHeadDim];          // this block's share of the result from every block
+  float tops[kMaxSplits][kHeadTiles * kHeads], sums[kMaxSplits][kHeadTiles * kHeads];  // of every block
+  float warp_top[16][kHeadTiles * kHeads], warp_sum[16][kHeadTiles * kHeads];
+  float part[1];  // (warps, heads of the group, kPartStride)
+
+  static size_t num_bytes(int warps, int group) { return sizeof(Shared) + sizeof(float) * warps * group * kPartStride; }
+};
+
+// Past L1: other kernels wrote it.
+__device__ __forceinline__ uint4 load(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint4 const*>(from)); }
+
+__device__ __forceinline__ uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
+
+// Not kept in registers over the loop.
+__device__ __forceinline__ uint4 load_shared(BFloat16 const* from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))));
+  return x;
+}
+
+__device__ __forceinline__ float2 floats(uint32_t pair) { return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair)); }
+
+// Of a matrix of 8 x 8, two values of a row a lane.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// The i-th values of two keys side by side.
+__device__ __forceinline__ uint32_t of_both(uint4 const& first, uint4 const& second, int i) {
+  auto word = [i](uint4 const& x) { return i / 2 == 0 ? x.x : i / 2 == 1 ? x.y : i / 2 == 2 ? x.z : x.w; };
+  return __byte_perm(word(first), word(second), i % 2 ? 0x7632 : 0x5410);
+}
+
+// The maximum or the sum over the eight lanes that have a head's keys.
+template <bool Maximum>
+__device__ __forceinline__ float of_head(float value) {
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    float const other = __shfl_xor_sync(kAll, value, distance);
+    value = Maximum ? fmaxf(value, other) : value + other;
+  }
+  return value;
+}
+
+__device__ __forceinline__ uint32_t address_in(int rank, void const* mine) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
+  return there;
+}
+
+// A tile of one KV head's keys and values in a warp's registers, 64 a lane.
+struct Tile {
+  Params const& params;
+  int const length, head, lane;
+  int const* const pages;
+  int page[2];  // of eight keys each: a page has no fewer
+  uint4 k[2][4];  // of keys lane / 4 and 8 more, values lane % 4 * 8 and 32, 64, 96 more
+  uint4 v[4][2];  // of keys lane % 4 * 2, one more, 8 and 9 more, values lane / 4 * 8 and 64 more
+
+  __device__ __forceinline__ Tile(Params const& params, int2 row, int head, int lane)
+      : params(params), length(row.x), head(head), lane(lane), pages(params.pages + row.y) {}
+
+  // Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  __device__ __forceinline__ void find_pages(int tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) page[half] = __ldg(pages + (min(tile * kTile + 8 * half, length - 1) >> params.log2_page));
+  }
+
+  __device__ __forceinline__ int64_t place(int key, int half) const {
+    int64_t const slot = (static_cast<int64_t>(page[half]) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
+    return (slot * params.kv_heads + head) * kHeadDim;
+  }
+
+  __device__ __forceinline__ int key_of_k(int half) const { return 8 * half + lane / 4; }
+
+  __device__ __forceinline__ int key_of_v(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+
+  __device__ __forceinline__ void load_keys(int tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      BFloat16 const* const from = params.k + place(tile * kTile + key_of_k(half), half) + lane % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) k[half][i] = load(from + 32 * i);
+    }
+  }
+
+  __device__ __forceinline__ void load_again(int tile) {
+    find_pages(tile);
+    load_keys(tile);
+    load_values(tile);
+  }
+
+  __device__ __forceinline__ void load_values(int tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      BFloat16 const* const from = params.v + place(tile * kTile + key_of_v(i), i / 2) + lane / 4 * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) v[i][half] = load(from + 64 * half);
+    }
+  }
+
+  // In the place of what was read before they were there.
+  __device__ __forceinline__ void put_new(int tile, BFloat16 const* new_k, BFloat16 const* new_v) {
+    int const key = length - 1 - tile * kTile;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (key_of_k(half) == key)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) k[half][i] = *reinterpret_cast<uint4 const*>(new_k + 32 * i + lane % 4 * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (key_of_v(i) == key)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) v[i][half] = *reinterpret_cast<uint4 const*>(new_v + 64 * half + lane / 4 * 8);
+  }
+};
+
+// What a warp has found so far. A lane has heads lane % 4 * 2 and one more of each eight, and values lane / 4 * 8 ... and 64 more of them.
+template <int kHeadTiles>
+struct Found {
+  float out[kHeadTiles][8][4] = {};
+  float top[kHeadTiles][2], sum[kHeadTiles][2] = {};
+
+  __device__ __forceinline__ Found() {
+#pragma unroll
+    for (int h = 0; h < kHeadTiles; ++h) top[h][0] = top[h][1] = kLowest;
+  }
+
+  // Scores of the tile's keys, of which the row has `num_keys`; then, if it `has_next`, its keys make room for those of the tile `next`.
+  __device__ __forceinline__ void add(Tile& tile, Shared<kHeadTiles> const& shared, int num_keys, bool has_next, int next) {
+    float s[kHeadTiles][2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const even[4] = {tile.k[0][i].x, tile.k[1][i].x, tile.k[0][i].y, tile.k[1][i].y};
+      uint32_t const odd[4] = {tile.k[0][i].z, tile.k[1][i].z, tile.k[0][i].w, tile.k[1][i].w};
+#pragma unroll
+      for (int h = 0; h < kHeadTiles; ++h) {
+        uint4 const q = load_shared(&shared.q[kHeads * h + tile.lane / 4][32 * i + tile.lane % 4 * 8]);
+        multiply(s[h][0], even, q.x, q.y);
+        multiply(s[h][1], odd, q.z, q.w);
+      }
+    }
+    if (has_next) tile.load_keys(next);
+    uint32_t weights[kHeadTiles][2];
+#pragma unroll
+    for (int h = 0; h < kHeadTiles; ++h) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[h][0][i] = tile.key_of_k(i / 2) < num_keys ? s[h][0][i] + s[h][1][i] : -INFINITY;
+      to_weights(h, s[h][0], tile.params.scale_log2);
+      weights[h][0] = transposed(pack(s[h][0][0], s[h][0][1]));
+      weights[h][1] = transposed(pack(s[h][0][2], s[h][0][3]));
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t const values[4] = {of_both(tile.v[0][0], tile.v[1][0], i), of_both(tile.v[0][1], tile.v[1][1], i),
+                                  of_both(tile.v[2][0], tile.v[3][0], i), of_both(tile.v[2][1], tile.v[3][1], i)};
+#pragma unroll
+      for (int h = 0; h < kHeadTiles; ++h) multiply(out[h][i], values, weights[h][0], weights[h][1]);
+    }
+  }
+
+  __device__ __forceinline__ void to_weights(int h, float (&s)[4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const next = fmaxf(of_head<true>(fmaxf(s[i], s[i + 2])) * scale, top[h][i]), factor = exp2f(top[h][i] - next);
+      top[h][i] = next;
+      s[i] = exp2f(s[i] * scale - next), s[i + 2] = exp2f(s[i + 2] * scale - next);
+      sum[h][i] = sum[h][i] * factor + s[i] + s[i + 2];  // of this lane's keys
+#pragma unroll
+      for (int j = 0; j < 8; ++j) out[h][j][i] *= factor, out[h][j][i + 2] *= factor;
+    }
+  }
+
+  __device__ __forceinline__ void store(Shared<kHeadTiles>& shared, int warp, int lane, int group) const {
+#pragma unroll
+    for (int h = 0; h < kHeadTiles; ++h) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float const total = of_head<false>(sum[h][i]);
+        int const head = kHeads * h + lane % 4 * 2 + i;
+        if (head >= group) continue;
+        if (lane < 4) shared.warp_top[warp][head] = top[h][i], shared.warp_sum[warp][head] = total;
+#pragma unroll
+        for (int half = 0; half < 4; half += 2) {
+          float4* const to = reinterpret_cast<float4*>(shared.part + (warp * group + head) * kPartStride + 32 * half + lane / 4 * 8);
+          to[0] = make_float4(out[h][0][half + i], out[h][1][half + i], out[h][2][half + i], out[h][3][half + i]);
+          to[1] = make_float4(out[h][4][half + i], out[h][5][half + i], out[h][6][half + i], out[h][7][half + i]);
+        }
+      }
+    }
+  }
+};
+
+// What a lane needs for two pairs of a head, read before the head is there.
+struct Rotation {
+  uint32_t q[2], k[2];  // weights of the norms
+  float2 cosine, sine;
+  int64_t slot;
+
+  __device__ __forceinline__ Rotation(Params const& params, int row, int lane) {
+    if (!params.cos_sin) return;
+    float const* const angles = params.cos_sin + static_cast<int64_t>(row) * kHeadDim;
+    cosine = __ldcg(reinterpret_cast<float2 const*>(angles) + lane), sine = __ldcg(reinterpret_cast<float2 const*>(angles + kHalf) + lane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      q[half] = load_pair(params.q_weight + kHalf * half + 2 * lane);
+      k[half] = load_pair(params.k_weight + kHalf * half + 2 * lane);
+    }
+    slot = __ldcg(params.slots + row);
+  }
+
+  __device__ __forceinline__ void apply(float2& low, float2& high, bool is_query, float eps) const {
+    float squares = low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) squares += __shfl_xor_sync(kAll, squares, distance);
+    float const scale = rsqrtf(squares / kHeadDim + eps);
+    float2 const a = floats(is_query ? q[0] : k[0]), b = floats(is_query ? q[1] : k[1]);
+    float2 const x = {low.x * scale * a.x, low.y * scale * a.y}, y = {high.x * scale * b.x, high.y * scale * b.y};
+    low = {x.x * cosine.x - y.x * sine.x, x.y * cosine.y - y.y * sine.y};
+    high = {y.x * cosine.x + x.x * sine.x, y.y * cosine.y + x.y * sine.y};
+  }
+};
+
+// One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two also into the pool if `stores`.
+template <int kHeadTiles>
+__device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation const& rotation, int i, bool stores, int lane) {
+  int const group = 1 << params.log2_group, head = blockIdx.y;
+  bool const is_query = i < group, is_key = i == group;
+  int const index = is_query ? head * group + i : params.num_heads + (is_key ? head : params.kv_heads + head);
+  BFloat16 const* const from = params.qkv + (static_cast<int64_t>(blockIdx.z) * params.heads_in_row + index) * kHeadDim + 2 * lane;
+  float2 low = floats(load_pair(from)), high = floats(load_pair(from + kHalf));
+  if (is_query || is_key) {
+    if (params.cos_sin) rotation.apply(low, high, is_query, params.eps);
+  } else {  // see `Ops.norm_rope_store_`
+    auto finite = [](float x) { return fabsf(x) < INFINITY ? x : 0.0f; };
+    low = {finite(low.x), finite(low.y)}, high = {finite(high.x), finite(high.y)};
+  }
+  uint32_t* const to = reinterpret_cast<uint32_t*>(is_query ? shared.q[i] : is_key ? shared.k : shared.v);
+  to[lane] = pack(low.x, low.y), to[kHalf / 2 + lane] = pack(high.x, high.y);
+  if (!is_query && stores) {
+    uint32_t* const pool = reinterpret_cast<uint32_t*>((is_key ? params.k : params.v) + (rotation.slot * params.kv_heads + head) * kHeadDim);
+    pool[lane] = pack(low.x, low.y), pool[kHalf / 2 + lane] = pack(high.x, high.y);
+  }
+}
+
+// What `num_warps` of this block have found goes to the block whose share it is, with its maximum and sum to all.
+template <int kHeadTiles, int kSplits, int kWarps>
+__device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_group) {
+  int const group = 1 << log2_group, num_quads = group * kHeadDim / 4, share = num_quads / kSplits;
+  auto top_of = [&](int head) {
+    float top = kLowest;
+    for (int warp = 0; warp < num_warps; ++warp) top = fmaxf(top, shared.warp_top[warp][head]);
+    return top;
+  };
+  for (int i = 32 * kWarps - 1 - threadIdx.x; i < group * kSplits; i += 32 * kWarps) {  // by threads that have less of the rest
+    int const head = i & (group - 1), to = i >> log2_group;
+    float const top = top_of(head);
+    float sum = 0;
+    for (int warp = 0; warp < num_warps; ++warp) sum += shared.warp_sum[warp][head] * exp2f(shared.warp_top[warp][head] - top);
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(to, &shared.tops[rank][head])), "f"(top) : "memory");
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(to, &shared.sums[rank][head])), "f"(sum) : "memory");
+  }
+  for (int i = threadIdx.x; i < num_quads; i += 32 * kWarps) {
+    int const head = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
+    float const top = top_of(head);
+    float4 total = {0, 0, 0, 0};
+    for (int warp = 0; warp < num_warps; ++warp) {
+      float const factor = exp2f(shared.warp_top[warp][head] - top);
+      float4 const x = *reinterpret_cast<float4 const*>(shared.part + (warp * group + head) * kPartStride + column);
+      total.x += factor * x.x, total.y += factor * x.y, total.z += factor * x.z, total.w += factor * x.w;
+    }
+    uint32_t const to = address_in(i / share, &shared.received[(rank * share + i % share) * 4]);
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(total.x), "f"(total.y), "f"(total.z), "f"(total.w) : "memory");
+  }
+}
+
+// This block's share of the result.
+template <int kHeadTiles, int kSplits>
+__device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> const& shared, int rank) {
+  int const share = (kHeadDim << params.log2_group) / kSplits;
+  for (int i = 2 * threadIdx.x; i < share; i += 2 * blockDim.x) {
+    int const value = rank * share + i, head = value / kHeadDim;
+    float top = kLowest, sum = 0;
+#pragma unroll
+    for (int from = 0; from < kSplits; ++from) top = fmaxf(top, shared.tops[from][head]);
+    float2 result = {0, 0};
+#pragma unroll
+    for (int from = 0; from < kSplits; ++from) {
+      float const factor = exp2f(shared.tops[from][head] - top);
+      float2 const x = *reinterpret_cast<float2 const*>(&shared.received[from * share + i]);
+      sum += factor * shared.sums[from][head], result.x += factor * x.x, result.y += factor * x.y;
+    }
+    int64_t const place = (static_cast<int64_t>(blockIdx.z) * params.num_heads + (blockIdx.y << params.log2_group)) * kHeadDim + value;
+    *reinterpret_cast<uint32_t*>(params.out + place) = pack(result.x / sum, result.y / sum);
+  }
+}
+
+// Block (split, KV head, row).
+template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
+__global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__ Params const params) {
+  constexpr int kStep = kSplits * kWarps;  // tiles at once
+  extern __shared__ __align__(16) char memory[];
+  auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: others may write to its memory
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x, group = 1 << params.log2_group;
+  Tile tile(params, __ldg(params.rows + blockIdx.z), blockIdx.y, lane);
+  int const num_tiles = (tile.length + kTile - 1) / kTile;
+  int number = rank + kSplits * warp;
+  bool const has_tiles = number < num_tiles;
+  if (has_tiles) {
+    tile.find_pages(number);
+    tile.load_keys(number);
+    tile.load_values(number);
+    tile.find_pages(number + kStep);
+  }
+  Rotation const rotation(params, blockIdx.z, lane);
+  for (int i = threadIdx.x; i < (kHeadTiles * kHeads - group) * kHalf; i += 32 * kWarps) {  // heads that are none
+    reinterpret_cast<uint32_t*>(shared.q[group + i / kHalf])[i % kHalf] = 0;
+  }
+  wait_for_kernel_ahead();
+  launch_kernel_behind();
+  int const num_made = params.cos_sin ? group + 2 : group;
+  for (int i = warp; i < num_made; i += kWarps) make_head(params, shared, rotation, i, rank == 0, lane);
+  __syncthreads();
+  if (has_tiles) {
+    Found<kHeadTiles> found;
+    while (true) {
+      int const next = number + kStep, num_keys = tile.length - number * kTile;
+      if (num_keys <= kTile) params.cos_sin ? tile.put_new(number, shared.k, shared.v) : tile.load_again(number);
+      found.add(tile, shared, num_keys, next < num_tiles, next);
+      if (next >= num_tiles) break;
+      tile.load_values(next);
+      tile.find_pages(next + kStep);
+      number = next;
+    }
+    found.store(shared, warp, lane, group);
+  }
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  __syncthreads();
+  send<kHeadTiles, kSplits, kWarps>(shared, min(kWarps, max(0, (num_tiles - rank + kSplits - 1) / kSplits)), rank, params.log2_group);
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  merge<kHeadTiles, kSplits>(params, shared, rank);
+}
+
+template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
+void launch(Params const& params, int num_rows, DLDevice device) {
+  dim3 const grid(kSplits, static_cast<unsigned>(params.kv_heads), static_cast<unsigned>(num_rows));
+  size_t const num_bytes = Shared<kHeadTiles>::num_bytes(kWarps, 1 << params.log2_group);
+  launch_early(attend<kHeadTiles, kSplits, kWarps, kBlocks>, params, grid, 32 * kWarps, num_bytes, device, kSplits);
+}
+
+void launch(Params const& params, int num_rows, int64_t splits, int64_t warps, DLDevice device) {
+  bool const is_small = 1 << params.log2_group <= kHeads;
+  if (is_small && splits == 8 && warps == 8) return launch<1, 8, 8, 1>(params, num_rows, device);
+  if (is_small && splits == 8 && warps == 16) return launch<1, 8, 16, 1>(params, num_rows, device);
+  if (is_small && splits == 16 && warps == 8) return launch<1, 16, 8, 2>(params, num_rows, device);
+  TVM_FFI_ICHECK(splits == 16 && warps == 8) << "attention: clusters of " << splits << " blocks of " << warps << " warps";
+  launch<2, 16, 8, 1>(params, num_rows, device);
+}
+
+template <typename T>
+T* values_of(ffi::TensorView x) {
+  TVM_FFI_ICHECK(x.IsContiguous());
+  return static_cast<T*>(x.data_ptr());
+}
+
+// qkv (R, heads, HEAD_DIM), out (R, H, HEAD_DIM), k, v (slots, KV heads, HEAD_DIM) without gaps. The others: see `fused_decoding.py`.
+Params params_of(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
+                 int64_t page_size) {
+  int const num_heads = static_cast<int>(out.size(1)), kv_heads = static_cast<int>(k.size(1)), group = num_heads / kv_heads;
+  TVM_FFI_ICHECK(group * kv_heads == num_heads && group <= 2 * kHeads && page_size >= 8 && k.size(2) == kHeadDim);
+  Params params{};
+  params.qkv = values_of<BFloat16>(qkv), params.k = values_of<BFloat16>(k), params.v = values_of<BFloat16>(v), params.out = values_of<BFloat16>(out);
+  params.rows = values_of<int2>(rows), params.pages = static_cast<int const*>(pages.data_ptr());
+  params.num_heads = num_heads, params.kv_heads = kv_heads, params.heads_in_row = static_cast<int>(qkv.size(1));
+  params.log2_group = log2_of(group), params.log2_page = log2_of(page_size);
+  params.scale_log2 = static_cast<float>(M_LOG2E / std::sqrt(static_cast<double>(kHeadDim)));
+  return params;
+}
+
+void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
+         int64_t page_size, int64_t splits, int64_t warps) {
+  ffi::CUDADeviceGuard guard(q.device().device_id);
+  launch(params_of(q, k, v, rows, pages, out, page_size), static_cast<int>(rows.size(0)), splits, warps, q.device());
+}
+
+void run_fused(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
+               int64_t page_size, int64_t splits, int64_t warps, ffi::TensorView q_weight, ffi::TensorView k_weight, double eps,
+               ffi::TensorView cos_sin, ffi::TensorView slots) {
+  ffi::CUDADeviceGuard guard(qkv.device().device_id);
+  Params params = params_of(qkv, k, v, rows, pages, out, page_size);
+  params.q_weight = values_of<BFloat16>(q_weight), params.k_weight = values_of<BFloat16>(k_weight), params.eps = static_cast<float>(eps);
+  params.cos_sin = values_of<float>(cos_sin), params.slots = values_of<int64_t>(slots);
+  launch(params, static_cast<int>(rows.size(0)), splits, warps, qkv.device());
+}
+
+}  // namespace fused
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, fused::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_fused, fused::run_fused);

@@ -1,0 +1,78 @@
+"""What is planned for the kernel of very few decode rows, through its arithmetic in torch; the kernel itself is tested on GPUs.
+
+Red when a row's pages or length reach the kernel wrongly, when a step that it is not for gets it, or when a decoder forgets to store.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.attention.paged import FusedAttention, NewHeads
+from models.backends.torch.attention import TorchAttention
+from models.backends.torch.ops import TorchOps
+from models.qwen3_vl import Qwen3VL
+from tests.unit.models.backends.hopper.attention_step import Step
+from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
+from tests.unit.models.harness import ONE_IMAGE, PagedRunner, Prompt
+
+pytest.importorskip("triton")  # beside the kernel that is replaced
+from models.backends.hopper import fused_decoding
+from models.backends.hopper.attention import fixed_attention_factory
+from models.backends.hopper.fused_decoding import FusedDecoding
+
+
+@pytest.fixture
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch_kernels(monkeypatch)
+
+
+def slots_of(step: Step, page: int) -> torch.Tensor:
+    last = step.layout.kv_lens_cpu.long() - 1
+    return step.layout.pages[step.layout.page_indptr_cpu[:-1].long() + last // page].long() * page + last % page
+
+
+@pytest.mark.parametrize("lengths", [[1], [16], [17], [700], [9, 40, 1]])
+def test_rows(torch_kernels: None, lengths: list[int]) -> None:
+    """Of heads that are made and of heads that are not."""
+    step = Step.build(lengths, heads=(4, 2), head_dim=128)
+    backend = FusedDecoding([step.pool], 4, len(lengths), max_pages=100)
+    assert isinstance(backend, FusedAttention)
+    backend.plan(step.layout)
+    torch.testing.assert_close(backend.run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
+    slots, weight, angles = slots_of(step, 16), torch.rand(128), torch.rand(len(lengths), 128)
+    new = NewHeads(torch.randn(len(lengths), 8 * 128), weight, weight + 1, 1e-6, angles, slots)
+    theirs = step.pool[0].clone(), step.pool[1].clone()
+    q = TorchOps().norm_rope_store_(new.qkv_TX.clone(), weight, weight + 1, 1e-6, angles, theirs, slots)
+    expected = replace(step, pool=theirs, q=q).expected()
+    torch.testing.assert_close(backend.run_fused(0, new).double(), expected, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(step.pool, theirs, strict=True):
+        torch.testing.assert_close(mine, other, equal_nan=True)
+
+
+def test_which_steps_it_is_for(torch_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decoding, "FUSED_ROWS", 2)
+
+    def is_fused(shape: tuple[int, int, int], head_dim: int = 128) -> bool:
+        step = Step.build([1], (4, 2), head_dim).to(torch.device("cpu"), torch.bfloat16)
+        return isinstance(fixed_attention_factory([step.pool], 4, 8, 8, 8)(*shape), FusedDecoding)
+
+    assert is_fused((0, 1, 0)) and is_fused((0, 2, 0))
+    assert not is_fused((0, 3, 0)) and not is_fused((16, 1, 1)) and not is_fused((0, 1, 0), head_dim=64)
+
+
+def test_a_decoder_asks_for_all_at_once_where_it_can(tiny: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same tokens, and every layer of every step of decoding asked so."""
+    prompt, asked = Prompt.build(tiny.config, ONE_IMAGE), []
+    expected = PagedRunner(tiny).greedy(prompt, steps=8)
+
+    class Fused(TorchAttention):
+        def run_fused(self, layer: int, new: NewHeads) -> torch.Tensor:
+            asked.append(layer)
+            norms = new.q_weight_K, new.k_weight_K, new.eps
+            return self.run(layer, TorchOps().norm_rope_store_(new.qkv_TX, *norms, new.cos_sin_TK, self.pool(layer), new.slots_T))
+
+    runner = PagedRunner(tiny)
+    runner.attention = Fused(runner.pools)
+    assert runner.greedy(prompt, steps=8) == expected
+    assert asked == list(range(tiny.config.text.num_layers)) * 8
