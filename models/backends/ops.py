@@ -46,6 +46,17 @@ class Addends:
     parts_STD: torch.Tensor
 
 
+class LateAddend(Protocol):
+    """(1, T, D) for the residual stream: not multiplied yet. One of the two is asked for, once."""
+
+    @property
+    def parts_STD(self) -> torch.Tensor:
+        """As those of `Addends`."""
+
+    def add_to_(self, stream_TD: torch.Tensor) -> None:
+        """stream += the addend."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """SwiGLU experts `first : first + count` of all, with the router's matrix. Experts' rows lie one expert's after another's.
@@ -66,7 +77,7 @@ class Residual(Protocol):
 
     sum_TD: torch.Tensor
 
-    def add_(self, addend: Product | Addends | Unsummed | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | LateAddend | Unsummed | torch.Tensor) -> None:
         """residual += addend. Between two of these the stream is normalised."""
 
     def keep_(self, tokens_S: torch.Tensor) -> None:
@@ -94,7 +105,7 @@ class Ops(Protocol):
     def swiglu(self, x_TX: Activation, weight_NX: Weight) -> Activation:
         """silu(first half) * second half of the last dimension of x @ weight.T."""
 
-    def sparse_swiglu(self, x_TD: Activation, experts: Experts, real_T: torch.Tensor | None) -> Addends:
+    def sparse_swiglu(self, x_TD: Activation, experts: Experts, real_T: torch.Tensor | None) -> Addends | LateAddend:
         """What these experts give the tokens that the router gives them, times the router's weights, for the residual.
 
         Of the logits x @ router.T, which have x's dtype, a float32 softmax; its `num_chosen` largest are divided by their sum and rounded

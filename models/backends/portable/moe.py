@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import Experts
+from models.backends.portable.expert_gemv import expert_sum, expert_swiglu
 from models.backends.portable.launch import capability_of, early_launch
 from models.backends.portable.text import quantized
 from models.backends.portable.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
@@ -45,11 +46,12 @@ def _route(
     CHOICES: tl.constexpr,
     WIDTH: tl.constexpr,
     STRIPE: tl.constexpr,
+    ZEROED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
 
-    Those have no part but zeros. If COUNTED, each is given a rank among the choices of its expert.
+    If ZEROED, those have parts of zeros. If COUNTED, each is given a rank among the choices of its expert.
     """
     token, expert, choice = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     if OVERLAP:
@@ -75,7 +77,7 @@ def _route(
     tl.store(weights + slot, weight.to(weights.dtype.element_ty), inside)
     if COUNTED:
         tl.store(ranks + slot, tl.atomic_add(counts + best, 1, mine), mine)
-    if tl.sum(mine.to(tl.int32), 0) < CHOSEN:
+    if ZEROED and tl.sum(mine.to(tl.int32), 0) < CHOSEN:
         for k in tl.static_range(CHOSEN):
             if tl.sum(tl.where(choice == k, mine.to(tl.int32), 0), 0) == 0:
                 place = (k * tl.num_programs(0) + token) * WIDTH
@@ -291,22 +293,52 @@ class Choices:
     blocks: torch.Tensor | None = None  # (B, 2): of each such tile the expert, and how many rows are left
 
 
+@dataclass(frozen=True, slots=True)
+class SingleToken:
+    """See `LateAddend`: what a single token's experts give it."""
+
+    inner_KI: torch.Tensor
+    down: torch.Tensor
+    choices: Choices
+
+    @classmethod
+    def of(cls, x_1D: torch.Tensor, logits_1E: torch.Tensor, experts: Experts, real_1: torch.Tensor | None) -> "SingleToken":
+        """For experts of bfloat16; `logits_1E` are the router's."""
+        assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
+        choices = route(logits_1E, experts, real_1)
+        return cls(expert_swiglu(x_1D, experts.gate_up, choices.experts_TK[0], experts.count), experts.down, choices)
+
+    @property
+    def parts_STD(self) -> torch.Tensor:
+        out_1D = self.inner_KI.new_empty((1, len(self.down) // self.choices.num_experts))
+        self._sum_into(out_1D, adds=False)
+        return out_1D[None]
+
+    def add_to_(self, stream_TD: torch.Tensor) -> None:
+        self._sum_into(stream_TD, adds=True)
+
+    def _sum_into(self, out_1D: torch.Tensor, adds: bool) -> None:
+        expert_sum(self.inner_KI, self.down, self.choices.experts_TK[0], self.choices.weights_TK[0], out_1D, adds)
+
+
 def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
     """(K, T, D) in x's dtype: see `Ops`; `logits_TE` are the router's. For contiguous tensors with at least one token."""
     num_tokens, width = x_TD.shape
     tiles = expert_tiles(num_tokens, isinstance(experts.gate_up, BlockScaled), capability_of(x_TD.device))
     parts_KTD = x_TD.new_empty((experts.num_chosen, num_tokens, width))
-    choices = route(logits_TE, experts, real_T, parts_KTD, tiles.rows)
+    choices = route(logits_TE, experts, real_T, tiles.rows, parts_KTD)
     inner_SI = x_TD.new_empty((num_tokens * experts.num_chosen, experts.down.shape[1]))
     _launch(x_TD, experts.gate_up, choices, inner_SI, tiles, is_gated=True)
     _launch(inner_SI, experts.down, choices, parts_KTD, tiles, is_gated=False)
     return parts_KTD
 
 
-def route(logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, parts_KTD: torch.Tensor, rows: int) -> Choices:
+def route(
+    logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
+) -> Choices:
     """What the router chooses, sorted into tiles of so many rows if it is much; parts that no expert of ours writes become zeros."""
     num_tokens, num_experts = logits_TE.shape
-    assert logits_TE.is_contiguous() and parts_KTD.is_contiguous()
+    assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
     chosen = experts.num_chosen
     ints = logits_TE.new_empty((2, num_tokens, chosen), dtype=torch.int32)
     choices = Choices(ints[0], logits_TE.new_empty((num_tokens, chosen)), experts.count)
@@ -314,10 +346,11 @@ def route(logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None
     counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
     options = early_launch(logits_TE)
     _route[(num_tokens,)](
-        logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts, parts_KTD,
-        experts.first, experts.count, PADDED=real_T is not None, COUNTED=is_much, EXPERTS=num_experts,
+        logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts,
+        logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
+        PADDED=real_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=num_experts,
         BLOCK=triton.next_power_of_2(num_experts), CHOSEN=chosen, CHOICES=triton.next_power_of_2(chosen),
-        WIDTH=parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
+        WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
     )  # fmt: skip
     if not is_much:
         return choices

@@ -4,9 +4,9 @@ from typing import Protocol
 
 import torch
 
-from models.backends.ops import Addends, Experts, KVPool, Product, Residual, Taps
+from models.backends.ops import Addends, Experts, KVPool, LateAddend, Product, Residual, Taps
 from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu, norm_gemv
-from models.backends.portable.moe import sparse_swiglu
+from models.backends.portable.moe import SingleToken, sparse_swiglu
 from models.backends.portable.pixels import resample, resample_to_patches_
 from models.backends.portable.text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
 from models.backends.portable.tower import layer_norm
@@ -34,14 +34,14 @@ class DeferredResidual:
         self._ops = ops
         self._addends_STD: torch.Tensor | None = None
 
-    def add_(self, addend: Product | Addends | Unsummed | torch.Tensor) -> None:
+    def add_(self, addend: Product | Addends | LateAddend | Unsummed | torch.Tensor) -> None:
         assert self._addends_STD is None, "the addends of the product before were not taken"
-        if isinstance(addend, Unsummed):
-            addend.add_to_(self.sum_TD)
-        elif isinstance(addend, Product):
+        if isinstance(addend, Product):
             self._addends_STD = self._ops.add_product_(self.sum_TD, addend)
-        else:
+        elif isinstance(addend, Addends | torch.Tensor):
             self._addends_STD = addend[None] if isinstance(addend, torch.Tensor) else addend.parts_STD
+        else:
+            addend.add_to_(self.sum_TD)
 
     def keep_(self, tokens_S: torch.Tensor) -> None:
         assert self._addends_STD is None
@@ -118,12 +118,14 @@ class TritonOps:
             return gemv_swiglu(single[0], weight_NX, single[1])
         return swiglu(self.linear(x_TX, weight_NX))
 
-    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> Addends:
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> Addends | LateAddend:
         if (single := x_TD.single()) is not None:
             values_TD, logits_TE = norm_gemv(single[0], experts.router_ED, single[1])
         else:
             values_TD = x_TD.values()
             logits_TE = self.linear(values_TD, experts.router_ED)
+        if len(values_TD) == 1 and isinstance(experts.down, torch.Tensor):
+            return SingleToken.of(values_TD, logits_TE, experts, real_T)
         return Addends(sparse_swiglu(values_TD, logits_TE, experts, real_T))
 
     def add_product_(self, stream_TD: torch.Tensor, product: Product) -> torch.Tensor | None:

@@ -82,6 +82,19 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTil
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGemvTiles:
+    """Of the experts' products of a single token: weights that a program fetches at once, warps, programs on each multiprocessor."""
+
+    up_values: int
+    down_values: int
+    warps: int
+    programs: int
+
+
+EXPERT_GEMV = ExpertGemvTiles(8192, 16_384, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """Of the experts' products, up to so many tokens: rows (a token's choices of experts), columns, inputs at once, warps, stages."""
 
@@ -99,7 +112,6 @@ FEW_CHOICES = 1024  # experts times tokens: with more, choices are sorted before
 ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
     (False, False): (
-        ExpertTiles(1, 16, 64, 128, 4, 3),
         ExpertTiles(16, 16, 128, 128, 4, 4),
         ExpertTiles(128, 16, 64, 64, 4, 4),
         ExpertTiles(320, 32, 128, 128, 4, 3),

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Addends, Experts, KVPool, Product, Residual, Taps
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Addends, Experts, KVPool, LateAddend, Product, Residual, Taps
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu
 from models.layers.fp8 import Weight
@@ -16,13 +16,13 @@ class TorchResidual:
     def __init__(self, hidden_TD: torch.Tensor) -> None:
         self.sum_TD = hidden_TD
 
-    def add_(self, addend: Product | Addends | Unsummed | torch.Tensor) -> None:
-        if isinstance(addend, Unsummed):
-            addend.add_to_(self.sum_TD)
-            return
+    def add_(self, addend: Product | Addends | LateAddend | Unsummed | torch.Tensor) -> None:
         if isinstance(addend, Product):
-            addend = linear(addend.input_TX, addend.weight_DX)
-        self.sum_TD.add_(addend.parts_STD.sum(0) if isinstance(addend, Addends) else addend)
+            self.sum_TD.add_(linear(addend.input_TX, addend.weight_DX))
+        elif isinstance(addend, Addends | torch.Tensor):
+            self.sum_TD.add_(addend if isinstance(addend, torch.Tensor) else addend.parts_STD.sum(0))
+        else:
+            addend.add_to_(self.sum_TD)
 
     def keep_(self, tokens_S: torch.Tensor) -> None:
         self.sum_TD = self.sum_TD[tokens_S]

@@ -105,6 +105,34 @@ def test_ranks_share_the_experts(num_tokens: int) -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize(("width", "inner", "chosen"), [(64, 48, 2), (96, 80, 3), (256, 128, 4)])
+def test_a_single_token(width: int, inner: int, chosen: int) -> None:
+    """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
+    from models.backends.portable.moe import SingleToken
+
+    torch.manual_seed(width)
+    x, whole = torch.randn(1, width), replace(make_experts(width, inner), num_chosen=chosen)
+    logits, stream = linear(x, whole.router_ED), torch.randn(1, width)
+    expected = torch_sparse_swiglu(x, whole, None).sum(0)
+
+    def added(experts: Experts, real: torch.Tensor | None = None) -> torch.Tensor:
+        found = stream.clone()
+        SingleToken.of(x, logits, experts, real).add_to_(found)
+        return found - stream
+
+    torch.testing.assert_close(SingleToken.of(x, logits, whole, None).parts_STD, expected[None], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(added(whole, torch.ones(1, dtype=torch.bool)), expected, rtol=1e-4, atol=1e-4)
+    assert not added(whole, torch.zeros(1, dtype=torch.bool)).any()
+    shares = []
+    for first, count in ((0, 3), (3, 5)):
+        end = first + count
+        gate_up, down = whole.gate_up[first * 2 * inner : end * 2 * inner], whole.down[first * width : end * width]  # type: ignore[index]
+        shares.append(added(replace(whole, gate_up=gate_up, down=down, first=first, count=count)))
+    torch.testing.assert_close(shares[0] + shares[1], expected, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 def test_float8(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +160,7 @@ def test_routes(num_experts: int, chosen: int) -> None:
     logits = torch.randn(9, num_experts).to(torch.bfloat16).float()  # ties; the interpreter cuts where a GPU rounds to bfloat16
     logits[3], logits[4, 0], logits[5] = 0, 300, -300
     experts = replace(make_experts(16, 8), count=num_experts, num_chosen=chosen)
-    choices = route(logits, experts, None, logits.new_empty(chosen, 9, 16), 16)
+    choices = route(logits, experts, None, 16, logits.new_empty(chosen, 9, 16))
     probabilities = logits.softmax(-1, dtype=torch.float32)
     order = probabilities.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     assert choices.experts_TK.tolist() == order.tolist()
