@@ -102,6 +102,22 @@ def test_kernels_equal_the_reference(is_float8: bool) -> None:
         assert found.equal(sparse_swiglu(x, logits, experts, real)), num_tokens
 
 
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_a_single_token_equals_the_reference(is_float8: bool) -> None:
+    """Its experts' part, and the same added to the stream; the same twice."""
+    from models.backends.portable.moe import SingleToken
+
+    experts, generator = make_experts(is_float8), torch.Generator(DEVICE).manual_seed(0)
+    for _ in range(8):
+        x, stream = torch.randn((2, 1, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
+        logits, expected = linear(x, experts.router_ED), torch_sparse_swiglu(x, experts, None).sum(0)
+        found, again = (SingleToken.of(x, logits, experts, None).parts_STD for _ in range(2))
+        assert found.equal(again) and median(found[0], expected) < (3e-2 if is_float8 else 1e-2)
+        added = stream.clone()
+        SingleToken.of(x, logits, experts, None).add_to_(added)
+        assert median(added, stream.float() + found[0].float()) < 5e-3
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_equal_transformers(model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
     assert median(whole(model, backend, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
@@ -116,10 +132,13 @@ def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, tor
     assert 5e-3 < median(found, expected["one image"]) < FLOAT8_TOLERANCE
 
 
-def test_graphs_with_padding_equal_transformers(model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor]) -> None:
-    """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows, teacher-forced."""
+@pytest.mark.parametrize("decodes", [(4,), (1, 4)])
+def test_graphs_equal_transformers(
+    model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor], decodes: tuple[int, ...]
+) -> None:
+    """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows or alone, teacher-forced."""
     sizes = msgspec.structs.replace(
-        HOPPER_STEP_SIZES, decodes=(4,), mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
+        HOPPER_STEP_SIZES, decodes=decodes, mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
     )
     prompt = Prompt.build(model.config, PROMPTS["text"])
     runner = runner_of(model, backend)

@@ -298,13 +298,12 @@ class SingleToken:
     """See `LateAddend`: what a single token's experts give it."""
 
     inner_KI: torch.Tensor
-    down: torch.Tensor
+    down: Weight
     choices: Choices
 
     @classmethod
     def of(cls, x_1D: torch.Tensor, logits_1E: torch.Tensor, experts: Experts, real_1: torch.Tensor | None) -> "SingleToken":
-        """For experts of bfloat16; `logits_1E` are the router's."""
-        assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
+        """`logits_1E` are the router's."""
         choices = route(logits_1E, experts, real_1)
         return cls(expert_swiglu(x_1D, experts.gate_up, choices.experts_TK[0], experts.count), experts.down, choices)
 

@@ -124,7 +124,7 @@ class TritonOps:
         else:
             values_TD = x_TD.values()
             logits_TE = self.linear(values_TD, experts.router_ED)
-        if len(values_TD) == 1 and isinstance(experts.down, torch.Tensor):
+        if len(values_TD) == 1:
             return SingleToken.of(values_TD, logits_TE, experts, real_T)
         return Addends(sparse_swiglu(values_TD, logits_TE, experts, real_T))
 

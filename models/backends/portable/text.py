@@ -20,6 +20,13 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
+def rounded_groups(groups: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """(G, 128) as `fp8.GroupScaled.quantized` rounds groups, and their scales."""
+    scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
+    return (groups / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
 def _store(
     value: tl.tensor,
     out: tl.tensor,
@@ -33,12 +40,11 @@ def _store(
 ) -> None:
     """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
     if SCALED:
-        groups = tl.reshape(value, (BLOCK // 128, 128))
-        scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
+        groups, scale = rounded_groups(tl.reshape(value, (BLOCK // 128, 128)))
         group = first // 128 + tl.arange(0, BLOCK // 128)
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = group < WIDTH // 128
-        tl.store(out + token * WIDTH + column, (groups / scale[:, None]).to(tl.float8e4nv), inside[:, None])
+        tl.store(out + token * WIDTH + column, groups, inside[:, None])
         tl.store(scales + group * scale_stride + token, scale, inside)
     else:
         column = first + tl.arange(0, BLOCK)

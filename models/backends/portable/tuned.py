@@ -83,15 +83,20 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTil
 
 @dataclass(frozen=True, slots=True)
 class ExpertGemvTiles:
-    """Of the experts' products of a single token: weights that a program fetches at once, warps, programs on each multiprocessor."""
+    """Of the experts' products of a single token, gate and up, then down: weights that a program fetches at once, warps, and for the first
+    programs on each multiprocessor."""
 
     up_values: int
-    down_values: int
-    warps: int
+    up_warps: int
     programs: int
+    down_values: int
+    down_warps: int
 
 
-EXPERT_GEMV = ExpertGemvTiles(8192, 16_384, 8, 4)
+EXPERT_GEMV = {  # by whether matrices are float8
+    False: ExpertGemvTiles(4096, 4, 8, 32_768, 16),
+    True: ExpertGemvTiles(8192, 4, 4, 32_768, 16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,6 @@ EXPERT_TILES = {  # by whether there is little shared memory, as above, and whet
         ExpertTiles(ANY, 128, 256, 64, 8, 3),
     ),
     (False, True): (
-        ExpertTiles(1, 16, 64, 128, 4, 3),
         ExpertTiles(16, 16, 128, 128, 4, 4),
         ExpertTiles(128, 16, 256, 128, 8, 4),
         ExpertTiles(320, 16, 128, 128, 4, 3),

@@ -132,6 +132,39 @@ def test_a_single_token(width: int, inner: int, chosen: int) -> None:
     torch.testing.assert_close(shares[0] + shares[1], expected, rtol=1e-4, atol=1e-4)
 
 
+def exact(rows: int, width: int) -> torch.Tensor:
+    """Values that float8 keeps: the interpreter, not a GPU, loses a carry when it rounds."""
+    values = (50 * torch.randn(rows, width // 128, 128)).to(torch.float8_e4m3fn).float()
+    values[:, :, 7] = 448
+    return (values * 2.0 ** torch.randint(-9, -3, (rows, width // 128, 1))).flatten(1)
+
+
+@interpreted
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("chosen", [[5, 1], [7, -1, 3]])
+@pytest.mark.parametrize(("width", "inner"), [(256, 128), (384, 256)])
+def test_a_single_token_in_float8(width: int, inner: int, chosen: list[int]) -> None:
+    """Red if a row gets another block's scale. The experts of -1 are another rank's."""
+    from models.backends.portable.expert_gemv import expert_sum, expert_swiglu
+
+    torch.manual_seed(width)
+    experts = make_experts(width, inner, is_float8=True)
+    assert isinstance(experts.gate_up, BlockScaled) and isinstance(experts.down, BlockScaled)
+    for matrix in (experts.gate_up, experts.down):
+        matrix.scales.mul_(torch.rand_like(matrix.scales) + 0.5)
+    gate_up, down = experts.gate_up.dequantized().view(-1, 2, inner, width), experts.down.dequantized().view(-1, width, inner)
+    x, choices, mine = exact(1, width), torch.tensor(chosen, dtype=torch.int32), [i for i, expert in enumerate(chosen) if expert >= 0]
+    found = expert_swiglu(x, experts.gate_up, choices, NUM_EXPERTS)
+    gate, up = (gate_up[chosen][mine] @ x[0]).unbind(1)
+    torch.testing.assert_close(found[mine], torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-3)
+    inner_KI, weights, stream = exact(len(chosen), inner), torch.rand(len(chosen)), torch.randn(1, width)
+    inner_KI[[i for i in range(len(chosen)) if i not in mine]] = torch.nan
+    expected = sum(weights[i] * (down[chosen[i]] @ inner_KI[i]) for i in mine)
+    out = stream.clone()
+    expert_sum(inner_KI, experts.down, choices, weights, out, adds=True)
+    torch.testing.assert_close(out - stream, expected[None], rtol=1e-4, atol=1e-3)  # type: ignore[index]
+
+
 @interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
