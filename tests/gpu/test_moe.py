@@ -70,14 +70,14 @@ def expected(model: Qwen3VLMoe, folder: Path) -> dict[str, torch.Tensor]:
     return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
 
 
-def make_experts(is_float8: bool) -> Experts:
+def make_experts(is_float8: bool, width: int = 2048, inner: int = 768) -> Experts:
     """As those of a layer of 30B-A3B."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn((rows, columns), generator=generator, dtype=torch.bfloat16, device=DEVICE) * columns**-0.5
 
-    router, gate_up, down = normal(128, 2048), normal(128 * 2 * 768, 2048), normal(128 * 2048, 768)
+    router, gate_up, down = normal(128, width), normal(128 * 2 * inner, width), normal(128 * width, inner)
     if is_float8:
         return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, 128, 8)
     return Experts(router, gate_up, down, 0, 128, 8)
@@ -103,13 +103,14 @@ def test_kernels_equal_the_reference(is_float8: bool) -> None:
 
 
 @pytest.mark.parametrize("is_float8", [False, True])
-def test_a_single_token_equals_the_reference(is_float8: bool) -> None:
-    """Its experts' part, and the same added to the stream; the same twice."""
+@pytest.mark.parametrize(("width", "inner"), [(2048, 768), (2048, 384), (4096, 1536), (4096, 384)])
+def test_a_single_token_equals_the_reference(width: int, inner: int, is_float8: bool) -> None:
+    """Its experts' part, and the same added to the stream; the same twice. Both sizes, whole and as a rank of several has them."""
     from models.backends.portable.moe import SingleToken
 
-    experts, generator = make_experts(is_float8), torch.Generator(DEVICE).manual_seed(0)
+    experts, generator = make_experts(is_float8, width, inner), torch.Generator(DEVICE).manual_seed(0)
     for _ in range(8):
-        x, stream = torch.randn((2, 1, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
+        x, stream = torch.randn((2, 1, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         logits, expected = linear(x, experts.router_ED), torch_sparse_swiglu(x, experts, None).sum(0)
         found, again = (SingleToken.of(x, logits, experts, None).parts_STD for _ in range(2))
         assert found.equal(again) and median(found[0], expected) < (3e-2 if is_float8 else 1e-2)

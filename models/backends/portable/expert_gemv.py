@@ -1,7 +1,7 @@
 """Triton kernels for a single token: its experts' matrices times vectors, with SwiGLU between and the residual behind. Called by `moe`.
 
-As `gemv`: bound by memory, every weight of a chosen expert is read once, arithmetic is float32. Vectors for float8 matrices are rounded to
-float8 by every program anew, which takes less time than a kernel of its own. Tests run all in Triton's interpreter.
+As `gemv`: bound by memory, every weight of a chosen expert is read once, arithmetic is float32. Tiles are loaded in the shape in which they
+are added up: Triton 3.6 gives wrong sums of a tile with three dimensions that was reshaped to two. Tests run all in Triton's interpreter.
 """
 
 import math
@@ -12,28 +12,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch, num_multiprocessors
-from models.backends.portable.text import rounded_groups
+from models.backends.portable.text import quantized, rounded_groups
 from models.backends.portable.tuned import EXPERT_GEMV
-from models.layers.fp8 import Weight
+from models.layers.fp8 import BLOCK, Weight
 
 
 @triton.jit
-def _as_rounded(value: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """What float8 makes of BLOCK values, for a float8 matrix."""
-    rounded, scale = rounded_groups(tl.reshape(value, (BLOCK // 128, 128)))
-    return tl.reshape(rounded.to(tl.float32) * scale[:, None], (BLOCK,))
-
-
-@triton.jit
-def _product(
-    factor: tl.tensor, value: tl.tensor, scales: tl.tensor, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
-    """(ROWS,): factor (ROWS, BLOCK) times the vector. If SCALED, `scales` (BLOCK / 128,) are those of its blocks."""
-    products = factor.to(tl.float32) * value[None, :]
+def _product(factor: tl.tensor, value: tl.tensor, scales: tl.tensor, SCALED: tl.constexpr) -> tl.tensor:
+    """(R,): factor (R, G, C) times value (G, C). If SCALED, `scales` (G,) are those of its groups of columns."""
+    sums = tl.sum(factor.to(tl.float32) * value[None, :, :], 2)
     if SCALED:
-        return tl.sum(tl.sum(tl.reshape(products, (ROWS, BLOCK // 128, 128)), 2) * scales[None, :], 1)
-    else:
-        return tl.sum(products, 1)
+        sums *= scales[None, :]
+    return tl.sum(sums, 1)
 
 
 @triton.jit
@@ -47,24 +37,25 @@ def _fetch(
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The `index`-th ROWS rows of the chosen experts' gates and other factors, zeros of experts that are not ours and behind the last.
 
     With SCALES columns of scales, those of the rows' blocks.
     """
-    GROUPS: tl.constexpr = INNER // ROWS
-    slot, column, row = index // GROUPS, tl.arange(0, BLOCK), index % GROUPS * ROWS + tl.arange(0, ROWS)
+    PIECES: tl.constexpr = INNER // ROWS
+    slot, group, row = index // PIECES, tl.arange(0, GROUPS), index % PIECES * ROWS + tl.arange(0, ROWS)
+    column = group[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     expert = tl.where(slot < CHOSEN, tl.load(chosen + tl.minimum(slot, CHOSEN - 1)), -1)
-    place = matrices + (expert.to(tl.int64) * (2 * INNER) + row)[:, None] * WIDTH + column[None, :]
-    inside = (column < tl.where(expert < 0, 0, WIDTH))[None, :]
-    gate, up = tl.load(place, inside, 0.0), tl.load(place + INNER * WIDTH, inside, 0.0)
+    place = matrices + ((expert.to(tl.int64) * (2 * INNER) + row) * WIDTH)[:, None, None] + column[None, :, :]
+    width = tl.where(expert < 0, 0, WIDTH)
+    gate, up = tl.load(place, (column < width)[None, :, :], 0.0), tl.load(place + INNER * WIDTH, (column < width)[None, :, :], 0.0)
     gate_scales, up_scales = expert, expert
     if SCALES:
-        block = tl.arange(0, BLOCK // 128)
-        place = scales + (expert * (2 * INNER // 128) + index % GROUPS * ROWS // 128) * SCALES + block
-        inside = block < tl.where(expert < 0, 0, WIDTH // 128)
-        gate_scales, up_scales = tl.load(place, inside, 0.0), tl.load(place + INNER // 128 * SCALES, inside, 0.0)
+        place = scales + (expert * (2 * INNER // 128) + index % PIECES * ROWS // 128) * SCALES + group
+        gate_scales = tl.load(place, group * 128 < width, 0.0)
+        up_scales = tl.load(place + INNER // 128 * SCALES, group * 128 < width, 0.0)
     return gate, up, gate_scales, up_scales
 
 
@@ -80,36 +71,71 @@ def _gate_up(
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """One program: every num_programs-th ROWS values of the chosen experts' SwiGLU. The next weights come while the last are multiplied."""
     if OVERLAP:
         gdc_wait()
     gate, up, gate_scales, up_scales = _fetch(
-        matrices, scales, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, SCALES, ROWS, BLOCK
+        matrices, scales, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, SCALES, ROWS, GROUPS, COLUMNS
     )  # fmt: skip
-    value = tl.load(x + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < WIDTH, 0.0).to(tl.float32)
+    column = tl.arange(0, GROUPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
     if SCALES:
-        value = _as_rounded(value, BLOCK)
+        rounded, scale = rounded_groups(value)
+        value = rounded.to(tl.float32) * scale[:, None]
     for index in range(tl.program_id(0), CHOSEN * (INNER // ROWS), tl.num_programs(0)):
-        coming = _fetch(matrices, scales, chosen, index + tl.num_programs(0), CHOSEN, WIDTH, INNER, SCALES, ROWS, BLOCK)
-        result = _product(gate, value, gate_scales, SCALES > 0, ROWS, BLOCK)
-        result = result / (1 + tl.exp(-result)) * _product(up, value, up_scales, SCALES > 0, ROWS, BLOCK)
+        coming = _fetch(matrices, scales, chosen, index + tl.num_programs(0), CHOSEN, WIDTH, INNER, SCALES, ROWS, GROUPS, COLUMNS)
+        result = _product(gate, value, gate_scales, SCALES > 0)
+        result = result / (1 + tl.exp(-result)) * _product(up, value, up_scales, SCALES > 0)
         tl.store(inner + index * ROWS + tl.arange(0, ROWS), result.to(inner.dtype.element_ty))
         gate, up, gate_scales, up_scales = coming
 
 
 @triton.jit
+def _of_choice(
+    inner: tl.tensor,
+    inner_scales: tl.tensor,
+    matrices: tl.tensor,
+    scales: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    scale_stride: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    SCALES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows of the K-th choice's matrix, and its values times all that they are to be multiplied by: zeros if its expert is not ours.
+
+    The rows lie in one block of scales.
+    """
+    expert = tl.load(chosen + K)
+    inside = column < tl.where(expert < 0, 0, INNER)
+    factor = tl.load(matrices + (expert.to(tl.int64) * WIDTH + row)[:, None] * INNER + column[None, :], inside[None, :], 0.0)
+    value = tl.load(inner + K * INNER + column, inside, 0.0).to(tl.float32)
+    value *= tl.where(expert < 0, 0.0, tl.load(weights + K).to(tl.float32))
+    if SCALES:
+        value *= tl.load(inner_scales + column // 128 * scale_stride + K, inside, 0.0)
+        value *= tl.load(scales + (expert * (WIDTH // 128) + tl.min(row, 0) // 128) * SCALES + column // 128, inside, 0.0)
+    return factor, value
+
+
+@triton.jit
 def _down(
     inner: tl.tensor,
+    inner_scales: tl.tensor,
     matrices: tl.tensor,
     scales: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
+    scale_stride: tl.tensor,
     CHOSEN: tl.constexpr,
-    CHOICES: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
@@ -118,28 +144,28 @@ def _down(
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: ROWS of the WIDTH values that all chosen experts of ours give together, by the router's weights."""
-    ALL: tl.constexpr = CHOICES * BLOCK
-    slot, column, row = tl.arange(0, CHOICES), tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One program: ROWS of the WIDTH values that all chosen experts of ours give together, by the router's weights.
+
+    The next choice's weights come while the last are multiplied.
+    """
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(chosen + slot, slot < CHOSEN, -1)
-    inside = (expert >= 0)[:, None] & (column < INNER)[None, :]
-    first = (expert.to(tl.int64) * WIDTH)[None, :, None] + row[:, None, None]
-    factor = tl.load(matrices + first * INNER + column[None, None, :], inside[None, :, :], 0.0)
-    share = tl.load(weights + slot, expert >= 0, 0.0).to(tl.float32)
-    value = tl.load(inner + slot[:, None] * INNER + column[None, :], inside, 0.0).to(tl.float32)
-    block_scales = expert
-    if SCALES:
-        block = tl.arange(0, BLOCK // 128)
-        place = scales + (expert * (WIDTH // 128) + tl.program_id(0) * ROWS // 128)[:, None] * SCALES + block[None, :]
-        block_scales = tl.reshape(tl.load(place, (expert >= 0)[:, None] & (block < INNER // 128)[None, :], 0.0), (ALL // 128,))
-        value = tl.reshape(_as_rounded(tl.reshape(value, (ALL,)), ALL), (CHOICES, BLOCK))
-    total = _product(tl.reshape(factor, (ROWS, ALL)), tl.reshape(value * share[:, None], (ALL,)), block_scales, SCALES > 0, ROWS, ALL)
+    factor, value = _of_choice(
+        inner, inner_scales, matrices, scales, chosen, weights, scale_stride, row, column, 0, WIDTH, INNER, SCALES
+    )  # fmt: skip
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.static_range(1, CHOSEN + 1):
+        coming = _of_choice(
+            inner, inner_scales, matrices, scales, chosen, weights, scale_stride, row, column, k % CHOSEN, WIDTH, INNER, SCALES
+        )  # fmt: skip
+        total += factor.to(tl.float32) * value[None, :]
+        factor, value = coming
+    result = tl.sum(total, 1)
     if ADD:
-        total += tl.load(out + row).to(tl.float32)
-    tl.store(out + row, total.to(out.dtype.element_ty))
+        result += tl.load(out + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -148,11 +174,12 @@ def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, n
     inner_KI = x_1D.new_empty((chosen, inner))
     matrices, scales, num_scales = _operands(gate_up)
     tiles, block = EXPERT_GEMV[num_scales > 0], triton.next_power_of_2(width)
-    rows = math.gcd(inner, max(1, tiles.up_values // (2 * block)))
+    rows, columns = math.gcd(inner, max(1, tiles.up_values // (2 * block))), BLOCK if num_scales else block
     assert x_1D.is_contiguous() and matrices.is_contiguous()
     _gate_up[(min(tiles.programs * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
         x_1D, matrices, scales, chosen_K, inner_KI,
-        CHOSEN=chosen, WIDTH=width, INNER=inner, SCALES=num_scales, ROWS=rows, BLOCK=block, num_warps=tiles.up_warps, **early_launch(x_1D),
+        CHOSEN=chosen, WIDTH=width, INNER=inner, SCALES=num_scales, ROWS=rows, GROUPS=block // columns, COLUMNS=columns,
+        num_warps=tiles.up_warps, **early_launch(x_1D),
     )  # fmt: skip
     return inner_KI
 
@@ -163,13 +190,16 @@ def expert_sum(
     """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
     (chosen, inner), width = inner_KI.shape, out_1D.shape[1]
     matrices, scales, num_scales = _operands(down)
-    tiles, block, choices = EXPERT_GEMV[num_scales > 0], triton.next_power_of_2(inner), triton.next_power_of_2(chosen)
-    rows = math.gcd(width, max(1, tiles.down_values // (choices * block)))
-    assert inner_KI.is_contiguous() and matrices.is_contiguous() and out_1D.is_contiguous()
+    values, inner_scales, stride = inner_KI, inner_KI, 0
+    if num_scales:
+        rounded = quantized(inner_KI)
+        values, inner_scales, stride = rounded.padded, rounded.scales, len(rounded.padded)
+    rows = math.gcd(width, EXPERT_GEMV[num_scales > 0].down_rows)
+    assert values.is_contiguous() and matrices.is_contiguous() and out_1D.is_contiguous()
     _down[(width // rows,)](
-        inner_KI, matrices, scales, chosen_K, weights_K, out_1D,
-        CHOSEN=chosen, CHOICES=choices, WIDTH=width, INNER=inner, SCALES=num_scales, ROWS=rows, BLOCK=block, ADD=adds,
-        num_warps=tiles.down_warps, **early_launch(out_1D),
+        values, inner_scales, matrices, scales, chosen_K, weights_K, out_1D, stride,
+        CHOSEN=chosen, WIDTH=width, INNER=inner, SCALES=num_scales, ROWS=rows, BLOCK=triton.next_power_of_2(inner), ADD=adds,
+        num_warps=EXPERT_GEMV[num_scales > 0].down_warps, **early_launch(out_1D),
     )  # fmt: skip
 
 

@@ -83,19 +83,19 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTil
 
 @dataclass(frozen=True, slots=True)
 class ExpertGemvTiles:
-    """Of the experts' products of a single token, gate and up, then down: weights that a program fetches at once, warps, and for the first
-    programs on each multiprocessor."""
+    """Of the experts' products of a single token. Gate and up: weights that a program fetches at once, warps, programs on each
+    multiprocessor; down: rows of a program, warps."""
 
     up_values: int
     up_warps: int
     programs: int
-    down_values: int
+    down_rows: int
     down_warps: int
 
 
 EXPERT_GEMV = {  # by whether matrices are float8
-    False: ExpertGemvTiles(4096, 4, 8, 32_768, 16),
-    True: ExpertGemvTiles(8192, 4, 4, 32_768, 16),
+    False: ExpertGemvTiles(4096, 4, 8, 4, 2),
+    True: ExpertGemvTiles(8192, 4, 4, 4, 2),
 }
 
 
