@@ -82,7 +82,7 @@ def _receive(
     return message
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words"])
 def _sum(
     stream: tl.tensor,
     parts: tl.tensor,
@@ -130,7 +130,7 @@ def _sum(
     tl.store(epochs + tl.program_id(0), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words", "width"])
 def _gather(
     values: tl.tensor,
     out: tl.tensor,

@@ -46,7 +46,8 @@ class Launch:
 
         names = self.kernel.arg_names
         bound = dict(zip(names, self.arguments, strict=False)) | {k: v for k, v in self.options.items() if k in names}
-        constants = {name: bound[name] for name in names if name.isupper()}
+        ones = {p.name for p in self.kernel.params if not p.do_not_specialize and type(bound[p.name]) is int and bound[p.name] == 1}
+        constants = {name: bound[name] for name in names if name.isupper() or name in ones}  # Triton takes a 1 for a constant
         signature = {name: "constexpr" if name in constants else type_of(bound[name]) for name in names}
         source = triton.compiler.ASTSource(self.kernel, signature, constants)
         options = {key: self.options[key] for key in ("num_warps", "num_stages") if key in self.options}
@@ -145,8 +146,10 @@ def launch_exchange() -> None:
     exchange._ranks["NAPS"] = True
     exchange.add_sum_(bf16(2, 4096), torch.zeros(8, 2, 4096))
     exchange.sum_(bf16(2, 4096))
+    exchange.sum_(bf16(1, 2))  # as `check` does at every start
     exchange.gather_columns(torch.zeros(2, 37_984))
     exchange.broadcast_(torch.zeros(2, dtype=torch.int64))
+    exchange.broadcast_(torch.zeros(1, dtype=torch.int32))
 
 
 def launch_sampling() -> None:
