@@ -1,8 +1,9 @@
 """Triton kernels of a mixture of SwiGLU experts: the router's choice, and products of tokens with the experts' matrices. Called by `ops`.
 
-For few tokens bound by memory: programs look through all choices for those of their expert, so that only experts that were chosen are
-read, once. For many tokens choices are sorted by expert into tiles, with atomic counts: their order within an expert may differ from run
-to run, which alters no row's numbers. What the experts give a token is left in parts for the residual. Nothing waits for the host.
+A single token has products of its own, in `expert_gemv`. Those for few tokens are bound by memory: programs look through all choices for
+those of their expert, so that only experts that were chosen are read, once. For many tokens choices are sorted by expert into tiles, with
+atomic counts: their order within an expert may differ from run to run, which alters no row's numbers. What the experts give a token is left
+in parts for the residual. Nothing waits for the host.
 
 A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run all in Triton's interpreter.
 """
