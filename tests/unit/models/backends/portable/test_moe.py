@@ -106,7 +106,7 @@ def test_ranks_share_the_experts(num_tokens: int) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(("width", "inner", "chosen"), [(64, 48, 2), (96, 80, 3), (256, 128, 4)])
+@pytest.mark.parametrize(("width", "inner", "chosen"), [(64, 48, 2), (96, 80, 3)])
 def test_a_single_token(width: int, inner: int, chosen: int) -> None:
     """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
     from models.backends.portable.moe import SingleToken
@@ -141,8 +141,7 @@ def exact(rows: int, width: int) -> torch.Tensor:
 
 @interpreted
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("chosen", [[5, 1], [7, -1, 3]])
-@pytest.mark.parametrize(("width", "inner"), [(256, 128), (384, 256)])
+@pytest.mark.parametrize(("width", "inner", "chosen"), [(256, 128, [7, -1, 3]), (128, 256, [5, 1])])
 def test_a_single_token_in_float8(width: int, inner: int, chosen: list[int]) -> None:
     """Red if a row gets another block's scale. The experts of -1 are another rank's."""
     from models.backends.portable.expert_gemv import expert_sum, expert_swiglu
