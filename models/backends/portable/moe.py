@@ -157,26 +157,31 @@ def _multiply(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values.
+    """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
 
     GATED: of tokens, with rows of the gate and of the other factor in turn, so that pairs lie side by side; their SwiGLU is stored for
     each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: few ROWS are the
     columns of the hardware's product, which has 64 rows at least.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    source, row = slot, column
+    source, row, first = slot, column, tile * COLUMNS
     if GATED:
-        source, row = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2
+        source, row, first = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2, tile * (COLUMNS // 2)
     inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
     factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
-    block_row = scales + (expert * (OUT // 128) + row // 128) * SCALES
+    block = scales + (expert * (OUT // 128) + first // 128) * SCALES
     total = tl.zeros((COLUMNS, ROWS) if TURNED else (ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
         values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
         factor = tl.load(factors + step * DEPTH)
         if SCALED:
-            input_scale = tl.load(x_scales + (step * DEPTH // 128) * scale_stride + source, inside, 0.0)
-            scale = tl.load(block_row + step * DEPTH // 128)
+            group = step * DEPTH // 128
+            input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
+            scale = tl.load(block + group)
+            if GATED:
+                scale = tl.where(column % 2 == 0, scale, tl.load(block + OUT // 256 * SCALES + group))
+            else:
+                scale = tl.broadcast_to(scale, (COLUMNS,))
             total += _scaled_dot(values, factor, input_scale, scale, TURNED)
         else:
             total = tl.dot(values, factor, total)
@@ -205,7 +210,6 @@ def _multiply_few(
     num_slots: tl.tensor,
     num_tokens: tl.tensor,
     scale_stride: tl.tensor,
-    BY_SLOT: tl.constexpr,
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -220,19 +224,15 @@ def _multiply_few(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (i, j): the j-th columns of expert i; or, if BY_SLOT, of the expert of choice i unless an earlier choice has the same."""
+    """Program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same."""
     index, every = tl.program_id(0), tl.arange(0, SLOTS)
     if OVERLAP:
         gdc_wait()
     expert_of = tl.load(chosen + every, every < num_slots, -1)
-    expert = index
-    if BY_SLOT:
-        expert = tl.load(chosen + index)
+    expert = tl.load(chosen + index)
     mine = (expert_of == expert).to(tl.int32)
-    count = tl.sum(mine, 0)
-    if BY_SLOT:
-        is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
-        count = tl.where(is_later | (expert < 0), 0, count)
+    is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
+    count = tl.where(is_later | (expert < 0), 0, tl.sum(mine, 0))
     rank = tl.cumsum(mine, 0) - 1
     for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -369,7 +369,8 @@ def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor
     (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
     rows_out = len(weight) // choices.num_experts
     values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
-    columns, depth, is_scaled = math.gcd(rows_out, tiles.columns), math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
+    columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
+    depth, is_scaled = math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
     options = dict(
         GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
         CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
@@ -381,10 +382,8 @@ def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor
         _multiply_many[(len(choices.blocks) * num_tiles,)](*tensors, choices.slots, choices.blocks, num_tokens, stride, **options)
         return
     num_slots = num_tokens * chosen
-    by_slot = num_slots < choices.num_experts
     places = next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
-    grid = (num_slots if by_slot else choices.num_experts, num_tiles)
-    _multiply_few[grid](*tensors, choices.experts_TK, num_slots, num_tokens, stride, BY_SLOT=by_slot, SLOTS=places, **options)
+    _multiply_few[num_slots, num_tiles](*tensors, choices.experts_TK, num_slots, num_tokens, stride, SLOTS=places, **options)
 
 
 def _operands(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:

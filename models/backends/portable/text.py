@@ -14,7 +14,8 @@ from models.backends.ops import KVPool
 from models.backends.portable.launch import early_launch
 from models.layers.fp8 import GroupScaled
 
-MAX_HEADS_PER_PROGRAM = 8
+MAX_HEADS_PER_PROGRAM = 4
+MANY_TOKENS, HEADS_OF_MANY = 32, 16  # from so many tokens on, a program has several with that many heads together
 NORM_WARPS = 8
 SWIGLU_BLOCK = 1024
 
@@ -144,44 +145,45 @@ def _norm_rope_store(
     q_weight: tl.tensor,
     k_weight: tl.tensor,
     eps: tl.tensor,
+    num_tokens: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: one token, GROUP neighbouring heads, which are all queries, all keys or all values.
+    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens.
 
     With OVERLAP it starts while the kernel before it ends, and lets the attention behind it do so.
     """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUP
-    heads = first + tl.arange(0, GROUP)[:, None]
-    pairs = tl.arange(0, HALF)[None, :]
+    first, row = tl.program_id(1) * GROUP, tl.arange(0, TOKENS * GROUP)[:, None]
+    token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
+    inside, pairs = token < num_tokens, tl.arange(0, HALF)[None, :]
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + pairs
-    lower = tl.load(source).to(tl.float32)
-    upper = tl.load(source + HALF).to(tl.float32)
+    lower = tl.load(source, inside, 0.0).to(tl.float32)
+    upper = tl.load(source + HALF, inside, 0.0).to(tl.float32)
     if first < HEADS + KV_HEADS:
         weight = tl.where(first < HEADS, q_weight, k_weight)
         scale = tl.rsqrt((tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)) / (2 * HALF) + eps)[:, None]
         lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
         upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
-        cos = tl.load(cos_sin + token * (2 * HALF) + pairs)
-        sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs)
+        cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
+        sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs, inside, 0.0)
         lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
-    slot = tl.load(slots + token)
     target = q_out + (token * HEADS + heads) * (2 * HALF) + pairs
     if first >= HEADS:
+        slot = tl.load(slots + token, inside, 0)
         target = k_pool + (slot * KV_HEADS + heads - HEADS) * (2 * HALF) + pairs
-    if first >= HEADS + KV_HEADS:
-        lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
-        upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
-        target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * (2 * HALF) + pairs
-    tl.store(target, lower.to(q_out.dtype.element_ty))
-    tl.store(target + HALF, upper.to(q_out.dtype.element_ty))
+        if first >= HEADS + KV_HEADS:
+            lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
+            upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
+            target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * (2 * HALF) + pairs
+    tl.store(target, lower.to(q_out.dtype.element_ty), inside)
+    tl.store(target + HALF, upper.to(q_out.dtype.element_ty), inside)
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
@@ -267,11 +269,13 @@ def norm_rope_store(
     kv_heads, head_dim = k_pool.shape[2:]
     num_heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
     assert qkv_TX.is_contiguous() and cos_sin_TK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
-    q_THK = qkv_TX.new_empty((len(qkv_TX), num_heads, head_dim))
-    group = math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
-    grid = (len(qkv_TX), (num_heads + 2 * kv_heads) // group)
+    num_tokens, group = len(qkv_TX), math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
+    tokens = 1 if num_tokens < MANY_TOKENS else HEADS_OF_MANY // group
+    q_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
+    grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
     _norm_rope_store[grid](
-        qkv_TX, q_THK, k_pool, v_pool, slots_T, cos_sin_TK, q_weight_K, k_weight_K, eps,
-        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, num_warps=2, **early_launch(qkv_TX),
+        qkv_TX, q_THK, k_pool, v_pool, slots_T, cos_sin_TK, q_weight_K, k_weight_K, eps, num_tokens,
+        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, TOKENS=tokens,
+        num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
     )  # fmt: skip
     return q_THK

@@ -101,37 +101,43 @@ EXPERT_GEMV = {  # by whether matrices are float8
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Of the experts' products, up to so many tokens: rows (a token's choices of experts), columns, inputs at once, warps, stages."""
+    """Of the experts' products, up to so many tokens: rows (a token's choices of experts), columns of gate and up, which are as many of
+    each factor, and of down, inputs at once, warps, stages. In float8 columns of a factor are 128 at most."""
 
     num_tokens: int
     rows: int
-    columns: int
+    up_columns: int
+    down_columns: int
     depth: int
     warps: int
     stages: int
 
 
-FEW_CHOICES = 1024  # experts times tokens: with more, choices are sorted before they are multiplied
+FEW_CHOICES = 256  # experts times tokens: with more, choices are sorted before they are multiplied
 
 # 128 experts of 768 values, 8 for a token.
 ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
     (False, False): (
-        ExpertTiles(16, 16, 128, 128, 4, 4),
-        ExpertTiles(128, 16, 64, 64, 4, 4),
-        ExpertTiles(320, 32, 128, 128, 4, 3),
-        ExpertTiles(768, 64, 128, 64, 4, 3),
-        ExpertTiles(ANY, 128, 256, 64, 8, 3),
+        ExpertTiles(16, 16, 64, 64, 128, 4, 4),
+        ExpertTiles(32, 16, 64, 64, 64, 4, 4),
+        ExpertTiles(128, 16, 64, 64, 128, 4, 4),
+        ExpertTiles(384, 32, 128, 128, 128, 4, 3),
+        ExpertTiles(1024, 64, 128, 128, 64, 4, 3),
+        ExpertTiles(ANY, 128, 128, 128, 64, 8, 3),
     ),
     (False, True): (
-        ExpertTiles(16, 16, 128, 128, 4, 4),
-        ExpertTiles(128, 16, 256, 128, 8, 4),
-        ExpertTiles(320, 16, 128, 128, 4, 3),
-        ExpertTiles(768, 64, 128, 128, 4, 4),
-        ExpertTiles(ANY, 64, 128, 128, 8, 3),
+        ExpertTiles(16, 16, 128, 128, 128, 4, 4),
+        ExpertTiles(32, 16, 256, 128, 128, 8, 4),
+        ExpertTiles(208, 16, 128, 128, 128, 4, 4),
+        ExpertTiles(ANY, 64, 128, 128, 128, 4, 4),
     ),
-    (True, False): (ExpertTiles(128, 16, 128, 64, 4, 3), ExpertTiles(320, 32, 128, 64, 4, 3), ExpertTiles(ANY, 64, 128, 64, 4, 3)),
-    (True, True): (ExpertTiles(128, 16, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 4, 3)),
+    (True, False): (
+        ExpertTiles(128, 16, 128, 128, 64, 4, 3),
+        ExpertTiles(320, 32, 128, 128, 64, 4, 3),
+        ExpertTiles(ANY, 64, 128, 128, 64, 4, 3),
+    ),
+    (True, True): (ExpertTiles(128, 16, 128, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 128, 4, 3)),
 }
 
 

@@ -18,10 +18,11 @@ def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("count", [3, 37])
 @pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 32), (6, 2, 16), (3, 1, 16), (16, 8, 16)])
-def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    count, blocks, page = 7, 5, 4
+def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int) -> None:
+    """Few tokens, and so many that a program has several, the last one fewer."""
+    generator, blocks, page = torch.Generator().manual_seed(0), 10, 4
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
