@@ -107,15 +107,16 @@ def test_kernels_equal_the_reference(is_float8: bool) -> None:
 def test_a_single_token_equals_the_reference(width: int, inner: int, is_float8: bool) -> None:
     """Its experts' part, and the same added to the stream; the same twice. Both sizes, whole and as a rank of several has them."""
     from models.backends.portable.moe import SingleToken
+    from models.backends.portable.routing import route
 
     experts, generator = make_experts(is_float8, width, inner), torch.Generator(DEVICE).manual_seed(0)
     for _ in range(8):
         x, stream = torch.randn((2, 1, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         logits, expected = linear(x, experts.router_ED), torch_sparse_swiglu(x, experts, None).sum(0)
-        found, again = (SingleToken.of(x, logits, experts, None).parts_STD for _ in range(2))
+        found, again = (SingleToken.of(x, route(logits, experts, None), experts).parts_STD for _ in range(2))
         assert found.equal(again) and median(found[0], expected) < (3e-2 if is_float8 else 1e-2)
         added = stream.clone()
-        SingleToken.of(x, logits, experts, None).add_to_(added)
+        SingleToken.of(x, route(logits, experts, None), experts).add_to_(added)
         assert median(added, stream.float() + found[0].float()) < 5e-3
 
 

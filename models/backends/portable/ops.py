@@ -8,6 +8,7 @@ from models.backends.ops import Addends, Experts, KVPool, LateAddend, Product, R
 from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu, norm_gemv
 from models.backends.portable.moe import SingleToken, sparse_swiglu
 from models.backends.portable.pixels import resample, resample_to_patches_
+from models.backends.portable.routing import route
 from models.backends.portable.text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
 from models.backends.portable.tower import layer_norm
 from models.layers.fp8 import BlockScaled, GroupScaled, Weight
@@ -125,7 +126,7 @@ class TritonOps:
             values_TD = x_TD.values()
             logits_TE = self.linear(values_TD, experts.router_ED)
         if len(values_TD) == 1:
-            return SingleToken.of(values_TD, logits_TE, experts, real_T)
+            return SingleToken.of(values_TD, route(logits_TE, experts, real_T), experts)
         return Addends(sparse_swiglu(values_TD, logits_TE, experts, real_T))
 
     def add_product_(self, stream_TD: torch.Tensor, product: Product) -> torch.Tensor | None:

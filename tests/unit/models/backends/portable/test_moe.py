@@ -8,7 +8,6 @@ import torch
 
 from models.backends.ops import Addends, Experts
 from models.backends.torch.linear import linear
-from models.backends.torch.moe import route as torch_route
 from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
 from models.backends.torch.ops import TorchOps
 from models.layers.fp8 import BlockScaled, GroupScaled
@@ -25,9 +24,9 @@ def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
 
 @pytest.fixture
 def _few_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.backends.portable import moe
+    from models.backends.portable import routing
 
-    monkeypatch.setattr(moe, "FEW_CHOICES", MANY)
+    monkeypatch.setattr(routing, "FEW_CHOICES", MANY)
 
 
 @pytest.fixture
@@ -110,6 +109,7 @@ def test_ranks_share_the_experts(num_tokens: int) -> None:
 def test_a_single_token(width: int, inner: int, chosen: int) -> None:
     """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
     from models.backends.portable.moe import SingleToken
+    from models.backends.portable.routing import route
 
     torch.manual_seed(width)
     x, whole = torch.randn(1, width), replace(make_experts(width, inner), num_chosen=chosen)
@@ -118,10 +118,10 @@ def test_a_single_token(width: int, inner: int, chosen: int) -> None:
 
     def added(experts: Experts, real: torch.Tensor | None = None) -> torch.Tensor:
         found = stream.clone()
-        SingleToken.of(x, logits, experts, real).add_to_(found)
+        SingleToken.of(x, route(logits, experts, real), experts).add_to_(found)
         return found - stream
 
-    torch.testing.assert_close(SingleToken.of(x, logits, whole, None).parts_STD, expected[None], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(SingleToken.of(x, route(logits, whole, None), whole).parts_STD, expected[None], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(added(whole, torch.ones(1, dtype=torch.bool)), expected, rtol=1e-4, atol=1e-4)
     assert not added(whole, torch.zeros(1, dtype=torch.bool)).any()
     shares = []
@@ -180,23 +180,6 @@ def test_float8(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
         matrix.scales.mul_(torch.rand_like(matrix.scales) + 0.5)
     found, expected = ours(x, experts, None), torch_sparse_swiglu(x, experts, None)
     assert float((found - expected).norm() / expected.norm()) < 1e-2  # what lies between two float8 values may go either way
-
-
-@interpreted
-@pytest.mark.parametrize(("num_experts", "chosen"), [(8, 2), (128, 8), (60, 4), (5, 3)])
-def test_routes(num_experts: int, chosen: int) -> None:
-    """Numbers of experts that are not powers of two; equal logits, of which the first expert wins; very large ones."""
-    from models.backends.portable.moe import route
-
-    torch.manual_seed(0)
-    logits = torch.randn(9, num_experts).to(torch.bfloat16).float()  # ties; the interpreter cuts where a GPU rounds to bfloat16
-    logits[3], logits[4, 0], logits[5] = 0, 300, -300
-    experts = replace(make_experts(16, 8), count=num_experts, num_chosen=chosen)
-    choices = route(logits, experts, None, 16, logits.new_empty(chosen, 9, 16))
-    probabilities = logits.softmax(-1, dtype=torch.float32)
-    order = probabilities.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    assert choices.experts_TK.tolist() == order.tolist()
-    torch.testing.assert_close(choices.weights_TK, torch_route(logits, chosen)[0])
 
 
 @interpreted

@@ -123,7 +123,7 @@ def launch_float8() -> None:
 def launch_experts(capability: int, is_float8: bool) -> None:
     """Each kind of step that has tiles of its own."""
     from models.backends.ops import Experts
-    from models.backends.portable import moe
+    from models.backends.portable import moe, routing
     from models.backends.portable.tuned import EXPERT_TILES
 
     def matrix(rows: int, columns: int) -> BlockScaled | torch.Tensor:
@@ -136,7 +136,8 @@ def launch_experts(capability: int, is_float8: bool) -> None:
             num_tokens = min(tiles.num_tokens, 1000)
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
             moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
-        moe.SingleToken.of(bf16(1, 512), bf16(1, 128), experts, None).add_to_(bf16(1, 512))
+        choices = routing.route(bf16(1, 128), experts, None)
+        moe.SingleToken.of(bf16(1, 512), choices, experts).add_to_(bf16(1, 512))
 
 
 def launch_exchange() -> None:

@@ -1,0 +1,179 @@
+"""Triton kernels of a mixture's router: which experts a token goes to, and with which weights. Called by `ops` and `moe`.
+
+For many tokens choices are sorted by expert into tiles, with atomic counts: their order within an expert may differ from run to run, which
+alters no row's numbers. Nothing waits for the host.
+
+A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run all in Triton's interpreter.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.backends.ops import Experts
+from models.backends.portable.launch import early_launch
+from models.backends.portable.tuned import FEW_CHOICES
+
+SORTED = 128  # choices of a program that sorts
+ROUTE_WARPS, SORT_WARPS = 1, 4
+
+
+@triton.jit
+def _in_order(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """The bits of floats as integers in the floats' order, and back."""
+    return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
+
+
+@triton.jit
+def _best(
+    logits: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(CHOICES,): the experts with the largest of a token's logits, of BITS bits each, and their shares of a softmax over the chosen.
+
+    A logit and its expert are one integer, so that a maximum finds both; of equal logits the first expert wins.
+    """
+    LOW: tl.constexpr = (1 << BITS) - 1
+    LEAST: tl.constexpr = -(1 << (2 * BITS - 1))
+    expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
+    logit = tl.load(logits + expert, expert < EXPERTS, 0.0)
+    bits = logit.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else logit.to(tl.int32, bitcast=True).to(tl.int64)
+    key = tl.where(expert < EXPERTS, (_in_order(bits, BITS) << BITS) | (LOW - expert.to(bits.dtype)), LEAST)
+    found = tl.full((CHOICES,), LEAST, key.dtype)
+    for k in tl.static_range(CHOSEN):
+        largest = tl.max(key, 0)
+        found, key = tl.where(choice == k, largest, found), tl.where(key == largest, LEAST, key)
+    bits = _in_order(found >> BITS, BITS)
+    logit = bits.to(tl.int16 if BITS == 16 else tl.int32).to(logits.dtype.element_ty, bitcast=True).to(tl.float32)
+    logit = tl.where(choice < CHOSEN, logit, -float("inf"))
+    weight = tl.exp(logit - tl.max(logit, 0))
+    return (LOW - (found & LOW)).to(tl.int32), weight / tl.sum(weight, 0)
+
+
+@triton.jit
+def _route(
+    logits: tl.tensor,
+    is_real: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    ranks: tl.tensor,
+    counts: tl.tensor,
+    parts: tl.tensor,
+    first: tl.tensor,
+    num_experts: tl.tensor,
+    PADDED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIPE: tl.constexpr,
+    ZEROED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
+
+    If ZEROED, those have parts of zeros. If COUNTED, each is given a rank among the choices of its expert.
+    """
+    token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    best, weight = _best(logits + token * EXPERTS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
+    mine = (best >= first) & (best < first + num_experts)
+    if PADDED:
+        mine = mine & (tl.load(is_real + token) != 0)
+    best = tl.where(mine, best - first, -1)
+    mine = best >= 0
+    slot, inside = token * CHOSEN + choice, choice < CHOSEN
+    tl.store(chosen + slot, best, inside)
+    tl.store(weights + slot, weight.to(weights.dtype.element_ty), inside)
+    if COUNTED:
+        tl.store(ranks + slot, tl.atomic_add(counts + best, 1, mine), mine)
+    if ZEROED and tl.sum(mine.to(tl.int32), 0) < CHOSEN:
+        for k in tl.static_range(CHOSEN):
+            if tl.sum(tl.where(choice == k, mine.to(tl.int32), 0), 0) == 0:
+                place = (k * tl.num_programs(0) + token) * WIDTH
+                for start in range(0, WIDTH, STRIPE):
+                    column = start + tl.arange(0, STRIPE)
+                    tl.store(parts + place + column, tl.zeros((STRIPE,), parts.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _sort(
+    chosen: tl.tensor,
+    ranks: tl.tensor,
+    counts: tl.tensor,
+    slots: tl.tensor,
+    blocks: tl.tensor,
+    num_slots: tl.tensor,
+    num_blocks: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SORTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
+    expert = tl.arange(0, BLOCK)
+    slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
+    if OVERLAP:
+        gdc_wait()
+    count = tl.load(counts + expert, expert < EXPERTS, 0)
+    padded = (count + ROWS - 1) // ROWS * ROWS
+    end = tl.cumsum(padded, 0)
+    start = end - padded
+    mine = tl.load(chosen + slot, slot < num_slots, -1)
+    first = tl.sum(tl.where(mine[:, None] == expert[None, :], start[None, :], 0), 1)
+    tl.store(slots + first + tl.load(ranks + slot, mine >= 0, 0), slot, mine >= 0)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        index = tl.sum((end <= block * ROWS).to(tl.int32), 0)
+        rows = tl.sum(tl.where(expert == index, start + count - block * ROWS, 0), 0)
+        tl.store(blocks + 2 * block, index)
+        tl.store(blocks + 2 * block + 1, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The experts of each token, (T, K): int32, counted from this rank's first, or -1; and the router's weights."""
+
+    experts_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    num_experts: int
+    slots: torch.Tensor | None = None  # sorted by expert, each expert's from a multiple of a tile's rows on
+    blocks: torch.Tensor | None = None  # (B, 2): of each such tile the expert, and how many rows are left
+
+
+def route(
+    logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
+) -> Choices:
+    """What the router chooses, sorted into tiles of so many rows if it is much; parts that no expert of ours writes become zeros."""
+    num_tokens, num_experts = logits_TE.shape
+    assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
+    chosen = experts.num_chosen
+    ints = logits_TE.new_empty((2, num_tokens, chosen), dtype=torch.int32)
+    choices = Choices(ints[0], logits_TE.new_empty((num_tokens, chosen)), experts.count)
+    is_much = num_tokens * chosen > FEW_CHOICES
+    counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
+    options = early_launch(logits_TE)
+    _route[(num_tokens,)](
+        logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts,
+        logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
+        PADDED=real_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=num_experts,
+        BLOCK=triton.next_power_of_2(num_experts), CHOSEN=chosen, CHOICES=triton.next_power_of_2(chosen),
+        BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
+    )  # fmt: skip
+    if not is_much:
+        return choices
+    num_slots = num_tokens * chosen
+    num_blocks = triton.cdiv(num_slots, rows) + experts.count  # at most: each expert may have a tile that is not full
+    slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
+    _sort[(triton.cdiv(num_slots, SORTED),)](
+        ints[0], ints[1], counts, slots, blocks, num_slots, num_blocks,
+        EXPERTS=experts.count, BLOCK=triton.next_power_of_2(experts.count), ROWS=rows, SORTED=SORTED, num_warps=SORT_WARPS, **options,
+    )  # fmt: skip
+    return Choices(choices.experts_TK, choices.weights_TK, experts.count, slots, blocks)
