@@ -37,6 +37,15 @@ def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, sc
 
 
 @triton.jit
+def _column_scales(place: tl.tensor, column: tl.tensor, DISTANCE: tl.constexpr) -> tl.tensor:
+    """The scale at `place`; if there is a DISTANCE, every other column has the one that lies so far behind it."""
+    scale = tl.load(place)
+    if DISTANCE:
+        scale = tl.where(column % 2 == 0, scale, tl.load(place + DISTANCE))
+    return tl.broadcast_to(scale, column.shape)
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -82,11 +91,7 @@ def _multiply(
         if SCALED:
             group = step * DEPTH // 128
             input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
-            scale = tl.load(block + group)
-            if GATED:
-                scale = tl.where(column % 2 == 0, scale, tl.load(block + OUT // 256 * SCALES + group))
-            else:
-                scale = tl.broadcast_to(scale, (COLUMNS,))
+            scale = _column_scales(block + group, column, OUT // 256 * SCALES if GATED else 0)
             total += _scaled_dot(values, factor, input_scale, scale, TURNED)
         else:
             total = tl.dot(values, factor, total)
