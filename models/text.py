@@ -27,7 +27,7 @@ class TextModel(nn.Module):
         self._is_sparse = text.moe is not None
         self.num_deepstack_levels = len(config.vision.deepstack_indexes)
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
-        self.rope = MRope(text, device)
+        self.rope = MRope(text, ops, device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, tp, dtype, device)
         self._layers = [DecoderLayer(i, text, tp, ops, feed_forward, dtype, device) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type

@@ -210,7 +210,8 @@ class StepGraphs:
         visual = (VisualSlice(0, len(ids_P), 0, self._embedding),) if len(ids_P) else ()
 
         def forward() -> torch.Tensor:
-            ids_T = torch.cat([ids_P, self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]])
+            drawn = self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]
+            ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, self._padding_slot
             batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, padding_slot)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])

@@ -121,6 +121,12 @@ class Ops(Protocol):
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32 and is repeated if x is wider."""
 
+    def rotary_rows(self, positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
+        """(T, K) float32, K / 2 cosines then K / 2 sines: the j-th are of the token's position on axis `axis_J[j]` times `inv_freq_J[j]`.
+
+        Positions are integers of A axes, whose tokens follow each other without gaps.
+        """
+
     def norm_rope_store_(
         self,
         qkv_TX: torch.Tensor,

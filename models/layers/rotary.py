@@ -5,13 +5,15 @@ Both are float32 (rows, K): K / 2 cosines, then K / 2 sines. They are computed o
 
 import torch
 
+from models.backends.ops import Ops
 from models.config import TextConfig
 
 
 class MRope:
     """Position triples -> cos/sin rows. Pair i follows time, height or width: T H W T H W ... as far as the sections go, then time."""
 
-    def __init__(self, config: TextConfig, device: torch.device) -> None:
+    def __init__(self, config: TextConfig, ops: Ops, device: torch.device) -> None:
+        self._ops = ops
         half = config.head_dim // 2
         axis = torch.zeros(half, dtype=torch.int64)
         for dim in (1, 2):
@@ -21,8 +23,7 @@ class MRope:
 
     def rows(self, positions_3T: torch.Tensor) -> torch.Tensor:
         """(3, T) integer positions -> (T, K) float32; formula of transformers' `Qwen3VLTextRotaryEmbedding`."""
-        angles_TJ = positions_3T.index_select(0, self._axis_of_pair).t().float() * self._inv_freq
-        return torch.cat((angles_TJ.cos(), angles_TJ.sin()), dim=-1)
+        return self._ops.rotary_rows(positions_3T, self._axis_of_pair, self._inv_freq)
 
 
 def inverse_frequencies(theta: float, dim: int) -> torch.Tensor:

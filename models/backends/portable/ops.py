@@ -9,7 +9,15 @@ from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu, norm_gem
 from models.backends.portable.moe import SingleToken, sparse_swiglu
 from models.backends.portable.pixels import resample, resample_to_patches_
 from models.backends.portable.routing import route
-from models.backends.portable.text import norm_rope_store, quantized, rms_norm, rms_norm_quantized, swiglu, swiglu_quantized
+from models.backends.portable.text import (
+    norm_rope_store,
+    quantized,
+    rms_norm,
+    rms_norm_quantized,
+    rotary_rows,
+    swiglu,
+    swiglu_quantized,
+)
 from models.backends.portable.tower import layer_norm
 from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 from models.parallel import Unsummed
@@ -154,6 +162,9 @@ class TritonOps:
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return layer_norm(x, offset_D, weight, bias, eps)
+
+    def rotary_rows(self, positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
+        return rotary_rows(positions_AT, axis_J, inv_freq_J)
 
     def norm_rope_store_(
         self,

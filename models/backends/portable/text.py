@@ -16,7 +16,7 @@ from models.layers.fp8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
 MANY_TOKENS, HEADS_OF_MANY = 32, 16  # from so many tokens on, a program has several with that many heads together
-NORM_WARPS = 8
+NORM_WARPS, ROTARY_TOKENS = 8, 4
 SWIGLU_BLOCK = 1024
 
 
@@ -134,7 +134,31 @@ def _quantize(
     _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # a slice of a staging buffer: must not compile anew
+# A slice of a staging buffer must not compile anew, wherever it begins.
+@triton.jit(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
+def _rotary_rows(
+    positions: tl.tensor,
+    axis: tl.tensor,
+    inv_freq: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    stride: tl.tensor,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One program: cosines and sines of TOKENS tokens, whose positions on the next axis lie `stride` behind."""
+    token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
+    if OVERLAP:
+        gdc_wait()
+    position = tl.load(positions + tl.load(axis + pair) * stride + token, token < num_tokens, 0)
+    angle = position.to(tl.float32) * tl.load(inv_freq + pair)
+    place = out + token * (2 * HALF) + pair
+    tl.store(place, tl.cos(angle), token < num_tokens)
+    tl.store(place + HALF, tl.sin(angle), token < num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
     qkv: tl.tensor,
     q_out: tl.tensor,
@@ -253,6 +277,19 @@ def quantized(x_TD: torch.Tensor) -> GroupScaled:
         WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **early_launch(x_TD),
     )  # fmt: skip
     return out
+
+
+def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
+    """As `Ops.rotary_rows`, for K / 2 that is a power of two."""
+    num_tokens, half = positions_AT.shape[1], len(inv_freq_J)
+    assert positions_AT.stride(1) == 1 or num_tokens <= 1
+    out_TK = inv_freq_J.new_empty((num_tokens, 2 * half))
+    if num_tokens:
+        _rotary_rows[(triton.cdiv(num_tokens, ROTARY_TOKENS),)](
+            positions_AT, axis_J, inv_freq_J, out_TK, num_tokens, positions_AT.stride(0),
+            HALF=half, TOKENS=ROTARY_TOKENS, **early_launch(out_TK),
+        )  # fmt: skip
+    return out_TK
 
 
 def norm_rope_store(

@@ -61,6 +61,10 @@ class TorchOps:
         whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))
         return F.layer_norm(whole, weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
+    def rotary_rows(self, positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
+        angles_TJ = positions_AT.index_select(0, axis_J).t().float() * inv_freq_J
+        return torch.cat((angles_TJ.cos(), angles_TJ.sin()), dim=-1)
+
     def norm_rope_store_(
         self,
         qkv_TX: torch.Tensor,

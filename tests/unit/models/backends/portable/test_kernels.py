@@ -8,6 +8,7 @@ import torch
 from models.backends.ops import Taps
 from models.backends.torch.ops import TorchOps, rms_norm, rotate
 from models.layers.fp8 import BlockScaled, GroupScaled
+from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import make_taps
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
@@ -40,6 +41,18 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
     assert pools[1][1].isfinite().all()
     for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_rotary_rows(count: int) -> None:
+    """Red if a pair follows another axis. Positions as far as a context goes, cut from a longer array."""
+    from models.backends.portable import text
+
+    positions, axis = torch.randint(0, 262_144, (3, 9))[:, :count], torch.arange(32) % 3
+    inv_freq = inverse_frequencies(5e6, 64)
+    found, expected = text.rotary_rows(positions, axis, inv_freq), TorchOps().rotary_rows(positions, axis, inv_freq)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:

@@ -87,6 +87,7 @@ def launch_text() -> None:
     text.rms_norm(bf16(2, 4096), bf16(4096), 1e-6, torch.zeros(2, 2, 4096))
     text.swiglu(bf16(2, 24_576))
     text.norm_rope_store(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), pool, torch.zeros(2, dtype=torch.int64))
+    text.rotary_rows(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), torch.zeros(64))
     norm = bf16(4096), 1e-6
     gemv.gemv(bf16(1, 4096), bf16(6144, 4096), torch.bfloat16, norm)
     gemv.norm_gemv(bf16(1, 4096), bf16(128, 4096), norm)
