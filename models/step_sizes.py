@@ -19,6 +19,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     mixed: tuple[int, ...]  # tokens of steps that compute prompts beside decodes
     cheap: int  # to cut such a step smaller saves little
     usual: int  # most tokens of such a step unless much more waits: --mixed-step-tokens
+    usual_sparse: int  # the same for experts in bfloat16: a step reads nearly all, whatever a token goes to
     max_mixed_prefill: int  # most prompt tokens of such a step, whatever waits: --max-num-mixed-tokens
     decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts
     mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts
@@ -44,9 +45,11 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
             size += max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP)
             yield size
 
-    def for_layers(self, num_parameters: int, max_tokens: int) -> "StepSizes":
-        """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`."""
-        return msgspec.structs.replace(self, largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST))
+    def for_layers(self, num_parameters: int, max_tokens: int, is_sparse: bool = False) -> "StepSizes":
+        """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`. `is_sparse`: they are
+        a mixture of experts in bfloat16."""
+        largest_prompt = min(self.launch_work // num_parameters, max_tokens, LONGEST)
+        return msgspec.structs.replace(self, largest_prompt=largest_prompt, usual=self.usual_sparse if is_sparse else self.usual)
 
     def chunks_by_rows(self, max_num_seqs: int) -> dict[int, list[int]]:
         """Numbers of decode rows, ascending, of graphs with prompts -> `chunks`."""

@@ -68,7 +68,9 @@ def build_runner(
     decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
     warm_up(decoder)
     loading.wait()
-    step_sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters // tp.size, config.max_num_batched_tokens)
+    text, is_float8 = model_config.text, model_config.text.is_fp8 or config.quantization == "fp8"
+    is_sparse = text.moe is not None and not is_float8
+    step_sizes = backend.step_sizes.for_layers(text.layer_parameters // tp.size, config.max_num_batched_tokens, is_sparse)
     if model.cache_spec.state_bytes:
         step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes

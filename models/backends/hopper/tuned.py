@@ -12,6 +12,7 @@ STEP_SIZES = StepSizes(
     mixed=(104, 128, 160, 208, 216, 256, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024),
     cheap=208,
     usual=312,
+    usual_sparse=528,
     max_mixed_prefill=1008,
     decodes=(1, 2, 4, *range(8, 129, 8)),
     mixed_decodes=(8, 16, 24, 32, 48, 64, 96, 128),

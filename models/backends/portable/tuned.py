@@ -11,6 +11,7 @@ STEP_SIZES = StepSizes(
     mixed=(128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
     cheap=192,
     usual=320,
+    usual_sparse=512,
     max_mixed_prefill=1008,
     decodes=(1, 2, 4, *range(8, 129, 8)),
     mixed_decodes=(8, 16, 32, 48, 64, 96, 128),

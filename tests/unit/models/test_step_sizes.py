@@ -56,7 +56,8 @@ def test_sizes_ascend_and_cross_a_process_boundary(sizes: StepSizes) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sizes), type=StepSizes) == sizes
     for ascending in (sizes.mixed, sizes.decodes, sizes.mixed_decodes, sizes.small_chunks):
         assert list(ascending) == sorted(set(ascending))
-    assert sizes.cheap <= sizes.usual and {sizes.cheap, sizes.usual} <= set(sizes.mixed)
+    assert sizes.cheap <= sizes.usual <= sizes.usual_sparse and {sizes.cheap, sizes.usual, sizes.usual_sparse} <= set(sizes.mixed)
+    assert sizes.for_layers(1, max_tokens=64, is_sparse=True).usual == sizes.usual_sparse
 
 
 def test_without_graphs_nothing_is_padded() -> None:

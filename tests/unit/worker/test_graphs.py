@@ -33,6 +33,7 @@ SIZES = StepSizes(
     mixed=(26,),
     cheap=26,
     usual=26,
+    usual_sparse=26,
     max_mixed_prefill=26,
     decodes=(1, 2, 4, 8),
     mixed_decodes=(2, 4, 8),
