@@ -117,7 +117,7 @@ def fixed_attention_factory(
     make_prefill = PrefillAttention.factory(pools, num_heads)
 
     def make(num_tokens: int, num_decodes: int, num_rows: int) -> FixedAttention:
-        if num_tokens == 0 and FusedDecoding.takes(pools, num_decodes):
+        if num_tokens == 0 and FusedDecoding.takes(pools, num_heads, num_decodes):
             return FusedDecoding(pools, num_heads, num_decodes, max_pages)
         if num_tokens <= MAX_SPLIT_TOKENS:
             return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))

@@ -7,6 +7,7 @@ from typing import Any
 
 FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
 
+
 @cache
 def load_kernel(name: str, head_dim: int) -> Any:
     """What `name`.cu beside this file exports, for heads of `head_dim` values. RuntimeError if the compiler fails."""

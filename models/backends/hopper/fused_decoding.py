@@ -11,8 +11,9 @@ import torch
 
 from models.attention.paged import Int32s, NewHeads, plan_on_device
 from models.backends.hopper.compile import FUSED_HEAD_DIM, load_kernel
-from models.backends.hopper.tuned import FUSED_ROWS, Cluster, fused_cluster
+from models.backends.hopper.tuned import ANY_SPLITS, FUSED_ROWS, WHOLE_GPU, Cluster, fused_cluster
 from models.backends.ops import KVPool
+from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout
 
 ROW_FIELDS = 2
@@ -71,9 +72,13 @@ class FusedDecoding:
         self._pages = self._rows_RF[0:0, 0]
 
     @staticmethod
-    def takes(pools: Sequence[KVPool], num_rows: int) -> bool:
-        """Whether the kernel is made for these heads, and is the fastest for so many rows."""
-        return num_rows <= FUSED_ROWS and pools[0][0].shape[-1] == FUSED_HEAD_DIM
+    def takes(pools: Sequence[KVPool], num_heads: int, num_rows: int) -> bool:
+        """Whether the kernel is made for these heads, runs on this GPU or part of one, and is the fastest for so many rows."""
+        keys = pools[0][0]
+        kv_heads, head_dim = keys.shape[2:]
+        if num_rows > FUSED_ROWS or head_dim != FUSED_HEAD_DIM:
+            return False
+        return fused_cluster(kv_heads, num_heads // kv_heads).splits <= ANY_SPLITS or num_multiprocessors(keys.device) >= WHOLE_GPU
 
     def plan(self, layout: AttentionLayout) -> None:
         plan_on_device(self, layout)

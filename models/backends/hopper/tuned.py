@@ -43,6 +43,8 @@ class Cluster(NamedTuple):
 
 
 FUSED_ROWS = 1  # of a step, at most, whose attention is fused with what comes before it
+ANY_SPLITS = 8  # any GPU runs clusters of so many blocks
+WHOLE_GPU = 114  # multiprocessors of an H100 that is not shared out: larger clusters run, too
 
 
 def fused_cluster(kv_heads: int, group: int) -> Cluster:
