@@ -89,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed_step_tokens: Annotated[
         int | None,
         "most tokens of a step that decodes and prefills, unless much more waits: lower favours streams, higher favours first tokens;"
-        " default: the device's",
+        " default: the device's for the model",
     ] = None
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
