@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
 from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
@@ -18,8 +19,6 @@ CHUNK = 8192
 MIXED = 216  # tokens of a step: a chunk and decodes
 PAGE = 16
 POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
-EPS = 1e-6
-BF16 = 2
 
 Call = Callable[[torch.Tensor, Any], object]
 
@@ -33,6 +32,7 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(ops.residual(x), norm, EPS)])
     for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
+        yield from expert_cases(text, ops, device, num_tokens)
     spec = CacheSpec((PagedKV(text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize),) * 2)
     pools = allocate_pools(spec, POOL_BLOCKS, PAGE, torch.bfloat16, device)
     yield norm_rope_store(config, ops, pools[0], device)
@@ -83,9 +83,12 @@ def layer_products(config: ModelConfig, ops: Ops, device: torch.device, num_toke
     shapes: dict[str, tuple[int, int, Call]] = {
         "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.linear(normed(x), w)),
         "o, residual": (text.hidden_size, attended, lambda x, w: ops.residual(residual).add_(Product(x, w))),
-        "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.swiglu(normed(x), w)),
-        "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.residual(residual).add_(Product(x, w))),
     }
+    if text.moe is None:
+        shapes |= {
+            "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.swiglu(normed(x), w)),
+            "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.residual(residual).add_(Product(x, w))),
+        }
     if num_tokens < CHUNK:
         shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: ops.linear_f32(x, w)
     return shapes
