@@ -1,7 +1,7 @@
 """What holds for all tests: one thread of arithmetic each, and no deadline by the clock, so that a busy machine changes no result."""
 
 import os
-from pathlib import Path
+from pathlib import PurePosixPath
 
 import pytest
 from hypothesis import settings
@@ -14,11 +14,20 @@ settings.load_profile("project")
 settings.register_profile("long", deadline=None, max_examples=20_000)  # `--hypothesis-profile=long`: minutes for tests that take seconds
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Over several processes (`-n 3 --dist loadgroup`) the tests of a file stay together, and so do all that want a GPU for themselves,
-    and those of replicas: Ray's HAProxy has fixed ports."""
-    if config.pluginmanager.hasplugin("xdist"):
-        on_gpu = Path(__file__).with_name("gpu")
-        for item in items:
-            shared = "gpu" if on_gpu in item.path.parents else "replicas" if "replicas" in item.path.name else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(shared))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Over several processes (`-n 3`) tests run in the order in which they were found, and those that share something in one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shared_by(nodeid)
+
+    config.option.loadscopereorder = False  # files of few tests are often the long ones: not last
+    return Scheduling(config, log)
+
+
+def shared_by(nodeid: str) -> str:
+    """What a test shares with others: the servers of its file, the GPU, or the fixed ports of Ray's HAProxy."""
+    path = PurePosixPath(nodeid.partition("::")[0])
+    return "gpu" if "gpu" in path.parts else "replicas" if "replicas" in path.name else str(path)
