@@ -74,7 +74,7 @@ def test_all_answers_in_whole_prompts_fresh_and_cached(engine: Engine, recorded:
     """Red if any stage differs from transformers, if rows of a batch leak into each other, or a cache holds what it should not."""
     assert_same(engine, recorded, AT_ONCE)
     encoded = engine.metric("engine_images_encoded_total")
-    assert_same(engine, recorded[::3], AT_ONCE)
+    assert_same(engine, recorded, AT_ONCE)
     assert engine.metric("engine_images_encoded_total") == encoded, "an image was encoded again"
 
 
@@ -91,5 +91,5 @@ def test_chunks_and_ranks_change_no_answer(recorded: list[Recorded], chunk: int,
     others, half of all together."""
     with serve(CHECKPOINT, *flags(chunk, tp)) as engine:
         assert_same(engine, recorded[first + 1 :: 18], 1)
-        assert_same(engine, recorded[first::9], AT_ONCE)
+        assert_same(engine, recorded[first::6], AT_ONCE)
         assert_same(engine, recorded[first::18], 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models.backends.ops import Addends, Experts
+from models.backends.portable.tuned import EXPERT_TILES, ExpertTiles
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
 from models.backends.torch.ops import TorchOps
@@ -184,15 +185,14 @@ def test_float8(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("_few_is_little")
-@pytest.mark.parametrize(("num_tokens", "index"), [(5, 0), (5, 1), (21, 2), (21, 3), (21, 4), (21, 5)])
-def test_large_tiles(num_tokens: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tiles", EXPERT_TILES[False, False])
+def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of GPUs with much shared memory, as they are, of few choices and of sorted ones."""
     from models.backends.portable import moe
-    from models.backends.portable.tuned import EXPERT_TILES
 
-    monkeypatch.setattr(moe, "expert_tiles", lambda count, is_float8, capability: EXPERT_TILES[False, False][index])
+    monkeypatch.setattr(moe, "expert_tiles", lambda count, is_float8, capability: tiles)
     torch.manual_seed(0)
-    x, experts = torch.randn(num_tokens, 128), replace(make_experts(128, 256), num_chosen=4)
+    x, experts = torch.randn(5 if tiles.num_tokens <= 32 else 21, 128), replace(make_experts(128, 256), num_chosen=4)
     torch.testing.assert_close(ours(x, experts, None), torch_sparse_swiglu(x, experts, None), rtol=1e-4, atol=1e-5)
 
 
