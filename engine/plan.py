@@ -124,7 +124,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan
     """For GPUs with so many bytes each."""
     text, tp = model.text, config.tp
     is_fp8 = text.is_fp8 or config.quantization == "fp8"
-    sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens)
+    sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens, text.moe is not None, is_fp8)
     activations = activation_bytes(model, config)
     plan = Plan(
         weights=weight_bytes(model, tp, is_fp8),

@@ -4,13 +4,13 @@ Plain Python: a worker reports its sizes when it is ready, the scheduler knows n
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-LONG_STEP = 16  # tokens: sizes of long chunks are multiples
+LONG_STEP = 16  # tokens: sizes of long prompts are multiples
 LONGEST = 3072  # tokens: a longer chunk is rare, and starts late by less than its part
-LONG_PADDING = 32  # a long chunk is padded by this part of its tokens at most
+LONG_PADDING = 32  # a long prompt is padded by this part of its tokens at most
 
 
 class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,34 +22,44 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     usual_sparse: int  # the same for experts in bfloat16: a step reads nearly all, whatever a token goes to
     max_mixed_prefill: int  # most prompt tokens of such a step, whatever waits: --max-num-mixed-tokens
     decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts
-    mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts
+    mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts, from none on
     small_chunks: tuple[int, ...] = ()  # prompt tokens for the end of a cached prompt, beside any number of decodes
     largest_chunk: int = 0  # prompt tokens of a graph beside many decodes
     launch_work: int = 0  # tokens times parameters of a layer: with more, the device is busy while the host launches the layer
-    largest_prompt: int = 0  # prompt tokens of a graph with few decodes, see `for_layers`
+    few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
+    largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
+    long_prompts: tuple[int, ...] = ()  # tokens of prompts without decodes, longer than `largest_chunk`, that pay; none: evenly spaced
+    long_prompts_by_layer: Mapping[int, tuple[int, ...]] = {}  # the same of layers whose matrices have so many values in bfloat16
     large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this
 
     def chunks(self, num_decode_rows: int) -> list[int]:
-        """Prompt tokens of the graphs with so many decode rows, ascending: both together are a size that pays, but for the list's ends."""
+        """Prompt tokens of the graphs with so many decode rows, ascending: both together are a size that pays, but for `small_chunks` and
+        `largest_chunk`."""
         if not self.largest_chunk:
             return []
-        fitting = (size - num_decode_rows for size in self.mixed)
+        limit = self.largest_prompt if num_decode_rows <= self.few_decodes else 0
+        fitting = [size - num_decode_rows for size in self.mixed]
         between = [size for size in fitting if self.small_chunks[-1] < size < self.largest_chunk]
-        longer = self._long_chunks() if num_decode_rows == self.mixed_decodes[0] else ()
+        longer = [size for size in fitting if self.largest_chunk < size <= limit] if num_decode_rows else self._long_prompts()
         return [*self.small_chunks, *between, self.largest_chunk, *longer]
 
-    def _long_chunks(self) -> Iterator[int]:
-        """Up to `largest_prompt`, with little padding."""
-        size = self.largest_chunk
+    def _long_prompts(self) -> Iterator[int]:
+        """Up to one that reaches `largest_prompt`; where no sizes are known to pay, with little padding."""
+        size, known = self.largest_chunk, iter(self.long_prompts)
         while size < self.largest_prompt:
-            size += max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP)
+            size = next(known, size + max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP))
             yield size
 
-    def for_layers(self, num_parameters: int, max_tokens: int, is_sparse: bool = False) -> "StepSizes":
+    def for_layers(self, num_parameters: int, max_tokens: int, is_sparse: bool = False, is_float8: bool = False) -> "StepSizes":
         """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`. `is_sparse`: they are
-        a mixture of experts in bfloat16."""
-        largest_prompt = min(self.launch_work // num_parameters, max_tokens, LONGEST)
-        return msgspec.structs.replace(self, largest_prompt=largest_prompt, usual=self.usual_sparse if is_sparse else self.usual)
+        a mixture of experts."""
+        return msgspec.structs.replace(
+            self,
+            largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST),
+            usual=self.usual_sparse if is_sparse and not is_float8 else self.usual,
+            long_prompts=() if is_float8 else self.long_prompts_by_layer.get(num_parameters, ()),
+            long_prompts_by_layer={},
+        )
 
     def chunks_by_rows(self, max_num_seqs: int) -> dict[int, list[int]]:
         """Numbers of decode rows, ascending, of graphs with prompts -> `chunks`."""

@@ -69,8 +69,8 @@ def build_runner(
     warm_up(decoder)
     loading.wait()
     text, is_float8 = model_config.text, model_config.text.is_fp8 or config.quantization == "fp8"
-    is_sparse = text.moe is not None and not is_float8
-    step_sizes = backend.step_sizes.for_layers(text.layer_parameters // tp.size, config.max_num_batched_tokens, is_sparse)
+    of_rank = text.layer_parameters // tp.size
+    step_sizes = backend.step_sizes.for_layers(of_rank, config.max_num_batched_tokens, text.moe is not None, is_float8)
     if model.cache_spec.state_bytes:
         step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
@@ -81,7 +81,8 @@ def build_runner(
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
     geometry, max_top_k, state_bytes = model_config.geometry, sampling_ops.max_top_k, model.cache_spec.state_bytes
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, state_bytes)
+    row_sizes = config.max_num_seqs, max_blocks, config.block_size
+    rows = Rows(*row_sizes, geometry, device, max_top_k, state_bytes, backend.transfers)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
     if graphs is not None:
         before = free_bytes(device)

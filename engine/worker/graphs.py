@@ -44,6 +44,8 @@ class Shape(NamedTuple):
     num_decode_rows: int
 
 
+UNPADDED = Shape(0, 1)  # there are no fewer tokens
+
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 
@@ -99,7 +101,8 @@ class StepGraphs:
         backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
         fixed = max(staged_bytes(_fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
-        self._staging = Staging(fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_token_R) + SLACK, self._device)
+        num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_token_R) + SLACK
+        self._staging = Staging(num_bytes, self._device, self._rows.transfers)
         for shape, backend in backends.items():
             self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)
@@ -212,7 +215,7 @@ class StepGraphs:
         def forward() -> torch.Tensor:
             drawn = self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
-            states, padding_slot = self._rows.states, self._padding_slot
+            states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
             batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, padding_slot)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 

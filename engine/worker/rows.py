@@ -18,6 +18,7 @@ from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
+from models.transfers import COPIES, Transfers
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -86,8 +87,10 @@ class Rows:
         device: torch.device,
         max_top_k: int = 0,  # see `SamplingOps`
         state_bytes: Sequence[int] = (),
+        transfers: Transfers = COPIES,
     ):
         self.block_size = block_size
+        self.transfers = transfers
         self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.states = tuple(torch.zeros((max_num_seqs + 1, size), dtype=torch.uint8, device=device) for size in state_bytes)
         self._geometry = geometry
@@ -158,6 +161,10 @@ class Rows:
         """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""
         if admitted.shape[1]:
             self.last_token_R[admitted[0]] = admitted[1]
+
+    def deliver(self, tokens_S: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
+        """Drawn tokens to their rows, for the next step. They will be in the memory that this returns, on the host."""
+        return self.transfers.deliver_(tokens_S, rows_S, self.last_token_R)
 
     def _row(self, row: int) -> Row:
         found = self._rows[row]

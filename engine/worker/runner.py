@@ -30,6 +30,8 @@ from models.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
+NOTHING_DRAWN = Sampled(torch.empty(0, dtype=torch.int64), None)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
@@ -131,7 +133,7 @@ class Runner:
         watch.mark()
         step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
         sampled, scores, pooled = self._draw(step)
-        sampled, scores = sampled.to_host(), scores and scores.to_host()
+        scores = scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
         slow_draws = self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
@@ -164,8 +166,7 @@ class Runner:
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         watch.mark()
-        nothing = Sampled(torch.empty(0, dtype=torch.int64), None)
-        return LaunchedStep(plan.step, self._tp.rank, launched, nothing, None, {}, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
+        return LaunchedStep(plan.step, self._tp.rank, launched, NOTHING_DRAWN, None, {}, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
@@ -189,17 +190,16 @@ class Runner:
         self._sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
     def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
-        """Forward and sample; the tokens also go to the rows, for the next step."""
+        """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
         if not draws.num_rows:
-            return Sampled(draws.rows_S, None), scores, pooled
+            return NOTHING_DRAWN, scores, pooled
         if self._tp.rank == 0:
             sampled = self._sampler.sample(logits_SV, draws, self._sampler.grammars.masks(step.draws.rows))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
-        self._rows.last_token_R[draws.rows_S] = sampled.tokens_S
-        return sampled, scores, pooled
+        return sampled.on_host(self._rows.deliver(sampled.tokens_S, draws.rows_S)), scores, pooled
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
         if self._graphs is not None and self._graphs.fits(step):

@@ -1,4 +1,4 @@
-"""One host-to-device copy per step: small arrays are packed into a pinned buffer and become views of one device buffer.
+"""One transfer to the device per step: small arrays are packed into a pinned buffer and become views of one device buffer.
 
 Used by the runner and by graphs. The ring has one buffer more than there are steps in flight, so no pinned buffer is written while its
 copy may run.
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import DEPTH
+from models.transfers import COPIES, Transfers
 
 ALIGNMENT = 128  # so that pieces of up to a cache line, which kernels read at once, do not straddle two
 RING = DEPTH + 1  # one is being built
@@ -23,7 +24,8 @@ class Staging:
     sizes in equal order have equal addresses, which a CUDA graph may therefore remember.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device):
+    def __init__(self, num_bytes: int, device: torch.device, transfers: Transfers = COPIES):
+        self._transfers = transfers
         pinned = device.type == "cuda"
         self._hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(RING if pinned else 1)]
         self._bytes = [host.numpy() for host in self._hosts]
@@ -52,9 +54,9 @@ class Staging:
         return self._device[self._used : len(self._device) // ALIGNMENT * ALIGNMENT].view(dtype)
 
     def copy(self) -> None:
-        """Enqueues the one copy on the current stream."""
+        """Enqueues the transfer on the current stream."""
         if self._device is not self._hosts[self._index]:
-            self._device[: self._used].copy_(self._hosts[self._index][: self._used], non_blocking=True)
+            self._transfers.fetch_(self._device[: self._used], self._hosts[self._index][: self._used])
 
 
 def staged_bytes(arrays: Iterable[npt.NDArray[np.generic]]) -> int:

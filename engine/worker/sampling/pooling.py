@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.worker.sampling.sampler import to_host
+from models.transfers import to_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import Chunk, PromptLogprobs
-from engine.worker.sampling.sampler import to_host
 from engine.worker.staging import Staging
+from models.transfers import to_host
 
 Int64s = npt.NDArray[np.int64]
 

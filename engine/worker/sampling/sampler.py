@@ -16,6 +16,7 @@ from engine.worker.sampling.state import LogitState
 from engine.worker.staging import Staging
 from models.config import ModelConfig
 from models.sampling import SamplingOps
+from models.transfers import to_host
 
 WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprobs=1)
 
@@ -42,9 +43,9 @@ class Sampled:
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
 
-    def to_host(self) -> "Sampled":
-        """Enqueues the copies; on a CPU there is nothing to copy."""
-        return Sampled(to_host(self.tokens_S), self.logprobs and self.logprobs.to_host())
+    def on_host(self, tokens_S: torch.Tensor) -> "Sampled":
+        """The same on the host, where its tokens are already: enqueues copies of the rest."""
+        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host())
 
     def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
         """For each draw; empty if none wants any. What was copied must be on the host by now."""
@@ -105,10 +106,3 @@ def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) ->
     tokens_L1 = tokens_S[draws.reported_L][:, None]
     top_LN, top_ids_LN = raw_LV.topk(max(draws.num_top), dim=-1)
     return Logprobs(draws.reported_L, draws.num_top, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
-
-
-def to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, enqueued; on a CPU the values themselves."""
-    if not values.is_cuda:
-        return values
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

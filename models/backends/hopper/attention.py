@@ -58,30 +58,32 @@ class MixedAttention:
 
 
 class FixedMixedAttention:
-    """See `FixedAttention`, for `num_tokens` of prompts and then decode rows."""
+    """See `FixedAttention`, for `num_tokens` of prompts and then decode rows, if there are any."""
 
-    def __init__(self, pools: Sequence[KVPool], num_tokens: int, prefill: PrefillAttention, decode: FlashDecoding) -> None:
+    def __init__(
+        self, pools: Sequence[KVPool], num_tokens: int, max_pages: int, prefill: PrefillAttention, decode: FlashDecoding | None
+    ) -> None:
+        self.max_pages = max_pages
         self._pools = pools
         self._num_tokens = num_tokens
         self._prefill = prefill
         self._decode = decode
 
-    @property
-    def max_pages(self) -> int:
-        return self._decode.max_pages
-
     def plan(self, layout: AttentionLayout) -> None:
         plan_on_device(self, layout)
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
-        first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # of the decode rows, in the one list that both kernels read
         (items,) = self._prefill.plan_arrays(layout)
+        if self._decode is None:
+            return (items,)
+        first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # of the decode rows, in the one list that both kernels read
         return items, *self._decode.plan_arrays(layout.decode_rows(), first_page, num_blocks_of(items))
 
     def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-        items, units_UF = plan
+        items, *units = plan
         self._prefill.read_from((items,), pages)
-        self._decode.read_from((units_UF,), pages)
+        if self._decode is not None:
+            self._decode.read_from(units, pages)
 
     def pool(self, layer: int) -> KVPool:
         return self._pools[layer]
@@ -89,7 +91,8 @@ class FixedMixedAttention:
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
         out_THK, split = torch.empty_like(q_THK), self._num_tokens
         self._prefill.run_into(layer, q_THK[:split], out_THK[:split])
-        self._decode.run_into(layer, q_THK[split:], out_THK[split:], is_beside=True)
+        if self._decode is not None:
+            self._decode.run_into(layer, q_THK[split:], out_THK[split:], is_beside=True)
         return out_THK
 
 
@@ -121,6 +124,7 @@ def fixed_attention_factory(
             return FusedDecoding(pools, num_heads, num_decodes, max_pages)
         if num_tokens <= MAX_SPLIT_TOKENS:
             return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))
-        return FixedMixedAttention(pools, num_tokens, make_prefill(num_tokens, num_rows), make_split(num_decodes))
+        decode = make_split(num_decodes) if num_decodes else None
+        return FixedMixedAttention(pools, num_tokens, max_pages, make_prefill(num_tokens, num_rows), decode)
 
     return make

@@ -15,9 +15,10 @@ STEP_SIZES = StepSizes(
     usual_sparse=528,
     max_mixed_prefill=1008,
     decodes=(1, 2, 4, *range(8, 129, 8)),
-    mixed_decodes=(8, 16, 24, 32, 48, 64, 96, 128),
+    mixed_decodes=(0, 8, 16, 24, 32, 48, 64, 96, 128),
     small_chunks=(16, 64),
     largest_chunk=512,
+    few_decodes=8,
     launch_work=230_000_000_000,
 )
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from models.backends.portable.launch import early_launch
 from models.backends.torch.sampling import draw_random
 from models.sampling import MASS_BITS, DrawParams
 
@@ -68,6 +70,7 @@ def _scan(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_TOP_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One program: a tile of a row."""
     tile, row = tl.program_id(0), tl.program_id(1)
@@ -75,6 +78,8 @@ def _scan(
     group = tile * GROUPS + tl.arange(0, GROUPS)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = token < V
+    if OVERLAP:
+        gdc_wait()
     k = tl.load(top_k + row)
     if (k > 0) & (k <= MAX_TOP_K):
         logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
@@ -110,9 +115,12 @@ def _choose(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     MASS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One program: a row. K is a power of two that reaches its top-k."""
     row = tl.program_id(0)
+    if OVERLAP:
+        gdc_wait()
     k = tl.load(top_k + row)
     if k == 0:
         tile = tl.arange(0, TILES_POWER)
@@ -222,7 +230,7 @@ class TritonSampling:
         return out_S
 
     def _launch(self, logits_SV: torch.Tensor, rows: Sequence[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:
-        tiles, stride = self._tiles, logits_SV.stride(0)
+        tiles, stride, options = self._tiles, logits_SV.stride(0), early_launch(logits_SV)
         scratch = self._maxima, self._best_score, self._best_token
         _scan[self._num_tiles, len(out_S)](
             logits_SV,
@@ -235,6 +243,7 @@ class TritonSampling:
             GROUP=tiles.group,
             MAX_TOP_K=self.max_top_k,
             num_warps=tiles.scan_warps,
+            **options,
         )
         candidates = next(size for size in tiles.candidates if size >= largest_top_k)
         _choose[len(out_S),](
@@ -252,4 +261,5 @@ class TritonSampling:
             K=candidates,
             MASS=2.0**MASS_BITS,
             num_warps=tiles.choose_warps,
+            **options,
         )

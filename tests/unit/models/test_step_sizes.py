@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.backends.portable.tuned import STEP_SIZES as PORTABLE_STEP_SIZES
 from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.step_sizes import StepSizes
 
@@ -31,18 +32,39 @@ def test_a_chunk_and_its_decodes_fill_a_graph_that_pays(num_decodes: int) -> Non
         assert HOPPER.usual - rows in sizes
 
 
-def test_a_long_chunk_is_padded_little() -> None:
+@pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
+def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
     """Red if a prompt of a small model waits for the host, if it is padded by more than a few percent, or if a large model has needless
     graphs."""
-    small, few = HOPPER.for_layers(50_000_000, max_tokens=8192), HOPPER.mixed_decodes[0]
-    sizes = small.chunks(few)
-    assert sizes == sorted(set(sizes)) and 3072 <= sizes[-1] < 3168
-    for size, following in itertools.pairwise(size for size in sizes if size >= HOPPER.largest_chunk):
+    small = sizes.for_layers(50_000_000, max_tokens=8192)
+    alone = small.chunks(0)
+    assert alone == sorted(set(alone)) and 3072 <= alone[-1] < 3168
+    for size, following in itertools.pairwise(size for size in alone if size >= sizes.largest_chunk):
         assert following - size <= max(16, size / 32)
-    assert small.chunks(HOPPER.mixed_decodes[1]) == HOPPER.chunks(HOPPER.mixed_decodes[1])
-    assert HOPPER.for_layers(500_000_000, max_tokens=8192).chunks(few) == HOPPER.chunks(few)
-    assert HOPPER.for_layers(1_000_000, max_tokens=600).chunks(few)[-1] in range(600, 632)
+    assert sizes.for_layers(500_000_000, max_tokens=8192).chunks(0) == sizes.chunks(0)
+    assert sizes.for_layers(1_000_000, max_tokens=600).chunks(0)[-1] in range(600, 632)
     assert not any(small.without_prompts().chunks_by_rows(64))
+
+
+@pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
+def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
+    """Red if what the scheduler cuts for one stream, when much waits, is launched kernel by kernel, or if many streams have such graphs."""
+    small = sizes.for_layers(50_000_000, max_tokens=8192)
+    few, more = small.mixed_decodes[1:3]
+    assert few == small.few_decodes and small.chunks(few)[-1] == sizes.mixed[-1] - few == sizes.max_mixed_prefill + sizes.mixed[-1] - 1016
+    assert small.chunks(more)[-1] == sizes.largest_chunk
+    assert sizes.for_layers(300_000_000, max_tokens=8192).chunks(few)[-1] <= 230_000_000_000 // 300_000_000
+
+
+@pytest.mark.parametrize(("num_parameters", "sizes"), HOPPER.long_prompts_by_layer.items())
+def test_known_sizes_of_long_prompts(num_parameters: int, sizes: tuple[int, ...]) -> None:
+    """Red if a table is out of order or ends before the longest prompt, or if it is taken for float8, whose products are others."""
+    bf16, float8 = (HOPPER.for_layers(num_parameters, max_tokens=8192, is_float8=is_float8) for is_float8 in (False, True))
+    assert list(sizes) == sorted(set(sizes)) and sizes[0] > HOPPER.largest_chunk and sizes[-1] >= bf16.largest_prompt
+    assert bf16.chunks(0)[-len(sizes) :] == list(sizes)
+    assert float8.chunks(0) == HOPPER.for_layers(num_parameters + 1, max_tokens=8192).chunks(0)
+    short = HOPPER.for_layers(num_parameters, max_tokens=700).chunks(0)
+    assert short[-2] < 700 <= short[-1] in sizes
 
 
 def test_sizes_around_a_number_of_tokens() -> None:

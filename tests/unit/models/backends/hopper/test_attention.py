@@ -43,22 +43,26 @@ def plan_into(memory: Staging, backend: FixedAttention, layout: AttentionLayout)
     return plan, pages
 
 
-@pytest.mark.parametrize("num_tokens", [83, 0])
-def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int) -> None:
-    """All steps through one backend that is told once; also decode rows alone. Then through the backend of steps outside graphs."""
+@pytest.mark.parametrize(("num_tokens", "num_decodes"), [(83, 3), (83, 0), (0, 3)])
+def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int, num_decodes: int) -> None:
+    """All steps through one backend that is told once; also prompts or decode rows alone. Then through the backend of steps outside
+    graphs."""
     largest = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = largest[0].clone(), largest[1].clone()
     split = FlashDecoding.factory([pool], HEADS[0], 3, max_pages=200)
     backend: FixedAttention = split(3)
     if num_tokens:
-        backend = FixedMixedAttention([pool], num_tokens, PrefillAttention.factory([pool], HEADS[0])(num_tokens, num_rows=3), split(3))
+        prefill = PrefillAttention.factory([pool], HEADS[0])(num_tokens, num_rows=3)
+        backend = FixedMixedAttention([pool], num_tokens, 200, prefill, backend if num_decodes else None)
     memory, eager = Staging(1 << 16, CPU), make_mixed_attention([pool], HEADS[0])
     layouts = [step.layout if num_tokens else step.layout.decode_rows() for step in steps]
+    layouts = layouts if num_decodes else [layout.prefill_rows() for layout in layouts]
     backend.read_from(*plan_into(memory, backend, layouts[0]))
     for step, layout in zip(steps, layouts, strict=True):
         for ours, theirs in zip(pool, step.pool, strict=True):
             ours[: len(theirs)] = theirs
-        q, expected = step.q[-3 - num_tokens :], step.expected()[-3 - num_tokens :]
+        tokens = slice(-3 - num_tokens, len(step.q) - 3 + num_decodes)
+        q, expected = step.q[tokens], step.expected()[tokens]
         plan_into(memory, backend, layout)
         torch.testing.assert_close(backend.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)
         eager.plan(layout)

@@ -166,6 +166,12 @@ def launch_sampling() -> None:
     sampling.draw(logits, DrawParams(two, two, two, ints, ints, wide=None, largest_top_k=20, is_greedy=False))
 
 
+def launch_transfers() -> None:
+    from models.backends.portable.transfers import TritonTransfers
+
+    TritonTransfers().warm_up(torch.device("cpu"))
+
+
 def launch_attention(capability: int) -> None:
     from models.backends.portable.paged_attention import PagedAttention
     from models.backends.portable.tuned import attention_tiles
@@ -183,6 +189,7 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
     launch_tower()
     launch_sampling()
     launch_exchange()
+    launch_transfers()
     launch_attention(capability)
     launch_experts(capability, is_float8=False)
     if capability >= FLOAT8_FROM:
@@ -218,6 +225,7 @@ def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.
     launch_tower()
     launch_sampling()
     launch_exchange()
+    launch_transfers()
     launch_attention(90)
     launch_experts(90, is_float8=True)
     said: list[str] = []
