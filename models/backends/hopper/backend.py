@@ -31,7 +31,7 @@ class HopperBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ops: Ops = TritonOps(HopperFp8(), SPLIT_TOKENS)
+        self.ops: Ops = TritonOps(HopperFp8(device), SPLIT_TOKENS)
         self.transfers: Transfers = TritonTransfers().warm_up(device)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:

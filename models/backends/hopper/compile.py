@@ -9,12 +9,14 @@ FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
 
 
 @cache
-def load_kernel(name: str, head_dim: int) -> Any:
-    """What `name`.cu beside this file exports, for heads of `head_dim` values. RuntimeError if the compiler fails."""
+def load_kernel(name: str, head_dim: int = 0) -> Any:
+    """What `name`.cu beside this file exports, for heads of `head_dim` values if it has to do with heads. RuntimeError if the compiler
+    fails."""
     from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags  # which a CPU machine lacks
 
-    flags = [*sm90a_nvcc_flags, f"-DHEAD_DIM={head_dim}"]
-    return gen_jit_spec(f"{name}_{head_dim}", [Path(__file__).with_name(f"{name}.cu")], extra_cuda_cflags=flags).build_and_load()
+    made, define = (f"{name}_{head_dim}", [f"-DHEAD_DIM={head_dim}"]) if head_dim else (name, [])
+    source = Path(__file__).with_name(f"{name}.cu")
+    return gen_jit_spec(made, [source], extra_cuda_cflags=[*sm90a_nvcc_flags, *define]).build_and_load()
 
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:

@@ -1,4 +1,4 @@
-// How our attention kernels for Hopper are launched, and instructions that several use. Included by sources that are compiled with HEAD_DIM.
+// How our kernels for Hopper are launched, and instructions that several use. Those of attention are compiled with HEAD_DIM.
 
 #pragma once
 
@@ -10,10 +10,12 @@
 
 namespace hopper {
 
+#ifdef HEAD_DIM
 constexpr int kHeadDim = HEAD_DIM;
 static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of 16 bytes");
+#endif
 
-inline void check(cudaError_t status) { TVM_FFI_ICHECK(status == cudaSuccess) << "attention: " << cudaGetErrorString(status); }
+inline void check(cudaError_t status) { TVM_FFI_ICHECK(status == cudaSuccess) << "kernel: " << cudaGetErrorString(status); }
 
 // Launches a kernel that begins while the one ahead ends: it must call `wait_for_kernel_ahead` before it reads or writes what that may write
 // or read. `cluster` blocks that are neighbours along x run at once and reach each other's shared memory.

@@ -110,18 +110,21 @@ def _of_choice(
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows of the K-th choice's matrix, and its values times all that they are to be multiplied by: zeros if its expert is not ours.
-
-    The rows lie in one block of scales.
+    """Rows of the K-th choice's matrix (R, G, C), and its values (G, C) times all that they are to be multiplied by: zeros if its expert
+    is not ours. The rows lie in one block of scales, and so do the C columns of each group.
     """
-    expert = tl.load(chosen + K)
-    inside = column < tl.where(expert < 0, 0, INNER)
-    factor = tl.load(matrices + (expert.to(tl.int64) * WIDTH + row)[:, None] * INNER + column[None, :], inside[None, :], 0.0)
-    value = tl.load(inner + K * INNER + column, inside, 0.0).to(tl.float32)
-    value *= tl.where(expert < 0, 0.0, tl.load(weights + K).to(tl.float32))
+    expert, group = tl.load(chosen + K), tl.arange(0, column.shape[0])
+    width = tl.where(expert < 0, 0, INNER)
+    place = matrices + (expert.to(tl.int64) * WIDTH + row)[:, None, None] * INNER + column[None, :, :]
+    factor = tl.load(place, (column < width)[None, :, :], 0.0)
+    value = tl.load(inner + K * INNER + column, column < width, 0.0).to(tl.float32)
+    weight = tl.where(expert < 0, 0.0, tl.load(weights + K).to(tl.float32))
     if SCALES:
-        value *= tl.load(inner_scales + column // 128 * scale_stride + K, inside, 0.0)
-        value *= tl.load(scales + (expert * (WIDTH // 128) + tl.min(row, 0) // 128) * SCALES + column // 128, inside, 0.0)
+        of_values = tl.load(inner_scales + group * scale_stride + K, group * 128 < width, 0.0)
+        of_block = tl.load(scales + (expert * (WIDTH // 128) + tl.min(row, 0) // 128) * SCALES + group, group * 128 < width, 0.0)
+        value *= (of_values * of_block * weight)[:, None]
+    else:
+        value *= weight
     return factor, value
 
 
@@ -140,36 +143,39 @@ def _down(
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """One program: ROWS of the WIDTH values that all chosen experts of ours give together, by the router's weights.
 
-    The next choice's weights come while the last are multiplied.
+    The weights of AHEAD choices are under way while those of one are multiplied.
     """
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, GROUPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    factor, value = _of_choice(
-        inner, inner_scales, matrices, scales, chosen, weights, scale_stride, row, column, 0, WIDTH, INNER, SCALES
-    )  # fmt: skip
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for k in tl.static_range(1, CHOSEN + 1):
-        coming = _of_choice(
-            inner, inner_scales, matrices, scales, chosen, weights, scale_stride, row, column, k % CHOSEN, WIDTH, INNER, SCALES
-        )  # fmt: skip
-        total += factor.to(tl.float32) * value[None, :]
-        factor, value = coming
-    result = tl.sum(total, 1)
+    fetched = ()
+    total = tl.zeros((ROWS, GROUPS, COLUMNS), tl.float32)
+    for k in tl.static_range(CHOSEN + AHEAD):
+        if k < CHOSEN:
+            of_choice = _of_choice(
+                inner, inner_scales, matrices, scales, chosen, weights, scale_stride, row, column, k, WIDTH, INNER, SCALES
+            )  # fmt: skip
+            fetched += (of_choice,)  # type: ignore[assignment]
+        if k >= AHEAD:
+            total += fetched[k - AHEAD][0].to(tl.float32) * fetched[k - AHEAD][1][None, :, :]
+    result = tl.sum(tl.sum(total, 2), 1)
     if ADD:
         result += tl.load(out + row).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(K, I): silu(gate) * up of a token's chosen experts, by rows of `gate_up` as `Experts` says. What lies at a choice of -1 is void."""
+    """See `moe.ExpertGemv`."""
     inner, width, chosen = len(gate_up) // num_experts // 2, gate_up.shape[1], len(chosen_K)
     inner_KI = x_1D.new_empty((chosen, inner))
     matrices, scales, num_scales = _operands(gate_up)
@@ -187,19 +193,20 @@ def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, n
 def expert_sum(
     inner_KI: torch.Tensor, down: Weight, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
 ) -> None:
-    """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
+    """See `moe.ExpertGemv`."""
     (chosen, inner), width = inner_KI.shape, out_1D.shape[1]
     matrices, scales, num_scales = _operands(down)
     values, inner_scales, stride = inner_KI, inner_KI, 0
     if num_scales:
         rounded = quantized(inner_KI)
         values, inner_scales, stride = rounded.padded, rounded.scales, len(rounded.padded)
-    rows = math.gcd(width, EXPERT_GEMV[num_scales > 0].down_rows)
+    tiles, block = EXPERT_GEMV[num_scales > 0], triton.next_power_of_2(inner)
+    rows, columns = math.gcd(width, tiles.down_rows), BLOCK if num_scales else block
     assert values.is_contiguous() and matrices.is_contiguous() and out_1D.is_contiguous()
     _down[(width // rows,)](
         values, inner_scales, matrices, scales, chosen_K, weights_K, out_1D, stride,
-        CHOSEN=chosen, WIDTH=width, INNER=inner, SCALES=num_scales, ROWS=rows, BLOCK=triton.next_power_of_2(inner), ADD=adds,
-        num_warps=EXPERT_GEMV[num_scales > 0].down_warps, **early_launch(out_1D),
+        CHOSEN=chosen, WIDTH=width, INNER=inner, SCALES=num_scales, ROWS=rows, GROUPS=block // columns, COLUMNS=columns,
+        AHEAD=min(chosen, tiles.down_ahead), ADD=adds, num_warps=tiles.down_warps, **early_launch(out_1D),
     )  # fmt: skip
 
 

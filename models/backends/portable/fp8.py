@@ -90,6 +90,8 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
 class TritonFp8:
     """See `Fp8Products`: any number of tokens by the kernel above."""
 
+    single = None
+
     def multiply(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
         return multiply(x_TK, weight_NK, torch.bfloat16)
 

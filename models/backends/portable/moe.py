@@ -9,6 +9,7 @@ A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run a
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from models.backends.ops import Experts
-from models.backends.portable.expert_gemv import expert_sum, expert_swiglu
+from models.backends.portable import expert_gemv
 from models.backends.portable.launch import capability_of, early_launch
 from models.backends.portable.routing import Choices, route
 from models.backends.portable.text import quantized
@@ -193,6 +194,19 @@ def _multiply_many(
         )  # fmt: skip
 
 
+class ExpertGemv(Protocol):
+    """A single token's products with its experts."""
+
+    def expert_swiglu(self, x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """(K, I): silu(gate) * up of a token's chosen experts, by rows of `gate_up` as `Experts` says. What lies at a choice of -1 is
+        void."""
+
+    def expert_sum(
+        self, inner_KI: torch.Tensor, down: Weight, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
+    ) -> None:
+        """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
+
+
 @dataclass(frozen=True, slots=True)
 class SingleToken:
     """See `LateAddend`: what a single token's experts give it."""
@@ -200,10 +214,11 @@ class SingleToken:
     inner_KI: torch.Tensor
     down: Weight
     choices: Choices
+    products: ExpertGemv
 
     @classmethod
-    def of(cls, x_1D: torch.Tensor, choices: Choices, experts: Experts) -> "SingleToken":
-        return cls(expert_swiglu(x_1D, experts.gate_up, choices.experts_TK[0], experts.count), experts.down, choices)
+    def of(cls, x_1D: torch.Tensor, choices: Choices, experts: Experts, products: ExpertGemv = expert_gemv) -> "SingleToken":
+        return cls(products.expert_swiglu(x_1D, experts.gate_up, choices.experts_TK[0], experts.count), experts.down, choices, products)
 
     @property
     def parts_STD(self) -> torch.Tensor:
@@ -215,7 +230,7 @@ class SingleToken:
         self._sum_into(stream_TD, adds=True)
 
     def _sum_into(self, out_1D: torch.Tensor, adds: bool) -> None:
-        expert_sum(self.inner_KI, self.down, self.choices.experts_TK[0], self.choices.weights_TK[0], out_1D, adds)
+        self.products.expert_sum(self.inner_KI, self.down, self.choices.experts_TK[0], self.choices.weights_TK[0], out_1D, adds)
 
 
 def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:

@@ -4,9 +4,10 @@ from typing import Protocol
 
 import torch
 
-from models.backends.ops import Addends, Experts, KVPool, LateAddend, Product, Residual, Taps
+from models.backends.ops import Activation, Addends, Experts, KVPool, LateAddend, Product, Residual, Taps
+from models.backends.portable import expert_gemv
 from models.backends.portable.gemv import gemv, gemv_add_, gemv_swiglu, norm_gemv
-from models.backends.portable.moe import SingleToken, sparse_swiglu
+from models.backends.portable.moe import ExpertGemv, SingleToken, sparse_swiglu
 from models.backends.portable.pixels import resample, resample_to_patches_
 from models.backends.portable.routing import route
 from models.backends.portable.text import (
@@ -25,8 +26,33 @@ from models.parallel import Unsummed
 SPLITS = 2  # of the inner dimension
 
 
+class SingleFloat8(ExpertGemv, Protocol):
+    """Products of float8 matrices with a single token, which they normalise and round. A norm is (weight, eps) of an RMSNorm, or None."""
+
+    def takes(self, weight: BlockScaled, is_normed: bool) -> bool:
+        """Whether it knows such a matrix."""
+
+    def takes_experts(self, chosen: int) -> bool:
+        """Whether it knows so many experts of a token."""
+
+    def linear(
+        self, x_1K: torch.Tensor, weight_NK: BlockScaled, norm: tuple[torch.Tensor, float] | None, out_1N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """norm(x) @ weight.T, in `out_1N` if that is given."""
+
+    def swiglu(self, x_1K: torch.Tensor, weight_NK: BlockScaled, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor:
+        """silu(g) * u, where g and u are the halves of norm(x) @ weight.T."""
+
+    def add_(self, x_1K: torch.Tensor, weight_NK: BlockScaled, stream_1N: torch.Tensor) -> None:
+        """stream += x @ weight.T."""
+
+
 class Fp8Products(Protocol):
     """Products of a float8 matrix, which add up in float32."""
+
+    @property
+    def single(self) -> SingleFloat8 | None:
+        """For a single token, if there is something better than what follows."""
 
     def multiply(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
         """x @ weight.T in bfloat16."""
@@ -110,6 +136,9 @@ class TritonOps:
 
     def linear(self, x_TX: torch.Tensor | Normed, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(weight_DX, BlockScaled):
+            if (found := self._single_float8(x_TX, weight_DX)) is not None:
+                single_float8, x_1X, norm = found
+                return single_float8.linear(x_1X, weight_DX, norm, out_TD)
             y_TD = self._fp8.multiply(_rounded(x_TX), weight_DX)
             return y_TD if out_TD is None else out_TD.copy_(y_TD)
         if isinstance(x_TX, Normed):
@@ -122,6 +151,9 @@ class TritonOps:
 
     def swiglu(self, x_TX: torch.Tensor | Normed, weight_NX: Weight) -> torch.Tensor | GroupScaled:
         if isinstance(weight_NX, BlockScaled):
+            if (found := self._single_float8(x_TX, weight_NX)) is not None:
+                single_float8, x_1X, norm = found
+                return single_float8.swiglu(x_1X, weight_NX, norm)
             return swiglu_quantized(self.linear(x_TX, weight_NX))
         if isinstance(x_TX, Normed) and (single := x_TX.single()) is not None:
             return gemv_swiglu(single[0], weight_NX, single[1])
@@ -134,14 +166,19 @@ class TritonOps:
             values_TD = x_TD.values()
             logits_TE = self.linear(values_TD, experts.router_ED)
         if len(values_TD) == 1:
-            return SingleToken.of(values_TD, route(logits_TE, experts, real_T), experts)
+            own = self._fp8.single if isinstance(experts.gate_up, BlockScaled) else None
+            products: ExpertGemv = own if own is not None and own.takes_experts(experts.num_chosen) else expert_gemv
+            return SingleToken.of(values_TD, route(logits_TE, experts, real_T), experts, products)
         return Addends(sparse_swiglu(values_TD, logits_TE, experts, real_T))
 
     def add_product_(self, stream_TD: torch.Tensor, product: Product) -> torch.Tensor | None:
         """stream += the product, now (then this returns None) or when the addends (S, T, D) are added that this returns."""
         x_TX, weight_DX = product.input_TX, product.weight_DX
         if isinstance(weight_DX, BlockScaled):
-            return self._fp8.addends(_rounded(x_TX), weight_DX)
+            if (found := self._single_float8(x_TX, weight_DX)) is None:
+                return self._fp8.addends(_rounded(x_TX), weight_DX)
+            found[0].add_(found[1], weight_DX, stream_TD)
+            return None
         if len(x_TX) == 1:
             gemv_add_(x_TX, weight_DX, stream_TD)
         elif len(x_TX) <= self._split_tokens:
@@ -150,6 +187,17 @@ class TritonOps:
         else:
             stream_TD.addmm_(x_TX, weight_DX.t())
         return None
+
+    def _single_float8(
+        self, x_TX: Activation, weight: BlockScaled
+    ) -> tuple[SingleFloat8, torch.Tensor, tuple[torch.Tensor, float] | None] | None:
+        """For a single token: what multiplies, its values, and the norm that they lack if they lack one."""
+        single, is_normed = self._fp8.single, isinstance(x_TX, Normed)
+        if single is None or not single.takes(weight, is_normed):
+            return None
+        if is_normed:
+            return None if (found := x_TX.single()) is None else (single, *found)
+        return (single, x_TX, None) if isinstance(x_TX, torch.Tensor) and len(x_TX) == 1 else None
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # GEMM, bias and tanh-GELU in one kernel. On CUDA this op's GELU is the tanh one, on a CPU it would be the exact one.

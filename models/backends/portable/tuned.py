@@ -86,18 +86,19 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTil
 @dataclass(frozen=True, slots=True)
 class ExpertGemvTiles:
     """Of the experts' products of a single token. Gate and up: weights that a program fetches at once, warps, programs on each
-    multiprocessor; down: rows of a program, warps."""
+    multiprocessor; down: rows of a program, warps, experts whose weights are under way."""
 
     up_values: int
     up_warps: int
     programs: int
     down_rows: int
     down_warps: int
+    down_ahead: int
 
 
 EXPERT_GEMV = {  # by whether matrices are float8
-    False: ExpertGemvTiles(4096, 4, 8, 4, 2),
-    True: ExpertGemvTiles(8192, 4, 4, 4, 2),
+    False: ExpertGemvTiles(4096, 4, 8, 4, 2, 7),
+    True: ExpertGemvTiles(8192, 4, 4, 4, 2, 1),
 }
 
 
