@@ -1,4 +1,5 @@
-"""Compiles our CUDA kernels with FlashInfer's machinery: at their first use, once per head size, kept where it keeps its own kernels."""
+"""Compiles our CUDA kernels with FlashInfer's machinery: at their first use, those of attention once per head size, kept where it keeps its
+own kernels."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -6,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
+NO_HEADS = 0  # of a kernel that has nothing to do with heads
 
 
 @cache
-def load_kernel(name: str, head_dim: int = 0) -> Any:
-    """What `name`.cu beside this file exports, for heads of `head_dim` values if it has to do with heads. RuntimeError if the compiler
-    fails."""
+def load_kernel(name: str, head_dim: int) -> Any:
+    """What `name`.cu beside this file exports, for heads of `head_dim` values or NO_HEADS. RuntimeError if the compiler fails."""
     from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags  # which a CPU machine lacks
 
-    made, define = (f"{name}_{head_dim}", [f"-DHEAD_DIM={head_dim}"]) if head_dim else (name, [])
+    made, define = (name, []) if head_dim == NO_HEADS else (f"{name}_{head_dim}", [f"-DHEAD_DIM={head_dim}"])
     source = Path(__file__).with_name(f"{name}.cu")
     return gen_jit_spec(made, [source], extra_cuda_cflags=[*sm90a_nvcc_flags, *define]).build_and_load()
 
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
-    """All that a model needs: those that were never compiled are compiled at the same time. RuntimeError as `load_kernel`."""
+    """All that a model may need: those that were never compiled are compiled at the same time. RuntimeError as `load_kernel`."""
     names = ("prefill_attention", "flash_decoding", *(("fused_decoding",) if text_head_dim == FUSED_HEAD_DIM else ()))
-    kernels = [*((name, text_head_dim) for name in names), ("varlen_attention", vision_head_dim)]
+    kernels = [*((name, text_head_dim) for name in names), ("varlen_attention", vision_head_dim), ("float8_gemv", NO_HEADS)]
     with ThreadPoolExecutor(len(kernels)) as pool:
         list(pool.map(lambda kernel: load_kernel(*kernel), kernels))

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from models.backends.hopper.compile import load_kernel
+from models.backends.hopper.compile import NO_HEADS, load_kernel
 from models.backends.portable.launch import num_multiprocessors
 from models.layers.fp8 import BlockScaled, Weight
 
@@ -50,7 +50,7 @@ class Float8Gemv:
     """See `SingleFloat8`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._kernel: Kernel = load_kernel("float8_gemv")
+        self._kernel: Kernel = load_kernel("float8_gemv", NO_HEADS)
         self._num_multiprocessors = num_multiprocessors(device)
         self._no_norm = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._no_choice = torch.empty(0, dtype=torch.int32, device=device)

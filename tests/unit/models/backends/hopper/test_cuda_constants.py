@@ -12,14 +12,13 @@ from models.attention import units
 from models.backends.hopper import compile
 
 pytest.importorskip("triton")  # beside the kernels
-from models.backends.hopper import attention, flash_decoding
+from models.backends.hopper import attention, flash_decoding, float8_gemv
 
 FOLDER = Path(compile.__file__).parent
-SPLIT = (FOLDER / "flash_decoding.cu").read_text()
 
 
-def constant(name: str) -> int:
-    found = re.search(rf"\b{name} = (\d+)[,;]", SPLIT)
+def constant(name: str, source: str = "flash_decoding") -> int:
+    found = re.search(rf"\b{name} = (\d+)[,;]", (FOLDER / f"{source}.cu").read_text())
     assert found is not None, name
     return int(found[1])
 
@@ -34,11 +33,19 @@ def test_tokens_that_are_new_in_a_step() -> None:
     assert constant("kNewTokens") >= attention.MAX_SPLIT_TOKENS
 
 
+def test_tokens_that_the_float8_kernel_takes() -> None:
+    """What is more goes to other kernels: Python asks before it calls."""
+    lanes_of_four_warps, piece = 128, constant("kPiece", "float8_gemv")
+    assert constant("kPieces", "float8_gemv") * lanes_of_four_warps * piece == float8_gemv.MAX_NORMED
+    assert constant("kMaxWarps", "float8_gemv") == float8_gemv.MAX_CHOSEN
+
+
 def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
     compile.load_kernels(128, 72)
     text = [(f"{name}.cu", 128) for name in ("flash_decoding", "fused_decoding", "prefill_attention")]
+    text.insert(1, ("float8_gemv.cu", compile.NO_HEADS))
     assert sorted(loaded) == [*text, ("varlen_attention.cu", 72)]
     assert {name for name, _ in loaded} == {path.name for path in FOLDER.glob("*.cu")}
     loaded.clear()
