@@ -87,9 +87,9 @@ def parse_plain_jpeg(data: memoryview) -> PlainJpeg | None:
 
 
 def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(marker, payload) up to and including SOS; ends early where the structure is broken."""
-    position = 2
-    while position + 4 <= len(data) and data[position] == 0xFF:
+    """(marker, payload) up to and including SOS; ends early where the structure is broken, and behind MAX_SEGMENTS."""
+    position, num_left = 2, MAX_SEGMENTS
+    while num_left and position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
         if marker == 0xFF:  # fill bytes, of which the last one is the marker's
             run = FILL_BYTES.match(data, position)
@@ -101,7 +101,7 @@ def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
         if length < 2 or end > len(data):
             return
         yield marker, data[position + 4 : end]
-        position = end
+        position, num_left = end, num_left - 1
 
 
 def _note(header: _Header, marker: int, payload: bytes) -> bool:

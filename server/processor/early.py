@@ -35,7 +35,7 @@ class EarlyReads:
         self._worker = worker
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # least recently first
         self._rid = 0  # of the request whose first new image is worth it
-        self._is_armed = False
+        self._is_armed = self._is_urgent = False
         self._num_sent = 0
         self._lock = threading.Lock()  # also of the socket, which one thread at a time may use
 
@@ -44,7 +44,13 @@ class EarlyReads:
         worker has others to work for."""
         with self._lock:
             if rid != self._rid:
-                self._rid, self._is_armed = rid, is_idle
+                self._rid, self._is_armed, self._is_urgent = rid, is_idle, is_idle and self._worker is not None
+
+    def is_urgent(self) -> bool:
+        """Once for each request to an idle engine: the device has nothing to do until the image that came first is announced."""
+        with self._lock:
+            is_urgent, self._is_urgent = self._is_urgent, False
+            return is_urgent
 
     def announce(self, key: bytes, source: ImageSource) -> int:
         """The ticket under which rank 0 reads a plain JPEG of this fingerprint now; 0 if it does not."""

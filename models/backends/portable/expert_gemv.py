@@ -78,6 +78,7 @@ def _gate_up(
     """One program: every num_programs-th ROWS values of the chosen experts' SwiGLU. The next weights come while the last are multiplied."""
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     gate, up, gate_scales, up_scales = _fetch(
         matrices, scales, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, SCALES, ROWS, GROUPS, COLUMNS
     )  # fmt: skip
@@ -95,10 +96,25 @@ def _gate_up(
 
 
 @triton.jit
-def _of_choice(
+def _rows_of_choice(
+    matrices: tl.tensor,
+    chosen: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+) -> tl.tensor:
+    """Rows of the K-th choice's matrix (R, G, C), zeros if its expert is not ours."""
+    expert = tl.load(chosen + K)
+    place = matrices + (expert.to(tl.int64) * WIDTH + row)[:, None, None] * INNER + column[None, :, :]
+    return tl.load(place, (column < tl.where(expert < 0, 0, INNER))[None, :, :], 0.0)
+
+
+@triton.jit
+def _values_of_choice(
     inner: tl.tensor,
     inner_scales: tl.tensor,
-    matrices: tl.tensor,
     scales: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
@@ -109,14 +125,13 @@ def _of_choice(
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Rows of the K-th choice's matrix (R, G, C), and its values (G, C) times all that they are to be multiplied by: zeros if its expert
-    is not ours. The rows lie in one block of scales, and so do the C columns of each group.
+) -> tl.tensor:
+    """The K-th choice's values (G, C) times all that they are to be multiplied by: zeros if its expert is not ours.
+
+    The rows lie in one block of scales, and so do the C columns of each group.
     """
     expert, group = tl.load(chosen + K), tl.arange(0, column.shape[0])
     width = tl.where(expert < 0, 0, INNER)
-    place = matrices + (expert.to(tl.int64) * WIDTH + row)[:, None, None] * INNER + column[None, :, :]
-    factor = tl.load(place, (column < width)[None, :, :], 0.0)
     value = tl.load(inner + K * INNER + column, column < width, 0.0).to(tl.float32)
     weight = tl.where(expert < 0, 0.0, tl.load(weights + K).to(tl.float32))
     if SCALES:
@@ -125,7 +140,7 @@ def _of_choice(
         value *= (of_values * of_block * weight)[:, None]
     else:
         value *= weight
-    return factor, value
+    return value
 
 
 @triton.jit
@@ -151,23 +166,25 @@ def _down(
 ) -> None:
     """One program: ROWS of the WIDTH values that all chosen experts of ours give together, by the router's weights.
 
-    The weights of AHEAD choices are under way while those of one are multiplied.
+    The weights of AHEAD choices are under way while those of one are multiplied: the first before the kernel ahead, which alone writes
+    `inner`, has ended.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, GROUPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    fetched = ()
+    for k in tl.static_range(AHEAD):
+        fetched += (_rows_of_choice(matrices, chosen, row, column, k, WIDTH, INNER),)  # type: ignore[assignment]
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    fetched = ()
     total = tl.zeros((ROWS, GROUPS, COLUMNS), tl.float32)
-    for k in tl.static_range(CHOSEN + AHEAD):
-        if k < CHOSEN:
-            of_choice = _of_choice(
-                inner, inner_scales, matrices, scales, chosen, weights, scale_stride, row, column, k, WIDTH, INNER, SCALES
-            )  # fmt: skip
-            fetched += (of_choice,)  # type: ignore[assignment]
-        if k >= AHEAD:
-            total += fetched[k - AHEAD][0].to(tl.float32) * fetched[k - AHEAD][1][None, :, :]
+    for k in tl.static_range(CHOSEN):
+        if k + AHEAD < CHOSEN:
+            fetched += (_rows_of_choice(matrices, chosen, row, column, k + AHEAD, WIDTH, INNER),)  # type: ignore[assignment]
+        value = _values_of_choice(
+            inner, inner_scales, scales, chosen, weights, scale_stride, row, column, k, WIDTH, INNER, SCALES
+        )  # fmt: skip
+        total += fetched[k].to(tl.float32) * value[None, :, :]
     result = tl.sum(tl.sum(total, 2), 1)
     if ADD:
         result += tl.load(out + row).to(tl.float32)

@@ -97,7 +97,7 @@ class ExpertGemvTiles:
 
 
 EXPERT_GEMV = {  # by whether matrices are float8
-    False: ExpertGemvTiles(4096, 4, 8, 4, 2, 7),
+    False: ExpertGemvTiles(4096, 4, 8, 4, 2, 3),
     True: ExpertGemvTiles(8192, 4, 4, 4, 2, 1),
 }
 

@@ -45,6 +45,21 @@ def test_a_busy_engine_is_left_alone(early: EarlyReads, sent: list[Prefetch]) ->
     assert early.announce(b"a", SOURCE) == 0 and not sent
 
 
+def test_what_is_urgent_is_so_once() -> None:
+    """Red if an idle engine's event loop takes up more than one image of a request, or any where no GPU waits."""
+    worker: Any = SimpleNamespace(send=lambda message: None)
+    early, without = EarlyReads(worker, GEOMETRY), EarlyReads(None, GEOMETRY)
+    assert not early.is_urgent()
+    for rid in (1, 2):
+        early.arm(rid, is_idle=True)
+        without.arm(rid, is_idle=True)
+        assert [early.is_urgent(), early.is_urgent(), without.is_urgent()] == [True, False, False]
+        early.arm(rid, is_idle=True)  # what else comes of the same request
+        assert not early.is_urgent()
+    early.arm(3, is_idle=False)
+    assert not early.is_urgent()
+
+
 def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch]) -> None:
     early.arm(1, is_idle=True)
     assert early.announce(b"a", ImageSource("jpeg", Region(1, 0, 1000), 8000, 8000)) == 0

@@ -14,12 +14,15 @@ import pytest
 from PIL import Image, ImageOps
 
 from engine.arena import ArenaFull, ArenaTooSmall
+from engine.config import EngineConfig
 from engine.messages import MediaRef
-from engine.plain_jpeg import parse_plain_jpeg
+from engine.plain_jpeg import MAX_SEGMENTS, parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor import image as image_module
 from server.processor import inspect
+from server.processor.image import Image as ServerImage
+from server.processor.inspect import Allowance
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
 
@@ -134,6 +137,33 @@ async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loadin
             assert announced.ticket == ticket and announced.source.region == image.source.region
             assert announced.grid == image.grid
     assert hashed_behind == [1, 1, 2]
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Loading, is_idle: bool) -> None:
+    """Red if rank 0 hears of it only when a thread has begun, if a busy engine's event loop decodes images, or if it reads other bytes."""
+    data = PLAIN["4:2:0"]
+    held = threading.Event()
+    for _ in range(EngineConfig().media_pool_size):
+        loading.tools.media_pool.submit(held.wait)
+    loading.tools.early.arm(1, is_idle)
+    image = ServerImage(loading.tools, loading.body(base64.b64encode(data)))
+    image.start()
+    assert len(loading.announced) == is_idle
+    held.set()
+    await image.load(0, loading.body(base64.b64encode(data)), Allowance(loading.max_request_pixels, 8))
+    assert (image.source.ticket, loading.bytes_of(image), len(loading.announced)) == (int(is_idle), data, int(is_idle))
+    await image.release()
+
+
+@pytest.mark.parametrize("data", [PLAIN["4:2:0"][:-20], PLAIN["4:2:0"][:40], DECODED["png"][:60], b"", b"no image"])
+async def test_an_image_in_a_hurry_is_refused_in_the_same_words(loading: Loading, data: bytes) -> None:
+    """Red if what is wrong with an image depends on whether the engine is idle."""
+    ref = loading.body(base64.b64encode(data))
+    calm = await loading.refusal(ref)
+    loading.tools.early.arm(1, is_idle=True)
+    hurried = await loading.refusal(ref)
+    assert hurried.info == calm.info and not loading.announced
 
 
 @pytest.mark.parametrize("orientation", [*range(1, 9), 0, 9])
@@ -367,6 +397,8 @@ def test_headers_that_are_not_plain() -> None:
         if position in (frame + 6, frame + 5):
             damaged[frame + 5 : frame + 7] = b"\0\0"
         assert parse_plain_jpeg(memoryview(bytes(damaged))) is None, (position - frame, value)
+    comments = bytes(data[:2]) + b"\xff\xfe\x00\x02" * MAX_SEGMENTS  # which the event loop would have to walk
+    assert parse_plain_jpeg(memoryview(comments + bytes(data[2:]))) is None
 
 
 @pytest.mark.parametrize(("transform", "encoding"), [(1, "jpeg"), (0, "rgb"), (2, "rgb")])
