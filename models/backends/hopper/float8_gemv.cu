@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
     if (expert < 0) return;
     row += static_cast<int64_t>(expert) * (kGated ? 2 : 1) * params.num_out;
   }
-  Tile<8> tile;
+  Tile<kSplits == kWarps ? 8 : 4> tile;  // all weights of the smaller grids; those of more tiles leave room for the kernel behind
   tile.begin(params.weight + row * params.width, below, params.width, first, end, lane);
   float* const own = scales + tile_of_warp * 2 * layout.groups;
   for (int i = split * 32 + lane; i < 2 * layout.groups; i += 32 * kSplits) {
