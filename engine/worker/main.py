@@ -25,17 +25,20 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 1.0
+PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and until that is tried again in vain
 SPIN_S = 20e-6
 
 
 def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | StepResult], stopping: StopFlag, heart: Heart) -> None:
     """The loop: a step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
+    timeout_s = IDLE_POLL_S
     while not stopping.is_set():
         if not pending:
             heart.note("idle")
-        plan = plans.recv_ready() if pending else plans.recv(timeout=IDLE_POLL_S)
+        plan = plans.recv_ready() if pending else plans.recv(timeout=timeout_s)
+        if plan is not None:
+            timeout_s = PAUSE_S
         if isinstance(plan, Prefetch):
             heart.note("images")
             runner.prefetch(plan)
@@ -45,8 +48,11 @@ def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | St
             heart.note("step")
         if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
             results.send(pending.popleft().result())
-        elif plan is None and not runner.use_spare_time(is_busy=bool(pending)) and pending:
-            time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
+        elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
+            if pending:
+                time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
+            else:
+                timeout_s = IDLE_POLL_S
 
 
 def take_device(child: Child, rank: int) -> torch.device:
