@@ -16,6 +16,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # CUDA's programming guide
 FLOAT8_FROM = 89
+SPECIALISED = {  # integers of a model, or of a kernel that has one token
+    ("_route", "first"),
+    ("_route", "num_experts"),
+    ("_down", "scale_stride"),
+    ("_rms_norm", "addend_size"),  # tokens times the width, which is a multiple of 16
+}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -183,8 +189,7 @@ def launch_attention(capability: int) -> None:
     attention.run(0, step.q)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
+def launch_all(capability: int) -> None:
     launch_text()
     launch_tower()
     launch_sampling()
@@ -195,6 +200,11 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
     if capability >= FLOAT8_FROM:
         launch_float8()
         launch_experts(capability, is_float8=True)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
+    launch_all(capability)
     assert len({launch.name for launch in launches}) >= 10
     for launch in launches:
         launch.options["OVERLAP"] = capability >= 90
@@ -202,6 +212,18 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
         assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
         assert len(compiled.asm["cubin"]) and f".target sm_{capability}" in compiled.asm["ptx"], launch.name
         assert ("griddepcontrol" in compiled.asm["ptx"]) <= (capability >= 90), launch.name
+
+
+def test_no_kernel_is_compiled_for_a_number_of_tokens(launches: list[Launch]) -> None:
+    """Red if an integer that changes from step to step is specialised: Triton makes another kernel for a 1, and for multiples of 16, so that
+    some step would wait for a compiler."""
+    launch_all(90)
+    specialised = set()
+    for launch in launches:
+        bound = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
+        of_kernel = [p for p in launch.kernel.params if not p.name.isupper() and not p.do_not_specialize]
+        specialised |= {(launch.name, p.name) for p in of_kernel if type(bound[p.name]) is int}
+    assert specialised == SPECIALISED and len(launches) >= 40
 
 
 def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +243,7 @@ def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    launch_text()
-    launch_tower()
-    launch_sampling()
-    launch_exchange()
-    launch_transfers()
-    launch_attention(90)
-    launch_experts(90, is_float8=True)
+    launch_all(90)
     said: list[str] = []
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: said.append("compiled"))
