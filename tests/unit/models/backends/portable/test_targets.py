@@ -215,8 +215,8 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
 
 
 def test_no_kernel_is_compiled_for_a_number_of_tokens(launches: list[Launch]) -> None:
-    """Red if an integer that changes from step to step is specialised: Triton makes another kernel for a 1, and for multiples of 16, so that
-    some step would wait for a compiler."""
+    """Red if an integer that changes from step to step is specialised: Triton makes another kernel for a 1, and for multiples of 16, so
+    that some step would wait for a compiler."""
     launch_all(90)
     specialised = set()
     for launch in launches:
