@@ -59,6 +59,7 @@ def test_files_that_are_not_what_they_claim(engine: Engine) -> None:
 @contextlib.contextmanager
 def others_take_the_memory(device: int) -> Iterator[None]:
     """All but little of what is free on `device` is taken by this process."""
+    torch.cuda.empty_cache()  # what earlier tests left in this process would serve as ballast, and nothing be taken
     free = torch.cuda.mem_get_info(device)[0]
     ballast = torch.empty(max(0, free - SPARE_BYTES), dtype=torch.uint8, device=torch.device("cuda", device))
     try:
