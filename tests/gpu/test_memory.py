@@ -69,3 +69,4 @@ def test_what_was_planned_is_all_there_is(request: pytest.FixtureRequest) -> Non
     print(f"{free / GIB:.2f} GiB were free, {(free - least) / GIB:.2f} were used")
     assert (free - least) / free < SHARE + 0.03  # CUDA's own part of a process is there before the worker looks
     del ballast
+    torch.cuda.empty_cache()
