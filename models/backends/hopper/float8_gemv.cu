@@ -128,15 +128,15 @@ struct Tile {
         if (step >= end) break;
         uint4 const* from = reinterpret_cast<uint4 const*>(token + step * kStep + lane % 4 * 16);
         uint4 const x = from[0], y = from[1];
-        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
         multiply_halves(c, to_halves(a[i].x), to_halves(b[i].x), x.x, x.y);
-        multiply_halves(c, to_halves(a[i].y), to_halves(b[i].y), x.z, x.w);
+        multiply_halves(d, to_halves(a[i].y), to_halves(b[i].y), x.z, x.w);
         multiply_halves(c, to_halves(a[i].z), to_halves(b[i].z), y.x, y.y);
-        multiply_halves(c, to_halves(a[i].w), to_halves(b[i].w), y.z, y.w);
+        multiply_halves(d, to_halves(a[i].w), to_halves(b[i].w), y.z, y.w);
         load(i, step + kAhead);
         int const group = step / (kGroup / kStep);
-        totals.x += c[0] * (units[group] * upper_scales[group]);
-        totals.y += c[2] * (units[group] * lower_scales[group]);
+        totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
+        totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
       }
     }
     return totals;

@@ -31,8 +31,9 @@ struct Params {
   float const* cos_sin;  // null: queries are made, and the new keys and values are in the pool
   BFloat16 *k, *v, *out;
   int64_t const* slots;
-  int2 const* rows;  // keys of a row with the new one, and where its pages begin
+  int2 const* rows;  // keys of a row with the new one, and where its pages begin: those of the first at 0
   int const* pages;
+  int num_pages;     // that can be read, not only those of the rows
   int num_heads, kv_heads, heads_in_row;  // of queries, of keys, and of `qkv`
   int log2_group, log2_page;
   float eps, scale_log2;
@@ -99,19 +100,20 @@ __device__ __forceinline__ uint32_t address_in(int rank, void const* mine) {
 // A tile of one KV head's keys and values in a warp's registers, 64 a lane.
 struct Tile {
   Params const& params;
-  int const length, head, lane;
-  int const* const pages;
+  int const length, begin, head, lane;
   int page[2];  // of eight keys each: a page has no fewer
   uint4 k[2][4];  // of keys lane / 4 and 8 more, values lane % 4 * 8 and 32, 64, 96 more
   uint4 v[4][2];  // of keys lane % 4 * 2, one more, 8 and 9 more, values lane / 4 * 8 and 64 more
 
-  __device__ __forceinline__ Tile(Params const& params, int2 row, int head, int lane)
-      : params(params), length(row.x), head(head), lane(lane), pages(params.pages + row.y) {}
+  __device__ __forceinline__ Tile(Params const& params, int row, int head, int lane)
+      : params(params), length(__ldg(&params.rows[row].x)), begin(row ? __ldg(&params.rows[row].y) : 0), head(head), lane(lane) {}
 
-  // Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  // Without a look at the row's length: what is found behind its end is not used.
   __device__ __forceinline__ void find_pages(int tile) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) page[half] = __ldg(pages + (min(tile * kTile + 8 * half, length - 1) >> params.log2_page));
+    for (int half = 0; half < 2; ++half) {
+      page[half] = __ldg(params.pages + min(begin + ((tile * kTile + 8 * half) >> params.log2_page), params.num_pages - 1));
+    }
   }
 
   __device__ __forceinline__ int64_t place(int key, int half) const {
@@ -123,7 +125,9 @@ struct Tile {
 
   __device__ __forceinline__ int key_of_v(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
+  // Before the values. Keys behind the end are masked, and are read from a page of the row's.
   __device__ __forceinline__ void load_keys(int tile) {
+    if (tile * kTile + 8 >= length) page[1] = page[0];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       BFloat16 const* const from = params.k + place(tile * kTile + key_of_k(half), half) + lane % 4 * 8;
@@ -297,14 +301,18 @@ __device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, 
   int const group = 1 << log2_group, num_quads = group * kHeadDim / 4, share = num_quads / kSplits;
   auto top_of = [&](int head) {
     float top = kLowest;
-    for (int warp = 0; warp < num_warps; ++warp) top = fmaxf(top, shared.warp_top[warp][head]);
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp)
+      if (warp < num_warps) top = fmaxf(top, shared.warp_top[warp][head]);
     return top;
   };
   for (int i = 32 * kWarps - 1 - threadIdx.x; i < group * kSplits; i += 32 * kWarps) {  // by threads that have less of the rest
     int const head = i & (group - 1), to = i >> log2_group;
     float const top = top_of(head);
     float sum = 0;
-    for (int warp = 0; warp < num_warps; ++warp) sum += shared.warp_sum[warp][head] * exp2f(shared.warp_top[warp][head] - top);
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp)
+      if (warp < num_warps) sum += shared.warp_sum[warp][head] * exp2f(shared.warp_top[warp][head] - top);
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(to, &shared.tops[rank][head])), "f"(top) : "memory");
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(to, &shared.sums[rank][head])), "f"(sum) : "memory");
   }
@@ -312,7 +320,9 @@ __device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, 
     int const head = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
     float const top = top_of(head);
     float4 total = {0, 0, 0, 0};
-    for (int warp = 0; warp < num_warps; ++warp) {
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (warp >= num_warps) break;
       float const factor = exp2f(shared.warp_top[warp][head] - top);
       float4 const x = *reinterpret_cast<float4 const*>(shared.part + (warp * group + head) * kPartStride + column);
       total.x += factor * x.x, total.y += factor * x.y, total.z += factor * x.z, total.w += factor * x.w;
@@ -347,16 +357,17 @@ __device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> c
 template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__ Params const params) {
   constexpr int kStep = kSplits * kWarps;  // tiles at once
+  constexpr bool kWaits = kWarps == 8 && kSplits == 8;  // with the kernel behind: what it asks for would hold up our keys and values
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: others may write to its memory
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x, group = 1 << params.log2_group;
-  Tile tile(params, __ldg(params.rows + blockIdx.z), blockIdx.y, lane);
-  int const num_tiles = (tile.length + kTile - 1) / kTile;
   int number = rank + kSplits * warp;
+  Tile tile(params, blockIdx.z, blockIdx.y, lane);
+  tile.find_pages(number);
+  int const num_tiles = (tile.length + kTile - 1) / kTile;
   bool const has_tiles = number < num_tiles;
   if (has_tiles) {
-    tile.find_pages(number);
     tile.load_keys(number);
     tile.load_values(number);
     tile.find_pages(number + kStep);
@@ -366,10 +377,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__
     reinterpret_cast<uint32_t*>(shared.q[group + i / kHalf])[i % kHalf] = 0;
   }
   wait_for_kernel_ahead();
-  launch_kernel_behind();
+  if constexpr (!kWaits) launch_kernel_behind();
   int const num_made = params.cos_sin ? group + 2 : group;
   for (int i = warp; i < num_made; i += kWarps) make_head(params, shared, rotation, i, rank == 0, lane);
   __syncthreads();
+  if constexpr (kWaits) launch_kernel_behind();
   if (has_tiles) {
     Found<kHeadTiles> found;
     while (true) {
@@ -420,7 +432,7 @@ Params params_of(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi:
   TVM_FFI_ICHECK(group * kv_heads == num_heads && group <= 2 * kHeads && page_size >= 8 && k.size(2) == kHeadDim);
   Params params{};
   params.qkv = values_of<BFloat16>(qkv), params.k = values_of<BFloat16>(k), params.v = values_of<BFloat16>(v), params.out = values_of<BFloat16>(out);
-  params.rows = values_of<int2>(rows), params.pages = static_cast<int const*>(pages.data_ptr());
+  params.rows = values_of<int2>(rows), params.pages = values_of<int>(pages), params.num_pages = static_cast<int>(pages.size(0));
   params.num_heads = num_heads, params.kv_heads = kv_heads, params.heads_in_row = static_cast<int>(qkv.size(1));
   params.log2_group = log2_of(group), params.log2_page = log2_of(page_size);
   params.scale_log2 = static_cast<float>(M_LOG2E / std::sqrt(static_cast<double>(kHeadDim)));

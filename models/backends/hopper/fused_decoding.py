@@ -84,8 +84,8 @@ class FusedDecoding:
         plan_on_device(self, layout)
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s]:
-        """(R, ROW_FIELDS): keys of a row, its new one included, and where its pages begin."""
-        assert len(layout.kv_lens_cpu) == self._num_rows and len(layout.pages) <= self.max_pages
+        """(R, ROW_FIELDS): keys of a row, its new one included, and where its pages begin: the first row's at 0."""
+        assert len(layout.kv_lens_cpu) == self._num_rows and len(layout.pages) <= self.max_pages and layout.page_indptr_cpu[0] == 0
         return (np.stack((layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()[:-1]), axis=1),)
 
     def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
