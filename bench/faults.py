@@ -79,6 +79,9 @@ async def engine(flags: Sequence[str] = ()) -> AsyncIterator[tuple[Process, str]
         children = list(roles_of(process.pid).values())
         yield process, match[1]
     finally:
+        with contextlib.suppress(ProcessLookupError, TimeoutError):  # of itself, if it can: killed, it leaves its run directory
+            process.terminate()
+            await asyncio.wait_for(process.wait(), END_S)
         for pid in {*children, process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,11 +89,12 @@ class Engine:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """For the end of a failed test."""
+        """For the end of a failed test, or of one that leaves a process stopped: nobody is left to remove the run directory."""
         for pid in [*self.children, self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _await_ready(self) -> str:
         found: list[str] = []
@@ -110,7 +112,9 @@ class Engine:
         while not found:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
-                raise AssertionError(f"the engine did not start\n{self.log()[-6000:]}")
+                log = self.log()
+                self.log_path.unlink()
+                raise AssertionError(f"the engine did not start\n{log[-6000:]}")
             time.sleep(0.02)
         return found[0]
 

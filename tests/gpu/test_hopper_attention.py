@@ -91,7 +91,7 @@ SINGLE = [[1], [2], [16], [17], [129], [1138], [2049], [2100], [40_000], [1, 700
 @pytest.mark.parametrize("page", [8, 16, 256])
 def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page: int) -> None:
     """Against the kernel that makes and stores them and float64; then with made heads. The new value has an infinity, keys behind the end
-    are NaN, some of the same from a plan again."""
+    are NaN, what lies behind the pages of the last row is none, some of the same from a plan again."""
     for lengths in SINGLE:
         step = Step.build(lengths, heads, 128, page).with_finite_values().to(DEVICE, torch.bfloat16)
         layout, (num_heads, kv_heads) = step.layout, heads
@@ -109,6 +109,8 @@ def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page
         ours, theirs = (tuple(part.clone() for part in step.pool) for _ in range(2))
         q = norm_rope_store(new.qkv_TX, new.q_weight_K, new.k_weight_K, new.eps, new.cos_sin_TK, (theirs[0], theirs[1]), slots)
         expected = replace(step, pool=(theirs[0], theirs[1]), q=q).expected()
+        no_pages = layout.pages.new_full((16,), 1 << 30)
+        layout = replace(layout, pages=torch.cat((layout.pages, no_pages)))
         backend = FusedDecoding([(ours[0], ours[1]), (theirs[0], theirs[1])], num_heads, len(lengths), len(layout.pages))
         backend.plan(layout)
         first, again, made = backend.run_fused(0, new), backend.run_fused(0, new), backend.run(1, q)

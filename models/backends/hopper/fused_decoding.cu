@@ -357,7 +357,9 @@ __device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> c
 template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__ Params const params) {
   constexpr int kStep = kSplits * kWarps;  // tiles at once
-  constexpr bool kWaits = kWarps == 8 && kSplits == 8;  // with the kernel behind: what it asks for would hold up our keys and values
+  // Whether the kernel behind waits for the new heads: the weights that it asks for would hold up our keys and values. Measured for clusters of
+  // eight blocks: with sixteen warps, those of four KV heads, products of float8 behind lose more than attention wins.
+  constexpr bool kWaits = kWarps == 8 && kSplits == 8;
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: others may write to its memory
