@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' uses GPUs if there are any"] = "auto"
     backend: Annotated[
-        Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest that this machine supports; 'torch' is the slow reference"
+        Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     dp: Annotated[
