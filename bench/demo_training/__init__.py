@@ -1,1 +1,1 @@
-"""How the demo model was made: drawing, packing, training, export. In a clone only: the wheel carries none of it."""
+"""Training of the demo model: drawing, packing, training, export. In a clone only: the wheel does not carry it."""
