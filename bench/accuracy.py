@@ -1,6 +1,6 @@
-"""Asks a running server freshly drawn questions and counts right answers: `python -m bench.accuracy --url ... --questions 500`.
+"""Asks a running server freshly drawn questions and counts correct answers: `python -m bench.accuracy --url ... --questions 500`.
 
-Works with any OpenAI-compatible URL that serves the demo model. Run by hand; the e2e tests use `ask_server` with a few dozen questions.
+Works with any OpenAI-compatible URL that serves the demo model. The e2e tests use `ask_server` with a few dozen questions.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DEFAULT_TASKS = ("number", "list", "colour", "shape", "which", "count")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the server said to one question; `error` is set where it said nothing, which counts as wrong."""
+    """The answer to one question; without an answer `error` is set, which counts as wrong."""
 
     seed: int
     task: str

@@ -1,9 +1,9 @@
-"""Where the time to first token went: consecutive parts that add up to it, the client's own apart. Used by probe and multiturn.
+"""The parts of the time to first token: consecutive, adding up to it, with the client's own part separate.
 
     started ──client──▶ sent ──transfer──▶ received ──prepare, queue, launch, prefill, sample, reply──▶ first text     rest: in none of them
 
-`received` is on the server's clock. A body is under way at least until the kernel has taken its last byte, which the client sees, and at
-least as long as the server reads it; the longer of the two is the transfer, so that parts of two clocks never count twice.
+`received` is on the server's clock. The transfer is the longer of two times: until the kernel has taken the last byte (client's clock),
+and the server's reading time. So parts of two clocks never count twice.
 """
 
 import statistics
@@ -16,7 +16,7 @@ STAGES = ("prepare_ms", "queue_ms", "launch_ms", "prefill_ms", "sample_ms", "rep
 
 
 def breakdown(answer: Answer) -> dict[str, float]:
-    """The parts of one request's TTFT in milliseconds. Of a server that tells no stages all after the transfer is `rest_ms`."""
+    """The parts of one request's TTFT in milliseconds. If the server reports no stages, everything after the transfer is `rest_ms`."""
     sending = 1e3 * (answer.written - answer.sent) if answer.written else 0.0
     parts = {"client_ms": 1e3 * (answer.sent - answer.started), "transfer_ms": max(sending, answer.timings.get("receive_ms", 0.0))}
     parts |= {name: answer.timings[name] for name in STAGES if name in answer.timings}
@@ -40,6 +40,6 @@ def part_names(points: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def part_cells(point: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """The parts of a point for a table; empty where it has none."""
+    """The parts of a point for a table; an empty cell for a missing part."""
     parts = point.get("parts_ms", {})
     return [f"{parts[f'{name}_ms']:.1f}" if f"{name}_ms" in parts else "" for name in names]

@@ -1,4 +1,4 @@
-"""A streaming chat request against any OpenAI-compatible URL, timed token by token. Called by probe, load and multiturn."""
+"""A streaming chat request against any OpenAI-compatible URL, timed token by token."""
 
 import json
 import time
@@ -101,7 +101,7 @@ class ChatClient:
             return str((await response.json())["data"][0]["id"])
 
     async def version(self) -> dict[str, Any]:
-        """What the server says of itself; empty if it has no such page."""
+        """The server's /version; empty if it has none."""
         async with self._session.get(f"{self._base}/version") as response:
             return dict(await response.json()) if response.status == 200 else {}
 

@@ -1,10 +1,10 @@
-"""A signal to each process of an engine in each phase of a request: what becomes of the client, the engine and what it leaves behind.
+"""Sends a signal to each process of an engine in each phase of a request, and checks the client, the engine and what is left behind.
 
     python -m bench.faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP [--flags "--kv-cache-memory-bytes 1G"]
 
 Serves the demo model, a fresh engine for every case. SIGKILL and SIGTERM of a part must end everything with an exit code other than 0
 within 15 s, and with an answer to the client unless it was the api; SIGTERM of the launcher ends all cleanly. SIGSTOP must show in
-`/health` within 10 s; after `--pause` seconds the process goes on, and so must the engine.
+`/health` within 10 s; after `--pause` seconds the process continues, and the engine must continue too.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def large_png() -> str:
 
 
 def body_of(phase: str) -> bytes:
-    """A request that is in this phase a moment after it was begun, for a while."""
+    """A request that reaches this phase quickly and stays in it for a while."""
     images = {"media": [large_png()], "tower": [data_uri(jpeg) for jpeg in make_jpegs(0, 8, "720p", "smooth")], "upload": [large_png()]}
     text = text_of(2500 if phase == "prefill" else 8, 1)
     return json.dumps(chat_body("demo", [user_message(images.get(phase, []), text)], 3000 if phase == "decode" else 64)).encode()
@@ -67,7 +67,7 @@ def body_of(phase: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def engine(flags: Sequence[str] = ()) -> AsyncIterator[tuple[Process, str]]:
-    """A running one and its address; whatever happened, nothing of it is left."""
+    """A running engine and its address; it is removed completely at the end."""
     command = [sys.executable, "-m", "engine.serve", "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
     process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
@@ -117,7 +117,7 @@ async def health(url: str) -> int:
 
 
 async def seconds_until(url: str, is_well: bool, limit: float) -> float | None:
-    """Until health is so; None if it never was."""
+    """Seconds until `/health` has this status; None if it never has."""
     started = time.monotonic()
     while time.monotonic() - started < limit:
         if (await health(url) == 200) == is_well:
@@ -127,7 +127,7 @@ async def seconds_until(url: str, is_well: bool, limit: float) -> float | None:
 
 
 async def case(role: str, phase: str, name: str, pause: float, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """One signal, and what came of it."""
+    """Sends one signal and returns the outcome."""
     async with engine(flags) as (process, url):
         pids = roles_of(process.pid)
         client = asyncio.create_task(ask(url, body_of(phase), phase == "upload"))

@@ -93,7 +93,7 @@ class Bench:
         self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())
 
     def prefill(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
-        """Two steps ahead, as the scheduler and the worker do it between them; afterwards what the worker does when it is idle."""
+        """Plans two steps ahead, as scheduler and worker do; afterwards runs the worker's idle work."""
         self._core.add(*self._request(rid, jpegs, resolution))
         pending: deque[LaunchedStep] = deque()
         while self._core.num_requests:

@@ -2,7 +2,7 @@
 
     python -m bench.load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
 
-Every request has fresh images and its own text; a client sends its next request when its last answer has ended.
+Every request has fresh images and its own text; a client sends its next request after its last answer.
 """
 
 import argparse

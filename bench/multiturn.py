@@ -4,8 +4,8 @@
     python -m bench.multiturn --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
     python -m bench.multiturn --url http://127.0.0.1:8000 --repeat 32
 
-The second form sends the same questions twice: about fresh images each (cold), then about one document that is as new to the server.
-The last form sends one request of that many images several times. A server that has seen the seed's pictures is not cold: take another.
+The second form sends the same questions twice: each about fresh images (cold), then all about one new document.
+The last form sends one request with that many images several times. For a cold server use a seed that it has not seen.
 """
 
 import argparse
@@ -79,7 +79,7 @@ async def conversations(client: ChatClient, model: str, args: argparse.Namespace
 
 
 async def document(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Questions about one document, cold (fresh images for each) and shared (the same images); what the shared ones gain in throughput."""
+    """Questions about one document, cold (fresh images for each) and shared (the same images), and the gain in throughput."""
     rows = []
     shared = images(args, 1, args.document)
     for name in ("cold", "shared"):

@@ -1,9 +1,9 @@
-"""More requests than the server can serve: what it still serves, whom it refuses, and how long those wait whom it does not.
+"""Sends more requests than the server can serve: how many it serves and refuses, and how long the served ones wait.
 
     python -m bench.overload --url http://127.0.0.1:8000 --concurrency 8 --seconds 300 --pid LAUNCHER
 
-First a closed loop of `--concurrency` clients says what can be served; then `--factor` times as many requests a second come, whatever
-becomes of them. `--pid` is the launcher's process, for memory. Start the server with `--max-queued-requests` of a few times the clients.
+A closed loop of `--concurrency` clients measures the capacity; then `--factor` times as many requests per second are sent, at a fixed
+rate. `--pid` is the launcher's process, for memory. Start the server with `--max-queued-requests` of a few times the clients.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Load:
 
 
 async def closed_loop(client: ChatClient, load: Load, concurrency: int, seconds: float) -> list[Answer]:
-    """So many clients, each of which asks again when it was answered."""
+    """Clients that each send their next request after an answer."""
     answers: list[Answer] = []
     end = time.perf_counter() + seconds
 
@@ -78,7 +78,7 @@ async def open_loop(client: ChatClient, load: Load, per_second: float, seconds: 
 
 
 async def watch_health(url: str, times: list[float]) -> None:
-    """Seconds of each answer, for ever; infinite for one that is not 200."""
+    """Records the time of each answer, until cancelled; infinite if it is not 200."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
         while True:
             started = time.perf_counter()

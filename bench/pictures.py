@@ -1,4 +1,4 @@
-"""Random JPEGs of the benchmarks' sizes, fresh for every request. Called by probe, load and multiturn.
+"""Random JPEGs of the benchmarks' sizes, fresh for every request.
 
 Uniform noise at quality 85 is the rule of the published image-limit probe (0.7 / 1.6 / 2.8 MB at 720p / 1080p / 2K): the worst case for
 every stage that touches bytes. Smooth noise at quality 90 is about half of that, nearer to photographs.

@@ -38,7 +38,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="fresh requests per point; the median is shown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all numbers here")
-    parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
     return parser.parse_args(argv)
 
 
@@ -105,25 +104,6 @@ def summary(points: list[dict[str, Any]], clock: str) -> str:
     return table(["size", "N", f"ttft ({clock} serialisation)", *names], rows) + f"\nlargest N answered: {limits}"
 
 
-def plot(points: list[dict[str, Any]], path: Path, title: str) -> None:
-    """TTFT over the number of images, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for resolution in dict.fromkeys(point["resolution"] for point in points):
-        good = [point for point in points if point["resolution"] == resolution and "error" not in point]
-        axes.plot([point["images"] for point in good], [point["ttft_ms"] for point in good], marker="o", label=resolution)
-    axes.set(xscale="log", yscale="log", xlabel="images in the request", ylabel="time to first token, ms", title=title)
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Entry point."""
     args = parse_args()
@@ -131,8 +111,6 @@ def main() -> None:
     print(summary(points, args.clock))
     if args.json:
         write_json(args.json, {"environment": environment(), "content": args.content, "points": points})
-    if args.plot:
-        plot(points, args.plot, f"{args.content} JPEGs, {OUTPUT_TOKENS} tokens out, one request at a time")
 
 
 if __name__ == "__main__":

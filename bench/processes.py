@@ -1,4 +1,4 @@
-"""The processes of an engine on this machine: which there are, and what memory they have. Used by `overload`, `soak` and `faults`."""
+"""The processes of an engine on this machine and their memory."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def roles_of(launcher: int) -> dict[str, int]:
 
 
 def own_memory(pid: int) -> int:
-    """Bytes that a process does not share: no arena, no library."""
+    """Private bytes of a process: without arenas and libraries."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -38,7 +38,7 @@ def own_memory(pid: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """There, and no zombie."""
+    """Exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

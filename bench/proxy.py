@@ -2,7 +2,7 @@
 
     python -m bench.proxy --json proxy.json
 
-It starts the proxy and, behind it, a replica that computes nothing: processes of their own on this machine, which want a core each.
+It starts the proxy and a replica that computes nothing, as separate processes that need a core each.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def replica(pipe: Connection) -> None:
-    """Says when the first bytes of a body came and when its last; answers `GET /chunks/N` by so many chunks. A process of its own."""
+    """Reports when the first and the last byte of a body arrived; answers `GET /chunks/N` with N chunks. A separate process."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     pipe.send(listener.getsockname()[1])
     while True:

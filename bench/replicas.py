@@ -1,4 +1,4 @@
-"""Several engines behind the affinity proxy, with the demo model: are answers right, is work shared evenly, is every image encoded once?
+"""Several engines behind the affinity proxy with the demo model: are answers correct, is the load even, is every image encoded once?
 
     python -m engine.serve --dp 2 &
     python -m bench.replicas --url http://127.0.0.1:8000 --json replicas.json
@@ -29,7 +29,7 @@ STATISTICS_S = 2.5  # engines publish theirs once a second
 
 
 async def asked(url: str, items: list[Question], rounds: int, concurrency: int) -> list[tuple[int, Result]]:
-    """Numbers of questions, and what was said."""
+    """Numbers of questions, and the answers."""
     waiting = iter(enumerate(items))
     results = []
     async with ChatClient(url) as client:
@@ -45,7 +45,7 @@ async def asked(url: str, items: list[Question], rounds: int, concurrency: int) 
 
 
 async def engines(url: str) -> dict[str, dict[str, float]]:
-    """What came to each engine until now, and what it did."""
+    """Requests and encoded images of each engine so far."""
     await asyncio.sleep(STATISTICS_S)
     found = {}
     async with aiohttp.ClientSession() as session:

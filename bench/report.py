@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its numbers: where they came from. Tables for people, JSON for later."""
+"""The origin that every benchmark stores beside its numbers, and tables and JSON files of results."""
 
 import importlib.metadata
 import json

@@ -1,12 +1,12 @@
-"""Mixed traffic for a long time: text, new and known images, aborts; then whether memory stayed what it was and the engine is at rest.
+"""Mixed traffic for a long time (text, new and known images, aborts); then checks that memory has not grown and the engine is idle.
 
     python -m bench.soak --url http://127.0.0.1:8000 --minutes 30 --pid LAUNCHER
 
-A tenth of the requests is broken off. With `--traffic changed-image` each request has the same image but for a few pixels, so that every
-one is new to all caches (the load of vLLM's issue 35191), and none is broken off.
+A tenth of the requests is aborted. With `--traffic changed-image` each request has the same image with a few changed pixels, which is
+new to all caches (the load of vLLM's issue 35191), and none is aborted.
 
-Memory is each process's own; its growth is the median of the last sixth of the time against that of the sixth behind the warm-up, which is
-the first third. At rest the engine checks its own books and dies if they are wrong.
+Memory is each process's private memory. The warm-up is the first third of the time; growth compares the medians of the sixth after it and
+of the last sixth. An idle engine checks its own state and exits if it is inconsistent.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Traffic(ABC):
-    """Requests of a kind, and how they ended."""
+    """Requests of one kind, and how they ended."""
 
     aborted_part = 0.0
 
@@ -99,7 +99,7 @@ class Mixed(Traffic):
 
 
 class ChangedImage(Traffic):
-    """The same image in each request, but for a few pixels."""
+    """The same image in each request, with a few changed pixels."""
 
     def __init__(self, client: ChatClient, model: str, seed: int):
         super().__init__(client, model, seed)
@@ -126,7 +126,7 @@ async def sample_memory(pid: int, samples: dict[str, list[int]]) -> None:
 
 
 def growth(values: list[int]) -> float:
-    """In percent, as said above."""
+    """Growth in percent, as defined above."""
     sixth = max(1, len(values) // 6)
     return 100 * (median(values[-sixth:]) / median(values[2 * sixth : 3 * sixth]) - 1)
 

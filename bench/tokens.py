@@ -1,7 +1,7 @@
 """CPU time of the api and the processor for a streamed token: `python -m bench.tokens`, from a clone, on Linux, alone on the machine.
 
-Both are the real processes; a script in the scheduler's place sends a token to each of 64 streams at the pace of a decoding GPU, so that
-neither a model nor a client decides how many tokens come at once.
+Both are the real processes. A script in place of the scheduler sends a token to each of 64 streams at the rate of a decoding GPU, so that
+neither a model nor a client determines how many tokens arrive together.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Sends a request body of many megabytes without copying it on the way. Called by client.
+"""Sends a request body of many megabytes without copying it.
 
     object ──encode_into──▶ a buffer that is kept ──pieces of it──▶ the kernel
 
-What this avoids: a fresh buffer for every body, whose pages the kernel maps one by one; and one in which aiohttp joins headers and body.
+This avoids a fresh buffer for every body, whose pages the kernel maps one by one, and a copy in which aiohttp joins headers and body.
 """
 
 import time
@@ -25,7 +25,7 @@ class Upload(aiohttp.Payload):
         self.written = 0.0  # clock reading when the last byte was with the kernel; nobody reads the buffer after that
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Hands the pieces to the transport, each when the kernel has taken the one before."""
+        """Passes the pieces to the transport, each after the kernel has taken the previous one."""
         if writer.transport is not None:  # None: the connection is lost, which `write` reports
             writer.transport.set_write_buffer_limits(1)  # `drain` then waits for the kernel (with 0, uvloop's TLS would wait for ever)
         body = memoryview(self.buffer)
@@ -39,7 +39,7 @@ class Upload(aiohttp.Payload):
 
 
 class Uploads:
-    """Buffers of bodies that are not under way: as many as there ever were requests at once."""
+    """Buffers that are not in use: as many as the most requests at once."""
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []

@@ -38,102 +38,102 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     load_format: Annotated[
-        Literal["auto", "dummy"], "'dummy' makes weights up on the device, for benchmarks; an alias then needs no network"
+        Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"
     ] = "auto"
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto' is bfloat16 on GPUs and float32 on CPUs"] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto': bfloat16 on GPUs, float32 on CPUs"] = "auto"
     quantization: Annotated[
-        Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' is as the checkpoint says"
+        Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' follows the checkpoint"
     ] = "auto"
-    device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' takes GPUs if there are any"] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' uses GPUs if there are any"] = "auto"
     backend: Annotated[
-        Literal["auto", "hopper", "portable", "torch"], "who computes: 'auto' takes the fastest that this machine has; 'torch' is slow"
+        Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     dp: Annotated[
-        int, "engines, each with --tp GPUs and its share of CPUs and memory, behind a proxy that keeps an image on one; on the next ports"
+        int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"
     ] = 1
-    ep: Annotated[bool, "of a mixture of experts, each of the --tp workers has some experts whole instead of a share of every one"] = False
+    ep: Annotated[bool, "split a mixture of experts over the --tp workers by whole experts, not by width"] = False
     symmetric_memory: Annotated[
-        bool, "sum few tokens over the --tp GPUs through memory that they map from each other, where they can; else by NCCL"
+        bool, "sum small steps over the --tp GPUs in symmetric memory if they support it; else by NCCL"
     ] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
     api_key: Annotated[
-        str | None, "demand this bearer token; better told as ENGINE_API_KEY, which no list of processes shows; default: none"
+        str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"
     ] = None
-    api_key_file: Annotated[str | None, "file with further bearer tokens, one a line; those that begin with # are none"] = None
+    api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; lines that begin with # are comments"] = None
     metrics_port: Annotated[
-        int | None, "serve /metrics on this port of --host, to anybody who reaches it, instead of on --port, behind the key; 0 picks one"
+        int | None, "serve /metrics on this port of --host, without a key, instead of on --port; 0 picks a free one"
     ] = None
     allowed_hosts: Annotated[
-        str | None, "comma-separated names, as *.example.org, by which requests may call this server; default: any. Health has any name"
+        str | None, "comma-separated Host names that requests may use, such as *.example.org; /health accepts any; default: any"
     ] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
     ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
-    ssl_keyfile: Annotated[str | None, "its private key, if the certificate's file does not hold it"] = None
-    root_path: Annotated[str, "path that a proxy in front takes away, as /llm"] = ""
-    access_log: Annotated[bool, "one line of the log for every request"] = True
-    otlp_traces_endpoint: Annotated[str | None, "OpenTelemetry collector (URL) that gets a span for every request; default: none"] = None
+    ssl_keyfile: Annotated[str | None, "private key, if the certificate file does not contain it"] = None
+    root_path: Annotated[str, "path prefix that a proxy in front strips, such as /llm"] = ""
+    access_log: Annotated[bool, "log one line per request"] = True
+    otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
-    shutdown_timeout: Annotated[int, "seconds that running requests have to end after SIGTERM or Ctrl-C; a second one stops at once"] = 30
+    shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once"] = 30
     wedge_timeout: Annotated[
-        int, "seconds without progress after which the engine ends itself, for a supervisor to start it again; 0: it never does"
+        int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"
     ] = 120
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
     max_num_batched_tokens: Annotated[int, "tokens of one step"] = 8192
     max_num_mixed_tokens: Annotated[
-        int | None, "most prefill tokens of a step that also decodes: bounds how long streams stall; default: the device's"
+        int | None, "most prefill tokens of a step that also decodes: bounds how long streams stall; default: tuned for the device"
     ] = None
     mixed_step_tokens: Annotated[
         int | None,
-        "most tokens of a step that decodes and prefills, unless much more waits: lower favours streams, higher favours first tokens;"
-        " default: the device's for the model",
+        "most tokens of a step that decodes and prefills, unless many more wait: lower favours streams, higher favours first tokens;"
+        " default: tuned for the device and the model",
     ] = None
     max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
-    max_queued_requests: Annotated[int, "requests in the engine, running and waiting; one more is 503"] = 1024
-    max_queue_seconds: Annotated[int | None, "a request that waits longer for its first step is 503; default: it waits"] = None
-    request_timeout: Annotated[int | None, "seconds that any request may take, running too; default: what its field `timeout` says"] = None
-    prefix_cache: Annotated[bool, "keep the KV blocks of finished requests for prompts with the same beginning"] = True
+    max_queued_requests: Annotated[int, "requests in the engine, running and waiting; beyond it, 503"] = 1024
+    max_queue_seconds: Annotated[int | None, "longest wait for the first step, then 503; default: no limit"] = None
+    request_timeout: Annotated[int | None, "longest time of a request in seconds, waiting and running; default: its field `timeout`"] = None
+    prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[
-        int, "host memory, pinned on GPUs, for embeddings that leave the image cache; each of the --tp workers takes as much; 0: none"
+        int, "host memory (pinned with GPUs) for embeddings evicted from the image cache, for each worker; 0: none"
     ] = 0
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
-    gpu_memory: Annotated[int | None, "memory of each GPU to plan with; default: what it has, or with --plan that of usual cards"] = None
-    kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: what is left of the GPU's share, 512M on CPUs"] = None
-    num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, whatever fits (tests)"] = None
+    gpu_memory: Annotated[int | None, "memory of each GPU to plan with; default: what it has, or with --plan that of common cards"] = None
+    kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None
+    num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, even if more or fewer fit (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
-    plan: Annotated[bool, "only print what fits on GPUs: context, images, smaller steps; needs no GPU"] = False
+    plan: Annotated[bool, "print what fits on GPUs (context, images, step sizes) and exit; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
-    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "who decodes baseline JPEGs in the worker"] = "auto"
+    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "decoder of baseline JPEGs in the worker"] = "auto"
 
-    api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: a sixteenth of the memory, at most 1G"] = None
-    processor_arena_bytes: Annotated[int | None, "shared memory for images and token ids; default: an eighth of it, at most 2G"] = None
+    api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G"] = None
+    processor_arena_bytes: Annotated[int | None, "shared memory for images and token ids; default: 1/8 of the host's, at most 2G"] = None
     media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
     processing_pool_size: Annotated[int, "threads that decode images other than baseline JPEGs; on CPUs also JPEGs"] = max(
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
     body_timeout: Annotated[
-        int, "seconds that a request body may pause, and may take in all; longer if it comes at 32 KiB/s on average"
+        int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"
     ] = 30
     max_connections: Annotated[
-        int, "clients at once; for one more the longest idle is closed, and if none is, it is told the state of health and nothing else"
+        int, "clients at once; beyond it the longest idle connection is closed; if none is idle, only /health is answered"
     ] = 4096
     header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     max_images_per_request: Annotated[int, "images in one request"] = 128
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
-    max_decode_bytes: Annotated[int, "memory that images of more than 8 megapixels may take together while they are decoded"] = 2 * GIB
-    decode_timeout: Annotated[int, "seconds that one of those may take to decode"] = 30
+    max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
+    decode_timeout: Annotated[int, "seconds to decode one of those"] = 30
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
-    max_request_downloads: Annotated[int, "media items that one request fetches at once; 64 are fetched for all of them together"] = 8
+    max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
-    download_timeout: Annotated[int, "seconds for one item in all, redirects included"] = 30
-    download_pace_bytes: Annotated[int, "bytes a second on average, after 5 s, below which a download is given up"] = 16 * KIB
+    download_timeout: Annotated[int, "seconds for one item in total, redirects included"] = 30
+    download_pace_bytes: Annotated[int, "slowest download, in bytes per second on average after 5 s; below it, it fails"] = 16 * KIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
     allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (
         None

@@ -1,7 +1,7 @@
 """Sums of up to some thousand tokens over the ranks, in memory that the GPUs of a host map from each other. Made by the worker for
 `TensorParallel`; what is little enough goes by its `Exchange`.
 
-NCCL takes 12 us for one token over two H200s and 31 for 216, this 6 and 13; over four 113 and 78 for 1,138 (`bench/results/NOTES.md`). A
+NCCL takes 12 us for one token over two H200s and 31 for 216, this 6 and 13; over four 113 and 78 for 1,138. A
 step of the 8B model has 72 sums.
 """
 

@@ -1,4 +1,4 @@
-"""What a case is, and how long one call of it takes on the device. Used by the cases and by `__main__`."""
+"""A case, and the device time of one call of it."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this device was seen to do just now."""
+    """What this device achieved just before."""
 
     flops_per_s: float
     bytes_per_s: float

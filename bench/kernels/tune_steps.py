@@ -1,9 +1,9 @@
-"""Finds how long prompts alone should be padded, `LONG_PROMPTS` of `models/backends/hopper/tuned.py`, for one size after another.
+"""Finds the sizes to which pure prompts are padded, `LONG_PROMPTS` of `models/backends/hopper/tuned.py`, for one size after another.
 
     python -m bench.kernels.tune_steps 2B 4B 8B
 
-A matrix product takes in steps longer with more tokens, at numbers that hang together with all of its sizes and with what cuBLAS chooses:
-often a longer prompt takes less time than a shorter one. Times are of a layer's products with their norms, activation and residual.
+The time of a matrix product grows with the tokens in steps, which depend on all of its sizes and on the kernel that cuBLAS selects:
+a longer prompt often takes less time than a shorter one. Times are of a layer's products with their norms, activation and residual.
 """
 
 import argparse

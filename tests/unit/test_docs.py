@@ -1,6 +1,7 @@
 """The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from bench import tables
 from engine.config import EngineConfig
 from engine.flags import make_parser
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
@@ -26,7 +28,7 @@ from server.processor.decoders import LARGE_PIXELS
 from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
-OTHER_PAGES = [ROOT / "bench/results/NOTES.md", ROOT / "models/demo/checkpoint/README.md"]
+OTHER_PAGES = [ROOT / "bench/results/LEVERS.md", ROOT / "models/demo/checkpoint/README.md"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OTHER_PAGES])
 TOP = ("engine", "server", "models", "tests", "bench", "docs", "deploy", ".github", ".ci")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -99,7 +101,7 @@ def test_advice_is_for_flags_that_exist() -> None:
 OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
 OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
 OF_OTHERS |= {"--backends", "--bound", "--fd", "--replicas", "--max-replicas", "--address", "--clients", "--turns"}
-OF_OTHERS |= {"--hypothesis-profile", "--dist"}
+OF_OTHERS |= {"--hypothesis-profile", "--dist", "--add", "--clock", "--counts", "--resolutions", "--input-tokens", "--output-tokens"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
@@ -188,3 +190,53 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
     routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     assert told == {path.replace("{name:path}", "NAME") for path in routes}
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_tables_are_those_of_the_results(name: str) -> None:
+    """Red if a result changes and its table does not, or a figure of a table is edited by hand: run `python -m bench.tables`."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert len(tables.MARKED.findall(text)) == text.count("<!-- table: ") >= 2
+    assert text == tables.rendered(name), "run python -m bench.tables"
+
+
+def test_every_result_says_where_it_comes_from() -> None:
+    """Red if a run is stored without its machine, versions, command or commit, or a table shows a file that nobody keeps."""
+    kept = {f"{path.parent.name}/{path.stem}" for folder in tables.GPUS for path in tables.RESULTS.glob(f"{folder}/*.json")}
+    assert kept >= set(tables.SERVED)
+    for name in sorted(kept):
+        for run in (run for runs in tables.content(name) for run in tables.runs(name, runs)):
+            origin = run["environment"]
+            assert re.fullmatch(r"[0-9a-f]{7,40}", run["commit"]), name
+            assert origin["gpus"] and origin["versions"]["torch"] and "python -m bench." in origin["command"], name
+    assert all(other["hardware"] and other["versions"] and other["command"] for other in tables.content("references")["others"])
+
+
+def test_measured_figures_of_the_readme_are_in_tables_or_name_their_file() -> None:
+    """Red if the README claims a time, a rate or a share of right answers without a file that shows it."""
+    text = FENCE.sub("", tables.MARKED.sub("", (ROOT / "README.md").read_text(encoding="utf-8")))
+    claims = [part for part in text.split("\n\n") if re.search(r"\d ?(ms|us|%|requests/s|tokens/s)(?!\w)", part)]
+    assert claims and not [claim for claim in claims if "(bench/results/" not in claim]
+    scores = {row["task"]: row for row in json.loads((ROOT / "bench/results/demo/accuracy.json").read_text(encoding="utf-8"))["scores"]}
+    for task in ("number", "list"):
+        assert f"{100 * scores[task]['accuracy']:.1f} %" in text
+
+
+def test_the_readme_says_the_true_size() -> None:
+    """Red if the code has grown or shrunk by more than three percent and the README's second sentence still says the old size."""
+    said = re.search(r"production code is ([\d.]+) million characters \(([\d,]+) lines\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert said is not None
+    found = [path for folder in ("engine", "server", "models") for path in (ROOT / folder).rglob("*")]
+    files = [path for path in found if path.suffix in (".py", ".cu", ".cuh")]
+    own = [path for path in files if not {"demo", "scaffold"} & set(path.relative_to(ROOT).parts)]
+    texts = [path.read_text(encoding="utf-8") for path in own]
+    assert float(said[1]) * 1e6 == pytest.approx(sum(map(len, texts)), rel=0.03)
+    assert int(said[2].replace(",", "")) == pytest.approx(sum(text.count("\n") for text in texts), rel=0.03)
+
+
+def test_levers_are_one_line_each() -> None:
+    """Red if a lever becomes a paragraph, or lacks its gain, its fate or the commit that recorded it."""
+    lines = (ROOT / "bench/results/LEVERS.md").read_text(encoding="utf-8").splitlines()
+    levers = [line for line in lines if line.startswith("| ") and not line.startswith("| idea ")]
+    assert len(levers) > 100
+    assert not [line for line in levers if len(line) > 140 or not re.fullmatch(r"\| [^|]+ \| [^|]+ \| [^|]+ \| [0-9a-f]{7} \|", line)]

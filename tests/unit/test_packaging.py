@@ -55,7 +55,7 @@ def test_the_wheel_carries_neither_training_nor_tests_nor_results() -> None:
 
 def test_nothing_that_is_carried_imports_what_is_not() -> None:
     """Red if an installed engine would miss a module that a clone has."""
-    ours = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.glob("models/demo/training/*.py")}
+    ours = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.glob("bench/demo_training/*.py")}
     carried = {path.relative_to(ROOT).as_posix(): path for package in SHIPPED for path in modules_of(package)}
     for name, path in carried.items():
         if name in FROM_A_CLONE:
@@ -97,7 +97,7 @@ def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str],
             "bench/load.py",
         ):
             assert needed in names
-        assert not [name for name in names if name.startswith(("tests/", "bench/results/", "models/demo/training/", "docs/", "deploy/"))]
+        assert not [name for name in names if name.startswith(("tests/", "bench/results/", "bench/demo_training/", "docs/", "deploy/"))]
         assert any(name.endswith("LICENSE") for name in names)
 
 

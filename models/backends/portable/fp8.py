@@ -1,7 +1,6 @@
 """Triton kernel: tokens times a float8 matrix in scaled blocks. Called by `portable.ops`, and by `hopper.fp8` for few tokens.
 
-For up to 128 tokens bound by memory: every weight is read once. cuBLAS takes up to twice as long for up to 64 tokens
-(bench/results/NOTES.md).
+For up to 128 tokens bound by memory: every weight is read once. cuBLAS takes up to twice as long for up to 64 tokens.
 Tests run it in Triton's interpreter.
 """
 

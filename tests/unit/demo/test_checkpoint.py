@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
+from bench.demo_training.files import config_json, image_processor_json
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Prompt, Reference, ask_all
 from models.demo.questions import question
-from models.demo.training.files import config_json, image_processor_json
 
 FOLDER_LIMIT = 12_000_000
 UNIT_TASKS = ("number", "list", "colour", "shape", "which", "talk")

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.demo_training.data import prepare
 from models.demo.questions import TASKS, Question, question, questions
 from models.demo.render import IMAGE_GEOMETRY, Drawing, draw
 from models.demo.scenes import COLOURS, MAX_ASPECT, MAX_SIDE, MIN_SIDE, Scene, random_scene
-from models.demo.training.data import prepare
 
 ROOT = Path(__file__).parents[3]
 

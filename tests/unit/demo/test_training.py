@@ -7,14 +7,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from bench.demo_training.data import IGNORED, Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
+from bench.demo_training.feed import Composer
+from bench.demo_training.net import Trainee, build_model
+from bench.demo_training.optim import Optimiser, level_at, orthogonalise, rate_at
+from bench.demo_training.train import exact
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Reference
 from models.demo.questions import question
-from models.demo.training.data import IGNORED, Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
-from models.demo.training.feed import Composer
-from models.demo.training.net import Trainee, build_model
-from models.demo.training.optim import Optimiser, level_at, orthogonalise, rate_at
-from models.demo.training.train import exact
 
 CPU = torch.device("cpu")
 SIZES = Sizes(patches=1024, tokens=1024, answers=256, pictures=64, conversations=48)

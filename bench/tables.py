@@ -1,0 +1,209 @@
+"""Writes the tables of README.md and docs/benchmarks.md from `bench/results`. Works in a clone only: a wheel carries no results.
+
+    python -m bench.tables                                   # write the tables
+    python -m bench.tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
+
+`bench/results/GPU/MODEL.json` holds the current runs of one model on one kind of machine: name of the run -> what the benchmark
+wrote (a list where several clients ran at the same time, or a run was repeated). The names and their commands are in docs/benchmarks.md.
+"""
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.report import table, write_json
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench/results"
+PAGES = ("README.md", "docs/benchmarks.md")
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+PROBES = ("probe", "probe32", "probe2k")
+GPUS = {"h200": "1 x H200", "h200-x2": "2 x H200", "h200-x4": "4 x H200", "h100": "1 x H100"}
+SERVED = (
+    *("h200/2B", "h200/4B", "h200/8B", "h200/8B-fp8", "h200/8B-portable", "h200/30B-A3B", "h200/30B-A3B-fp8"),
+    *("h200-x2/8B", "h200-x2/32B", "h200-x2/235B-A22B-fp8", "h200-x2/235B-A22B-fp8-ep"),
+    *("h200-x4/8B", "h200-x4/32B", "h200-x4/235B-A22B-fp8", "h100/8B", "h100/8B-portable"),
+)
+SHORT = tuple(name for name in SERVED if not name.startswith("h200-x4") and not name.endswith("-ep"))
+
+Run = dict[str, Any]
+
+
+@cache
+def content(name: str) -> dict[str, Any]:
+    """A file of `bench/results`, named without its ending."""
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def runs(name: str, run: str) -> list[Run]:
+    """The runs of this name in a file: none, one, or those of clients that ran at the same time."""
+    found = content(name).get(run, [])
+    return found if isinstance(found, list) else [found]
+
+
+def figure(value: float) -> str:
+    """Three digits at least: 1.15, 18.5, 248, 1,334."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def first_tokens(name: str, probes: Sequence[str], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
+    """(resolution, number of images) -> milliseconds to the first token, and the kind of image. `clock`: the field of a point."""
+    found: dict[tuple[str, int], tuple[float, str]] = {}
+    for run in (run for probe in probes for run in runs(name, probe)):
+        for point in run["points"]:
+            if "error" not in point:
+                found.setdefault((point["resolution"], point["images"]), (float(point[clock]), run["content"]))
+    return found
+
+
+def rates(name: str, run: str, figure_of: str) -> float:
+    """A rate, summed over the clients that ran at the same time."""
+    return sum(float(one["result"][figure_of]) for one in runs(name, run))
+
+
+def median(name: str, run: str, figure_of: str) -> float:
+    """A median in milliseconds: the median over the clients' medians."""
+    return statistics.median(float(one["result"][figure_of]["p50"]) for one in runs(name, run))
+
+
+def against_others() -> str:
+    """Time to first token by the rules of the image-limit probe, ours beside published figures and the bound."""
+    ours = {key: value for key, (value, _) in first_tokens("h200/8B", ("noise", "noise64"), "ttft_ms").items()}
+    columns = sorted(ours, key=lambda key: (("720p", "1080p", "2k").index(key[0]), key[1]))
+    references = content("references")
+    bound = references["bounds"]["ttft_ms"]["8B"]
+    rows = [["**this engine**", *(f"**{ours[key]:.0f}**" for key in columns)]]
+    for label, times in [("compute bound", bound), *((other["name"], other["ttft_ms"]) for other in references["others"])]:
+        rows.append([label, *(str(times.get(resolution, {}).get(str(count), "-")) for resolution, count in columns)])
+    notes = [f"* compute bound: {references['bounds']['how'].partition(';')[0]}."]
+    notes += [f"* {other['name']}: {other['versions']}; {other['command']}." for other in references["others"]]
+    header = ["TTFT, ms", *(f"{resolution} x {count}" for resolution, count in columns)]
+    return table(header, rows) + "\n\n" + "\n".join(notes)
+
+
+def loads() -> str:
+    """8B under load, ours beside others."""
+    others = content("references")["others"][1:]
+    shown = (
+        ("32 clients, one 720p image, 128 tokens out", "image", ("requests_per_s", "ttft_ms", "tpot_ms")),
+        ("64 clients, 256 text tokens in, 256 out", "text", ("output_tokens_per_s", "tpot_ms")),
+        ("16 clients, four 720p images, 64 tokens out", "images4", ("requests_per_s", "ttft_ms")),
+        ("one stream, 1k context", "one", ("tpot_ms",)),
+    )
+    units = {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "ttft_ms": "ms to the first token", "tpot_ms": "ms a token"}
+    rows = []
+    for label, run, figures in shown:
+        ours = [rates("h200/8B", run, name) if name.endswith("_s") and "per" in name else median("h200/8B", run, name) for name in figures]
+        cells = ["; ".join(figure(other["loads"][run][name]) for name in figures) for other in others]
+        rows.append([f"{label}: {', '.join(units[name] for name in figures)}", f"**{'; '.join(map(figure, ours))}**", *cells])
+    return table(["load", "this engine", *(other["name"] for other in others)], rows)
+
+
+def size_row(name: str) -> list[str]:
+    """One model on one machine. Images are smooth JPEGs; a star marks noise, whose files are twice as large."""
+    folder, _, model = name.partition("/")
+    bounds, gpus = content("references")["bounds"], int(GPUS[folder][0])
+    of_images = {} if folder == "h100" else bounds["ttft_ms"].get(model.removesuffix("-portable"), {}).get("720p", {})
+    of_token = None if folder == "h100" else bounds["token_ms"].get(model.removesuffix("-portable"))
+    cells, times = [], first_tokens(name, PROBES, "ttft_sent_ms")
+    for count in (1, 8, 32):
+        value, kind = times.get(("720p", count), (None, ""))
+        bound = f" ({of_images[str(count)] / gpus:.0f})" if str(count) in of_images else ""
+        cells.append("-" if value is None else figure(value) + ("*" if kind == "noise" else "") + bound)
+    token = figure(median(name, "one", "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
+    text = f"{rates(name, 'text', 'output_tokens_per_s'):,.0f}" if runs(name, "text") else "-"
+    image = f"{rates(name, 'image', 'requests_per_s'):.1f}" if runs(name, "image") else "-"
+    return [model, GPUS[folder], *cells, token, text, image, f"[file]({{}}bench/results/{name}.json)"]
+
+
+def sizes(names: Sequence[str], link: str) -> str:
+    header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms a token", "64 x text, tokens/s", "32 x image, requests/s", ""]
+    return table(header, [size_row(name) for name in names]).replace("{}", link)
+
+
+def four_gpus() -> str:
+    """Ways to use four GPUs for a model that fits on one."""
+    ways = {"`--tp 4`": "h200-x4/8B", "`--dp 2 --tp 2`": "h200-x4/8B-dp2-tp2", "`--dp 4`": "h200-x4/8B-dp4"}
+    images = [f"{figure(rates(name, 'images', 'requests_per_s'))}; {figure(median(name, 'images', 'ttft_ms'))}" for name in ways.values()]
+    texts = [f"{rates(name, 'texts', 'output_tokens_per_s'):,.0f}" for name in ways.values()]
+    alone = [figure(median(name, "one", "tpot_ms")) for name in ("h200-x4/8B", "h200-x2/8B", "h200/8B")]
+    rows = [
+        ["128 clients with an image: requests/s; ms to the first token", *images],
+        ["256 clients with text: tokens/s", *texts],
+        ["one stream: ms a token (an engine of that size alone)", *alone],
+    ]
+    return table(["load", *ways], rows)
+
+
+def two_engines() -> str:
+    """`--dp 2` against one engine, each engine with the same number of clients."""
+    name = "h200-x2/8B-dp2"
+    one, two = rates(name, "images_of_one_engine", "requests_per_s"), rates(name, "images", "requests_per_s")
+    talks = [
+        sum(run["rows"][-1]["requests_per_s"] for run in runs(name, kind)) for kind in ("conversations_of_one_engine", "conversations")
+    ]
+    rows = [
+        ["one image, 32 clients an engine: requests/s", figure(one), figure(two), f"{two / one:.2f} x"],
+        ["conversations of six turns, 40 clients an engine: requests/s", *map(figure, talks), f"{talks[1] / talks[0]:.2f} x"],
+    ]
+    return table(["load", "one engine", "`--dp 2`", "gain"], rows)
+
+
+def sampling() -> str:
+    """What fields of a request cost many streams."""
+    labels = {"response_format": "a JSON schema", "presence_penalty": "`presence_penalty`"}
+    cells: dict[tuple[str, str], list[str]] = {}
+    for run in runs("h200/8B", "sampling"):
+        fields = next((label for field, label in labels.items() if field in run["settings"]["fields"]), "none")
+        cells.setdefault((run["settings"]["concurrency"], fields), []).append(figure(run["result"]["tpot_ms"]["p50"]))
+    return table(["streams", "fields", "ms a token, each run"], [[*key, ", ".join(values)] for key, values in cells.items()])
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "against-others": lambda link: against_others(),
+    "loads": lambda link: loads(),
+    "sizes-short": lambda link: sizes(SHORT, link),
+    "sizes": lambda link: sizes(SERVED, link),
+    "four-gpus": lambda link: four_gpus(),
+    "two-engines": lambda link: two_engines(),
+    "sampling": lambda link: sampling(),
+}
+
+
+def rendered(page: str) -> str:
+    """The page with its tables written anew."""
+    link = "../" * page.count("/")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]](link)}\n{match[3]}", text)
+
+
+def add(name: str, commit: str, files: Sequence[Path]) -> None:
+    """Stores each file as the run of its stem (`probe.json` is the run "probe"); `images-1.json`, `images-2.json` are one run's clients."""
+    path = RESULTS / f"{name}.json"
+    new: dict[str, list[Run]] = {}
+    for file in sorted(files):
+        new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})
+    old = content(name) if path.exists() else {}
+    write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in new.items()})
+    content.cache_clear()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser("bench.tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", nargs="+", metavar="ARG", help="GPU/MODEL, the commit, and files of runs to store first")
+    args = parser.parse_args()
+    if args.add:
+        add(args.add[0], args.add[1], [Path(file) for file in args.add[2:]])
+    for page in PAGES:
+        (ROOT / page).write_text(rendered(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
