@@ -40,17 +40,6 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Unsummed:
-    """(S, T, D) whose sum over S and the ranks is for the residual stream."""
-
-    parts_STD: torch.Tensor
-    exchange: Exchange
-
-    def add_to_(self, stream_TD: torch.Tensor) -> None:
-        self.exchange.add_sum_(stream_TD, self.parts_STD)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorParallel:
     """Rank `rank` of `size`. With one rank every collective is the identity and `group` is None."""
 

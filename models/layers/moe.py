@@ -7,12 +7,12 @@ from itertools import product
 import torch
 from torch import nn
 
-from models.backends.ops import Activation, Addends, Experts, LateAddend, Ops
+from models.backends.ops import Experts, Normed, Ops, Residual
 from models.config import TextConfig
 from models.layers.checkpoint import CheckpointTensor, Index, OneOf
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
-from models.layers.linear import empty_parameter, empty_weight, quantize_
-from models.parallel import TensorParallel, Unsummed
+from models.layers.linear import add_sum_, empty_parameter, empty_weight, quantize_
+from models.parallel import TensorParallel
 
 ALL = slice(None)
 
@@ -126,18 +126,15 @@ class SparseMoe(nn.Module):
         stored = None if config.is_fp8 else dtype
         self.experts = StackedExperts(config.hidden_size, config.moe.num_experts, config.moe.intermediate_size, tp, stored, device)
 
-    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Addends | LateAddend | Unsummed | torch.Tensor:
-        """What joins the residual stream; over several ranks, to be added before the next layer is asked."""
+    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
+        """residual += the output."""
         mine = self.experts
-        first, count = mine.share.experts.start, mine.count
-        addends = self.ops.sparse_swiglu(x_TD, Experts(self.gate.weight, mine.gate_up, mine.down, first, count, self.num_chosen), real_T)
+        experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.share.experts.start, mine.count, self.num_chosen)
         if self.tp.size == 1:
-            return addends
-        parts_STD = addends.parts_STD
-        _, num_tokens, width = parts_STD.shape
-        if (exchange := self.tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is not None:
-            return Unsummed(parts_STD, exchange)
-        return self.tp.sum_of(num_tokens, width, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD))
+            self.ops.add_experts_(residual, x_TD, experts, real_T)
+        else:
+            parts_STD = self.ops.sparse_swiglu(x_TD, experts, real_T)
+            add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)
 
     def quantize_(self) -> None:
         """Makes the experts' matrices float8; the router's stays as it is."""

@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
-from models.backends.hopper.attention import fixed_attention_factory, make_mixed_attention
+from models.backends.hopper import float8_gemv
+from models.backends.hopper.attention import EagerAttention, fixed_attention_factory
 from models.backends.hopper.compile import load_kernels
-from models.backends.hopper.fp8 import HopperFp8
+from models.backends.hopper.fp8 import multiply
 from models.backends.hopper.tuned import SPLIT_TOKENS, STEP_SIZES
 from models.backends.hopper.varlen_attention import HopperVarlen
 from models.backends.jpeg import JpegDecoder
@@ -31,14 +32,14 @@ class HopperBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ops: Ops = TritonOps(HopperFp8(device), SPLIT_TOKENS)
+        self.ops: Ops = TritonOps(SPLIT_TOKENS, multiply, float8_gemv)
         self.transfers: Transfers = TritonTransfers().warm_up(device)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         load_kernels(text_head_dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return make_mixed_attention(pools, num_heads)
+        return EagerAttention(pools, num_heads)
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int

@@ -1,7 +1,7 @@
 // Attention of few query tokens over paged keys and values, for Hopper. Compiled by `flash_decoding.py`, which defines HEAD_DIM.
 //
 // Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
-// head, row r is head r % 4 of token r / 4. A block has one unit of work (`split_plan.py`) and one KV head. Each of its warps takes every
+// head, row r is head r % 4 of token r / 4. A block has one unit of work (`units.py`) and one KV head. Each of its warps takes every
 // fourth tile of 16 keys through a ring of its own in shared memory: no warp waits for another before all are at the end.
 //
 //              warp 0   warp 1   warp 2   warp 3
@@ -23,7 +23,6 @@ constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kC
 constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
 constexpr int kMaxParts = 512;  // of a group, see `units.py`
 constexpr int kAhead = 12;      // parts whose values are fetched together with what they are weighed by
-constexpr float kLowest = -1e30f;  // below every score but finite: a row that sees nothing of a tile gets weights of 0, not NaN
 
 struct Params {
   Source k, v;
@@ -49,7 +48,7 @@ static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
 static_assert(kRows * kMaxParts * sizeof(float) <= kWarps * kStages * kStageBytes);
 
 struct Unit {
-  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `split_plan.py`
+  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `units.py`
 
   CUTLASS_DEVICE Unit(Params const& params, int number) {
     int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
@@ -194,7 +193,7 @@ struct Rows {
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const a = 2 * half, b = a + 1;
-      float const next = fmaxf(of_row<true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
+      float const next = fmaxf(over_lanes<1, 4, true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
       float const factor = exp2f(top[half] - next);
       top[half] = next;
       sum[half] *= factor;
@@ -211,23 +210,12 @@ struct Rows {
     }
   }
 
-  // The maximum or the sum over the four threads that share a row.
-  template <bool Maximum>
-  CUTLASS_DEVICE static float of_row(float value) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int distance = 1; distance < 4; distance *= 2) {
-      float const other = __shfl_xor_sync(~0u, value, distance);
-      value = Maximum ? fmaxf(value, other) : value + other;
-    }
-    return value;
-  }
-
   CUTLASS_DEVICE void store(Shared& shared, int warp) const {
     float* const results = reinterpret_cast<float*>(shared.stages[warp]);
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
-      float const total = of_row<false>(sum[half]);
+      float const total = over_lanes<1, 4, false>(sum[half]);
       if (lane % 4 == 0) shared.top[warp][row] = top[half], shared.sum[warp][row] = total;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kHeadDim / 8; ++i) {
@@ -268,11 +256,9 @@ CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row,
     weights[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
     top = fmaxf(top, weights[part]);
   }
-  CUTLASS_PRAGMA_UNROLL
-  for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  top = over_lanes<1, 32, true>(top);
   for (int part = lane; part < unit.count; part += 32) total += weights[part] = exp2f(weights[part] - top);
-  CUTLASS_PRAGMA_UNROLL
-  for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+  total = over_lanes<1, 32, false>(total);
   for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
 }
 
@@ -379,13 +365,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView units, ffi::TensorView pages,
          ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale, bool is_beside) {
   int const group = static_cast<int>(q.size(1) / k.size(1)), box_rows = static_cast<int>(std::min<int64_t>(page_size, kTile));
-  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && units.IsContiguous());
+  TVM_FFI_ICHECK(k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   ffi::CUDADeviceGuard guard(q.device().device_id);
-  auto floats = [](ffi::TensorView x) { return static_cast<float*>(x.data_ptr()); };
-  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), static_cast<__nv_bfloat16 const*>(q.data_ptr()),
-                      static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<int4 const*>(units.data_ptr()),
-                      static_cast<int const*>(pages.data_ptr()), floats(partials), floats(sums), static_cast<int*>(arrivals.data_ptr()),
+  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of<__nv_bfloat16>(q), values_of<__nv_bfloat16>(out),
+                      values_of<int4>(units), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
                       static_cast<int>(q.size(1)), static_cast<int>(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
                       static_cast<float>(scale * M_LOG2E), is_beside};
   dim3 const grid(static_cast<unsigned>(k.size(1)), static_cast<unsigned>(units.size(0)));

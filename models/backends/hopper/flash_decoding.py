@@ -5,7 +5,6 @@ Made by `attention`, for the decode rows of any step and for the short chunks of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,30 +17,6 @@ from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout
 
 BLOCKS = 3  # of the kernel that run at once on each multiprocessor
-
-
-class Kernel(Protocol):
-    """What `flash_decoding.cu` exports."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        units: torch.Tensor,
-        pages: torch.Tensor,
-        partials: torch.Tensor,
-        sums: torch.Tensor,
-        arrivals: torch.Tensor,
-        page_size: int,
-        scale: float,
-        is_beside: bool,
-    ) -> None:
-        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. units: see `plan_units`. The rest: see `Scratch`.
-
-        `is_beside`: the last kernel before was that of prefill, and may go on while this one runs.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +61,7 @@ class FlashDecoding:
         k_pool = pools[0][0]
         self._page_size, self._kv_heads, head_dim = k_pool.shape[1:]
         self._scale = head_dim**-0.5
-        self._kernel: Kernel = load_kernel("flash_decoding", head_dim)
+        self._kernel = load_kernel("flash_decoding", head_dim)
         self._num_multiprocessors = num_multiprocessors(k_pool.device)
         self._num_units = max_units(max_groups, self._kv_heads, BLOCKS * self._num_multiprocessors)
         self._units_UF = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=k_pool.device)
@@ -132,7 +107,7 @@ class FlashDecoding:
         return out_THK
 
     def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, is_beside: bool = False) -> None:
-        """As `run`, for a result whose place is known. `is_beside`: see `Kernel`."""
+        """As `run`, for a result whose place is known. `is_beside`: the last kernel before, that of prefill, may go on meanwhile."""
         keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
         scratch = self._scratch
         buffers = self._pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN

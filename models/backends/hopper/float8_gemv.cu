@@ -27,7 +27,6 @@ constexpr int kPiece = 8;      // values of the token that a lane rounds at once
 constexpr int kPieces = 8;     // of a lane at once
 constexpr int kBlocks = 3;     // of four warps that a multiprocessor runs at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
-constexpr unsigned kAll = ~0u;
 
 struct Params {
   BFloat16 const *x, *norm_weight;  // norm_weight null: no norm
@@ -90,8 +89,7 @@ __device__ __forceinline__ void store_rounded(float const (&values)[kPiece], __h
   float largest = 0.f;
 #pragma unroll
   for (float value : values) largest = fmaxf(largest, fabsf(value));
-#pragma unroll
-  for (int distance = 1; distance < 16; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, distance));
+  largest = over_lanes<1, 16, true>(largest);
   float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = __frcp_rn(scale);
   uint32_t halves[4];
 #pragma unroll
@@ -181,8 +179,7 @@ __device__ __forceinline__ void round_token(Params const& params, BFloat16 const
 #pragma unroll
         for (float value : values) square += value * value;
       }
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) square += __shfl_xor_sync(kAll, square, distance);
+      square = over_lanes<1, 32, false>(square);
       if (lane == 0) sums[warp] = square;
       wait_for_copies();
       __syncthreads();
@@ -321,12 +318,6 @@ __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const param
   parts.put(totals, warp, lane);
   __syncthreads();
   if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
-}
-
-template <typename T>
-T* values_of(ffi::TensorView x) {
-  TVM_FFI_ICHECK(x.IsContiguous());
-  return static_cast<T*>(x.data_ptr());
 }
 
 Params params_of(ffi::TensorView x, ffi::TensorView weight, ffi::TensorView scales, ffi::TensorView chosen, ffi::TensorView out, bool adds) {

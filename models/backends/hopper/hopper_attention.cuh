@@ -166,9 +166,7 @@ CUTLASS_DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
 }
 
 // Softmax over tiles of scores. A thread holds parts of two rows: of every four values of an accumulator, the first two belong to row 0.
-// The maximum begins below every score but is finite: a row that sees nothing of its first tiles gets weights of 0, not NaN.
 struct Softmax {
-  static constexpr float kLowest = -1e30f;
   float const scale;                                            // of scores, to powers of two
   float top[2] = {kLowest, kLowest}, sum[2] = {0, 0}, factor[2];  // what sums of weights must be multiplied by
 
@@ -181,9 +179,7 @@ struct Softmax {
     for (int i = 0; i < size(scores); ++i) next[i / 2 % 2] = fmaxf(next[i / 2 % 2], scores(i));
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < 2; ++row) {
-      next[row] = fmaxf(next[row], __shfl_xor_sync(~0u, next[row], 1));
-      next[row] = fmaxf(next[row], __shfl_xor_sync(~0u, next[row], 2));
-      next[row] = fmaxf(next[row] * scale, top[row]);
+      next[row] = fmaxf(over_lanes<1, 4, true>(next[row]) * scale, top[row]);
       factor[row] = exp2f(top[row] - next[row]);
       top[row] = next[row];
       sum[row] *= factor[row];
@@ -197,10 +193,7 @@ struct Softmax {
 
   CUTLASS_DEVICE void sum_rows() {
     CUTLASS_PRAGMA_UNROLL
-    for (int row = 0; row < 2; ++row) {
-      sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
-      sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
-    }
+    for (int row = 0; row < 2; ++row) sum[row] = over_lanes<1, 4, false>(sum[row]);
   }
 
   template <typename Values>
@@ -245,7 +238,7 @@ CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softma
   __threadfence();
   clear(out);
   CUTLASS_PRAGMA_UNROLL
-  for (int row = 0; row < 2; ++row) softmax.top[row] = Softmax::kLowest, softmax.sum[row] = 0;
+  for (int row = 0; row < 2; ++row) softmax.top[row] = kLowest, softmax.sum[row] = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int part = 0; part < item.num_parts; ++part) {  // other blocks made these: they are read past L1
     float const* const theirs = place(part);
@@ -415,9 +408,14 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
 
 // items (1 + n, 12) int32; the others have room for as many parts as the plan has.
 inline Plan plan_of(ffi::TensorView items, ffi::TensorView parts, ffi::TensorView arrivals) {
-  TVM_FFI_ICHECK(items.IsContiguous() && items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
-  return {static_cast<int4 const*>(items.data_ptr()), static_cast<float*>(parts.data_ptr()), static_cast<int*>(arrivals.data_ptr())};
+  TVM_FFI_ICHECK(items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
+  return {values_of<int4>(items), values_of<float>(parts), values_of<int>(arrivals)};
 }
+
+inline int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
+inline int64_t tile_keys() { return kTileKV; }
+inline int64_t part_floats() { return kPartFloats; }
+inline int64_t part_arrivals() { return kComputeWarps; }
 
 template <typename Work>
 void launch(typename Work::Params const& params, int num_blocks, DLDevice device) {
@@ -425,3 +423,8 @@ void launch(typename Work::Params const& params, int num_blocks, DLDevice device
 }
 
 }  // namespace hopper
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, hopper::tile_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, hopper::tile_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, hopper::part_floats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, hopper::part_arrivals);

@@ -92,26 +92,16 @@ struct Work : Item {
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
          ffi::TensorView arrivals, ffi::TensorView pages, int64_t page_size, int64_t num_blocks, double scale) {
   int const group = static_cast<int>(q.size(1) / k.size(1));
-  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && items.IsContiguous());
+  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kTileQ % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   int const box_rows = static_cast<int>(std::min<int64_t>(page_size, kTileKV));
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows),
-                            static_cast<__nv_bfloat16*>(out.data_ptr()), plan_of(items, parts, arrivals),
-                            static_cast<int const*>(pages.data_ptr()), log2_of(group), static_cast<int>(q.size(1)),
-                            log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
+                            values_of<__nv_bfloat16>(out), plan_of(items, parts, arrivals), values_of<int>(pages), log2_of(group),
+                            static_cast<int>(q.size(1)), log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
   launch<Work>(params, static_cast<int>(num_blocks), q.device());
 }
-
-int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
-int64_t tile_keys() { return kTileKV; }
-int64_t part_floats() { return kPartFloats; }
-int64_t part_arrivals() { return kComputeWarps; }
 
 }  // namespace prefill
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, prefill::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, prefill::tile_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, prefill::tile_keys);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, prefill::part_floats);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, prefill::part_arrivals);

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from models.attention.paged import Int32s
 from models.attention.units import max_token_groups, token_groups
-from models.backends.hopper import tile_plan
 from models.backends.hopper.compile import load_kernel
 from models.backends.hopper.mixed_plan import prefill_blocks
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, plan_items
@@ -21,26 +20,6 @@ GROUPS = (1, 2, 4, 8, 16)  # query heads that share a KV head: they share a tile
 MIN_PAGE = 8
 
 
-class Kernel(tile_plan.Kernel, Protocol):
-    """What `prefill_attention.cu` exports."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        items: torch.Tensor,
-        parts: torch.Tensor,
-        arrivals: torch.Tensor,
-        pages: torch.Tensor,
-        page_size: int,
-        num_blocks: int,
-        scale: float,
-    ) -> None:
-        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. items: see `plan_items`, their keys begin at places in `pages`."""
-
-
 class PrefillAttention:
     """The prefill rows of a layout. Values in their pages must be finite, also behind a row's last key: those count times 0.
 
@@ -49,7 +28,7 @@ class PrefillAttention:
     """
 
     def __init__(
-        self, pools: Sequence[KVPool], kernel: Kernel, memory: PartMemory, num_heads: int, num_tokens: int | None = None, num_rows: int = 0
+        self, pools: Sequence[KVPool], kernel: Any, memory: PartMemory, num_heads: int, num_tokens: int | None = None, num_rows: int = 0
     ) -> None:
         k_pool = pools[0][0]
         _, self._page_size, self._kv_heads, head_dim = k_pool.shape
@@ -76,7 +55,7 @@ class PrefillAttention:
             raise ValueError(f"attention wants KV heads of bfloat16, each with {GROUPS} query heads, not {heads}")
         if page_size < MIN_PAGE or page_size & (page_size - 1):
             raise ValueError(f"attention wants pages of a power of two, at least {MIN_PAGE} tokens: {page_size}")
-        kernel: Kernel = load_kernel("prefill_attention", head_dim)
+        kernel = load_kernel("prefill_attention", head_dim)
         memory = PartMemory.allocate(kernel, num_multiprocessors(k_pool.device), k_pool.device)
         return partial(cls, pools, kernel, memory, num_heads)
 

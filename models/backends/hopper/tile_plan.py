@@ -5,7 +5,7 @@ any round: their keys are dealt evenly instead, a part of a tile here and one th
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,32 +20,15 @@ ITEM_FIELDS = 12  # three aligned pieces of memory
 MAX_TURNS = 4  # of a block with parts: rounds that cutting adds, at most
 
 
-
-class Kernel(Protocol):
-    """What each of the kernels exports beside `run`."""
-
-    def tile_rows(self) -> int:
-        """Rows of a tile: tokens times the query heads that share a KV head."""
-
-    def tile_keys(self) -> int:
-        """Keys of a tile of keys."""
-
-    def part_floats(self) -> int:
-        """What a part of a tile leaves for the others, in floats."""
-
-    def part_arrivals(self) -> int:
-        """Counters of a tile that has parts."""
-
-
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """What kernels share that follow each other on one stream. Arrivals are zero before and after."""
+    """What kernels share that follow each other on one stream. Arrivals are zero before and after. `kernel`: what load_kernel gave."""
 
     parts: torch.Tensor
     arrivals: torch.Tensor
 
     @classmethod
-    def allocate(cls, kernel: Kernel, num_blocks: int, device: torch.device) -> "PartMemory":
+    def allocate(cls, kernel: Any, num_blocks: int, device: torch.device) -> "PartMemory":
         count = 2 * num_blocks  # there are no more: a cut at the end of each share, and at that of each item
         return cls(
             parts=torch.empty((count, kernel.part_floats()), device=device),

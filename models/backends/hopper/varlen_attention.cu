@@ -63,15 +63,6 @@ void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorVie
   launch<Work>(params, static_cast<int>(num_blocks), q.device());
 }
 
-int64_t tile_rows() { return kTileQ; }  // queries of a tile
-int64_t tile_keys() { return kTileKV; }
-int64_t part_floats() { return kPartFloats; }
-int64_t part_arrivals() { return kComputeWarps; }
-
 }  // namespace segments
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, segments::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, segments::tile_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, segments::tile_keys);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, segments::part_floats);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, segments::part_arrivals);

@@ -10,7 +10,6 @@ from models.attention.varlen import VarlenAttention
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.backends.portable.exchange import TritonExchange
-from models.backends.portable.fp8 import TritonFp8
 from models.backends.portable.jpeg import pick_jpeg_decoder
 from models.backends.portable.ops import TritonOps
 from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
@@ -31,7 +30,7 @@ class PortableBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ops: Ops = TritonOps(TritonFp8(), SPLIT_TOKENS)
+        self.ops: Ops = TritonOps(SPLIT_TOKENS)
         self.transfers: Transfers = TritonTransfers().warm_up(device)
         self._tiles = attention_tiles(torch.cuda.get_device_capability(device))
 

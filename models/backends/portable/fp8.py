@@ -1,9 +1,5 @@
-"""Triton kernel: tokens times a float8 matrix in scaled blocks. Called by `portable.ops`, and by `hopper.fp8` for few tokens.
-
-For up to 128 tokens bound by memory: every weight is read once. cuBLAS takes up to twice as long for up to 64 tokens
-(bench/results/NOTES.md).
-Tests run it in Triton's interpreter.
-"""
+"""Triton kernel: tokens times a float8 matrix in scaled blocks. Up to 128 tokens are bound by memory; for up to 64 cuBLAS takes up to
+twice as long (`bench/results/NOTES.md`)."""
 
 import math
 
@@ -59,7 +55,7 @@ def _multiply(
     tl.store(place, total.to(out.dtype.element_ty), inside[None, :])
 
 
-def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype) -> torch.Tensor:
+def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """x @ weight.T as `dtype`, for at least one token."""
     out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
     _launch(x_TK, weight_NK, out_TN[None])
@@ -85,15 +81,3 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
         ROWS=ROWS, TOKENS=tokens, STAGES=STAGES,
         num_warps=WARPS, **early_launch(out_STN),
     )  # fmt: skip
-
-
-class TritonFp8:
-    """See `Fp8Products`: any number of tokens by the kernel above."""
-
-    single = None
-
-    def multiply(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-        return multiply(x_TK, weight_NK, torch.bfloat16)
-
-    def addends(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-        return multiply_in_parts(x_TK, weight_NK) if len(x_TK) <= MOST_TOKENS else self.multiply(x_TK, weight_NK)[None]

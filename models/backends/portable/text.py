@@ -1,6 +1,6 @@
-"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. Called by `hopper.ops`.
+"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8.
 
-All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
+All are bound by memory: every value is read once and written once. Arithmetic is float32.
 """
 
 import math
@@ -21,13 +21,6 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def rounded_groups(groups: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(G, 128) as `fp8.GroupScaled.quantized` rounds groups, and their scales."""
-    scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
-    return (groups / scale[:, None]).to(tl.float8e4nv), scale
-
-
-@triton.jit
 def _store(
     value: tl.tensor,
     out: tl.tensor,
@@ -41,11 +34,12 @@ def _store(
 ) -> None:
     """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
     if SCALED:
-        groups, scale = rounded_groups(tl.reshape(value, (BLOCK // 128, 128)))
+        groups = tl.reshape(value, (BLOCK // 128, 128))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
         group = first // 128 + tl.arange(0, BLOCK // 128)
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = group < WIDTH // 128
-        tl.store(out + token * WIDTH + column, groups, inside[:, None])
+        tl.store(out + token * WIDTH + column, (groups / scale[:, None]).to(tl.float8e4nv), inside[:, None])
         tl.store(scales + group * scale_stride + token, scale, inside)
     else:
         column = first + tl.arange(0, BLOCK)
@@ -68,7 +62,7 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: one token, to which ADDENDS values are added first. With OVERLAP it starts while the kernel before it ends."""
+    """One program: one token, to which ADDENDS values are added first."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -100,7 +94,7 @@ def _swiglu(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: BLOCK values of one token. With OVERLAP it starts while the kernel before it ends."""
+    """One program: BLOCK values of one token."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * BLOCK
@@ -126,7 +120,7 @@ def _quantize(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: one token. With OVERLAP it starts while the kernel before it ends."""
+    """One program: one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
@@ -177,10 +171,7 @@ def _norm_rope_store(
     TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens.
-
-    With OVERLAP it starts while the kernel before it ends, and lets the attention behind it do so.
-    """
+    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -96,10 +96,7 @@ class ExpertGemvTiles:
     down_ahead: int
 
 
-EXPERT_GEMV = {  # by whether matrices are float8
-    False: ExpertGemvTiles(4096, 4, 8, 4, 2, 3),
-    True: ExpertGemvTiles(8192, 4, 4, 4, 2, 1),
-}
+EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
