@@ -19,9 +19,7 @@ from models.backends.portable.exchange import TritonExchange
 from models.backends.portable.jpeg import pick_jpeg_decoder
 from models.backends.portable.ops import TritonOps
 from models.backends.portable.sampling import TritonSampling
-from models.backends.portable.transfers import TritonTransfers
 from models.sampling import SamplingOps
-from models.transfers import Transfers
 
 
 class HopperBackend:
@@ -33,7 +31,6 @@ class HopperBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ops: Ops = TritonOps(SPLIT_TOKENS, multiply, float8_gemv)
-        self.transfers: Transfers = TritonTransfers().warm_up(device)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         load_kernels(text_head_dim, vision_head_dim)

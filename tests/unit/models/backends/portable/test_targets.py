@@ -173,12 +173,6 @@ def launch_sampling() -> None:
     sampling.draw(logits, DrawParams(two, two, two, ints, ints, wide=None, largest_top_k=20, is_greedy=False))
 
 
-def launch_transfers() -> None:
-    from models.backends.portable.transfers import TritonTransfers
-
-    TritonTransfers().warm_up(torch.device("cpu"))
-
-
 def launch_attention(capability: int) -> None:
     from models.backends.portable.paged_attention import PagedAttention
     from models.backends.portable.tuned import attention_tiles
@@ -195,7 +189,6 @@ def launch_all(capability: int) -> None:
     launch_tower()
     launch_sampling()
     launch_exchange()
-    launch_transfers()
     launch_attention(capability)
     launch_experts(capability, is_float8=False)
     if capability >= FLOAT8_FROM:
