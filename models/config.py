@@ -1,8 +1,5 @@
-"""What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files.
-
-Called by every process; imports no torch. It reads both the layout of transformers 5 (`rope_parameters`)
-and that of the published Qwen3-VL checkpoints (`rope_scaling` beside `rope_theta`).
-"""
+"""What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files, in the layout of
+transformers 5 (`rope_parameters`) and of the published checkpoints (`rope_scaling` beside `rope_theta`). Imports no torch."""
 
 import json
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""Tensor parallelism: the group of ranks as an explicit object, and how heads are dealt to it. Made by the worker, used by the layers.
-
-Every rank runs the same code on its share; activations between layers are whole on every rank.
-"""
+"""Tensor parallelism: the group of ranks as an object. Activations between layers are whole on every rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -89,8 +86,8 @@ class TensorParallel:
         return x
 
     def warm_up(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Each collective once, for one token and for so many, which every rank does: NCCL connects ranks at the first of a kind and size,
-        in a second that a request would wait for, and takes memory for it."""
+        """Each collective once, for one token and for so many, on every rank: NCCL connects ranks at the first of a kind and size, which
+        takes a second and memory."""
         for count in (1, num_tokens) if self.size > 1 else ():
             x = torch.zeros((count, width), dtype=dtype, device=device)
             for tp in (self, replace(self, exchange=None)):

@@ -1,7 +1,4 @@
-"""Sizes of steps that pay on a device: the scheduler cuts the chunks of prompts to them, and workers have graphs of the smaller ones.
-
-Plain Python: a worker reports its sizes when it is ready, the scheduler knows none of its own.
-"""
+"""Sizes of steps that pay on a device: the scheduler cuts prompts to them, workers have graphs of the smaller ones. Plain Python."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator

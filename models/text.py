@@ -1,4 +1,4 @@
-"""The decoder of Qwen3-VL: embedding, layers, DeepStack, final norm. Built and called by `models.qwen3_vl`."""
+"""The decoder of Qwen3-VL: embedding, layers, DeepStack, final norm."""
 
 import torch
 from torch import nn

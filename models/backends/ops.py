@@ -1,7 +1,7 @@
 """The operations that each backend implements, behind one Protocol. `torch` is the reference.
 
-A layer reads like the paper: it normalises the residual stream, multiplies, and adds to the stream. The backend decides when and in which
-kernel: a norm is computed by the product that reads it, and a product may leave its result in parts for the next norm to add.
+The backend decides when and in which kernel: a norm is computed by the product that reads it, and a product may leave its result in parts
+for the next norm to add.
 """
 
 from dataclasses import dataclass

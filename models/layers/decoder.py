@@ -1,4 +1,4 @@
-"""What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both. Used by the model files."""
+"""What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints. Used by the decoder's layers."""
+"""A mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,9 +111,8 @@ class StackedExperts(nn.Module):
 class SparseMoe(nn.Module):
     """The sum of the experts that the router chooses for a token, by weights that sum to one.
 
-    Ranks have a share of every expert (`--tp`) or some experts whole (`--ep`). After attention every rank has all tokens, so each computes
-    what its experts give to any of them and one sum over the ranks combines that, as behind every other layer. An exchange of tokens would
-    spare nothing: it pays where each rank has tokens of its own.
+    Ranks have a share of every expert (`--tp`) or some experts whole (`--ep`). Every rank has all tokens, so one sum over the ranks
+    combines what each computes: an exchange of tokens pays where each rank has tokens of its own.
     """
 
     def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:

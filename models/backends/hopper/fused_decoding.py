@@ -1,7 +1,5 @@
-"""Attention of few decode rows on a kernel of our own for Hopper, `fused_decoding.cu`, which also does what comes before it in a layer.
-
-Made by `attention`, for CUDA graphs of a few decode rows: there every kernel costs a token some microseconds, whatever it computes.
-"""
+"""Attention of few decode rows with norm, rotation and store: plans for `fused_decoding.cu`. For CUDA graphs of a few rows, where every
+kernel costs a token some microseconds."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts on a kernel of our own for Hopper, `prefill_attention.cu`. Used by `attention`."""
+"""Attention of chunks of prompts: plans for `prefill_attention.cu`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,8 +23,7 @@ MIN_PAGE = 8
 class PrefillAttention:
     """The prefill rows of a layout. Values in their pages must be finite, also behind a row's last key: those count times 0.
 
-    With `num_tokens`, for at most so many tokens in at most `num_rows` rows (some may be empty): then the plan has one size, and `run_into`
-    can be captured in a CUDA graph that reads it from where `read_from` says.
+    With `num_tokens`, for at most so many tokens in `num_rows` rows (some may be empty): the plan has one size, for a CUDA graph.
     """
 
     def __init__(
@@ -44,10 +43,8 @@ class PrefillAttention:
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int) -> Callable[..., "PrefillAttention"]:
-        """Makes backends by `num_tokens` and `num_rows` that share their memory, since they run on one stream.
-
-        ValueError for a number of heads, a page size or a type of values that the kernel does not know.
-        """
+        """Makes backends by `num_tokens` and `num_rows` that share their memory on one stream. ValueError for heads, pages or values that
+        the kernel does not know."""
         k_pool = pools[0][0]
         _, page_size, kv_heads, head_dim = k_pool.shape
         if num_heads // kv_heads not in GROUPS or num_heads % kv_heads or k_pool.dtype != torch.bfloat16:

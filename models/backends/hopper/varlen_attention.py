@@ -1,4 +1,4 @@
-"""`VarlenAttention` on a kernel of our own for Hopper, `varlen_attention.cu`. Made by `make_varlen_attention`."""
+"""`VarlenAttention` by `varlen_attention.cu`."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache

@@ -1,4 +1,4 @@
-"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels. Made by `models.backends.make`."""
+"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels."""
 
 from collections.abc import Sequence
 

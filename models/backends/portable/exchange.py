@@ -1,11 +1,8 @@
-"""Collectives of few values over GPUs that map each other's memory, a kernel each. Made by the backends for `models.parallel`.
+"""Collectives of few values over GPUs that map each other's memory, a kernel each.
 
-Every rank has an inbox, into which the others write. A message of 8 bytes is 4 bytes of values beside the number of the exchange that they
-belong to, and 8 bytes arrive as one: whoever polls a message sees by its number that the values are there, without a flag behind them or a
-barrier before them. NCCL's protocol LL does the same (`src/device/prims_ll.h` there).
-
-Two places for each message, used in turn, are enough: who sends number n has received number n - 1 of the other rank, which sent that after
-the kernel that read number n - 2 had ended.
+Every rank has an inbox. A message of 8 bytes is 4 bytes of values beside the number of its exchange, and arrives as one: whoever polls it
+needs no flag and no barrier, as in NCCL's protocol LL. Two places for each message, used in turn, are enough: who sends number n has
+received number n - 1 of the other rank, which sent that after it had read number n - 2.
 """
 
 from collections.abc import Sequence
@@ -100,7 +97,7 @@ def _sum(
 ) -> None:
     """One program: BLOCK pairs of values of the stream, to which the sum over PARTS and ranks is added, or by which they are replaced.
 
-    Each rank's sum is rounded to bfloat16; then every rank adds all of them in the same order, so that all have the same bits.
+    Each rank's sum is rounded to bfloat16; every rank adds all of them in the same order, so all have the same bits.
     """
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
@@ -146,10 +143,8 @@ def _gather(
     NAPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie beside each other; if FIRST, those of rank 0 alone.
-
-    Also then every rank sends: what arrives says that what was sent before has been read.
-    """
+    """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie side by side; if FIRST, those of rank 0 alone: every
+    rank sends also then, since what arrives says that what was sent before has been read."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
     epoch = _begin(epochs, OVERLAP)

@@ -92,10 +92,9 @@ def _down(
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program: ROWS of the WIDTH values that all chosen experts of ours give together, by the router's weights.
+    """One program: ROWS of the WIDTH values that all chosen experts of ours give, by the router's weights.
 
-    The weights of AHEAD choices are under way while those of one are multiplied: the first before the kernel ahead, which alone writes
-    `inner`, has ended.
+    The weights of AHEAD choices are under way: the first before the kernel ahead, which alone writes `inner`, has ended.
     """
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     fetched = ()

@@ -35,8 +35,7 @@ def _multiply(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute. With OVERLAP it
-    starts while the kernel before it ends."""
+    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     first = tl.program_id(1) * BLOCKS

@@ -1,9 +1,7 @@
 """Triton kernels of a mixture of SwiGLU experts: products of tokens with the matrices of those that `routing` chose.
 
-Few tokens are bound by memory: programs look through all choices for those of their expert, so that only chosen experts are read, once.
-Choices of many tokens are sorted. What the experts give a token is left in parts for the residual. Nothing waits for the host.
-
-A choice (slot) is token * CHOSEN + k: the token's k-th best expert.
+Programs for few tokens look through all choices for those of their expert: only chosen experts are read, once. Many choices are sorted. A
+choice (slot) is token * CHOSEN + k: the token's k-th best expert. Nothing waits for the host.
 """
 
 import math
@@ -70,9 +68,9 @@ def _multiply(
 ) -> None:
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
 
-    GATED: of tokens, with rows of the gate and of the other factor in turn, so that pairs lie side by side; their SwiGLU is stored for
-    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: few ROWS are the
-    columns of the hardware's product, which has 64 rows at least.
+    GATED: of tokens, with rows of gate and other factor in turn, so that pairs lie side by side; stores the SwiGLU of each choice.
+    Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: ROWS are the columns of the
+    hardware's product.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     source, row, first = slot, column, tile * COLUMNS

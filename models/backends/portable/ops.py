@@ -53,10 +53,8 @@ def single_of(x_TD: Normed) -> tuple[torch.Tensor, Norm] | None:
 
 
 class TritonOps:
-    """See `Ops`. For bfloat16; tensors contiguous unless said otherwise there. For a single token our kernels beat cuBLAS.
-
-    A product of few tokens that joins the residual has few tiles: up to `split_tokens` it is cut along the inner dimension.
-    """
+    """See `Ops`. For bfloat16 and contiguous tensors. Products of up to `split_tokens` tokens that join the residual are cut along the
+    inner dimension: they have few tiles."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""Causal attention over paged keys and values in Triton: one kernel for chunks of prompts and for decode rows. Made by the backend.
-
-A program computes a unit of `models.attention.units`: a group of query tokens of one row, times the query heads that share a KV head, over
-a range of keys. Parts of a group are merged by a second kernel. Tests run both in Triton's interpreter.
-"""
+"""Causal attention over paged keys and values in Triton, for chunks of prompts and decode rows: a program computes a unit of
+`models.attention.units`; a second kernel merges the parts of a group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,10 +44,8 @@ def _attend(
     scale: tl.tensor, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's.
-
-    The last key of a group is its last token's alone, the one before belongs to the last two, and so on; only its last part has them.
-    """
+    """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
+    key of a group is its last token's alone, and so on."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
     stop = tl.load(unit + 4)
     if stop == 0:
@@ -147,7 +142,7 @@ class Scratch:
 class PagedAttention:
     """See `AttentionBackend`, and `FixedAttention` if `num_chunks` and `num_units` say how many of each a plan may have.
 
-    Chunks of prompts are units of their own; decode rows, and the tokens of prompts if they are few, are cut along their keys.
+    Chunks of prompts are whole units; decode rows, and few tokens of prompts, are cut along their keys.
     """
 
     def __init__(

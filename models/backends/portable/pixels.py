@@ -1,7 +1,5 @@
-"""Triton kernels of the preprocessing: resampling of one axis in Pillow's fixed-point arithmetic, to pixels or to patches. See `Ops`.
-
-No size is a compile-time constant: an image of a size never seen before costs no compilation. Tests run them in Triton's interpreter.
-"""
+"""Triton kernels of the preprocessing: resampling of one axis in Pillow's fixed-point arithmetic, to pixels or to patches. No size is a
+compile-time constant: a new one costs no compilation."""
 
 import torch
 import triton

@@ -1,10 +1,5 @@
-"""Triton kernels of a mixture's router: which experts a token goes to, and with which weights. Called by `ops` and `moe`.
-
-For many tokens choices are sorted by expert into tiles, with atomic counts: their order within an expert may differ from run to run, which
-alters no row's numbers. Nothing waits for the host.
-
-A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run all in Triton's interpreter.
-"""
+"""Triton kernels of a mixture's router: which experts a token goes to, and with which weights. Many choices are sorted by expert into
+tiles, with atomic counts: their order within an expert may differ, which alters no row. A choice (slot): see `moe`."""
 
 from dataclasses import dataclass
 
@@ -33,7 +28,7 @@ def _best(
 ) -> tuple[tl.tensor, tl.tensor]:
     """(CHOICES,): the experts with the largest of a token's logits, of BITS bits each, and their shares of a softmax over the chosen.
 
-    A logit and its expert are one integer, so that a maximum finds both; of equal logits the first expert wins.
+    A logit and its expert are one integer; of equal logits the first expert wins.
     """
     LOW: tl.constexpr = (1 << BITS) - 1
     LEAST: tl.constexpr = -(1 << (2 * BITS - 1))

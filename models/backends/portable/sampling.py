@@ -1,9 +1,8 @@
-"""Triton kernels of sampling. Tokens are drawn with two launches, one reading of the logits, nothing sorted but a few candidates.
+"""Triton kernels of sampling: two launches, one reading of the logits, nothing sorted but a few candidates.
 
-`_scan` reads every logit once. Of a row without a filter it keeps the best (score, token) of each tile; of a row with top-k the largest
-logit of each group of GROUP consecutive tokens. `_choose` ends a row. With top-k it takes the k best groups, in the order (largest logit,
-then lowest group), and finds the k best tokens in them: a token elsewhere has k groups before its own, hence k tokens before itself, also
-among equal logits, as groups are in the order of ids. Both are exact, so nothing depends on tile sizes. Tests run all in the interpreter.
+`_scan` keeps, of a row without a filter, the best (score, token) of each tile; of a row with top-k, the largest logit of each group of
+GROUP tokens. `_choose` ends a row; with top-k it takes the k best groups, in the order (largest logit, lowest group), and finds the k best
+tokens in them: a token elsewhere has k groups, hence k tokens, before it. Both are exact, whatever the tiles.
 """
 
 from collections.abc import Sequence

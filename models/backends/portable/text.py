@@ -1,7 +1,4 @@
-"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8.
-
-All are bound by memory: every value is read once and written once. Arithmetic is float32.
-"""
+"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. All are bound by memory."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""Triton kernels of the vision tower: rotation and LayerNorm. Called by `hopper.ops` and `hopper.varlen_attention`.
-
-All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
-"""
+"""Triton kernels of the vision tower: rotation and LayerNorm. Both are bound by memory."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, on a CPU or a GPU. Made by `models.backends.make`."""
+"""The reference backend: plain torch, on a CPU or a GPU."""
 
 from collections.abc import Sequence
 
