@@ -1,14 +1,10 @@
-// Attention of few query tokens over paged keys and values, for Hopper. Compiled by `flash_decoding.py`, which defines HEAD_DIM.
+// Attention of few query tokens over paged keys and values, for Hopper. Compiled with HEAD_DIM.
 //
 // Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
-// head, row r is head r % 4 of token r / 4. A block has one unit of work (`units.py`) and one KV head. Each of its warps takes every
-// fourth tile of 16 keys through a ring of its own in shared memory: no warp waits for another before all are at the end.
+// head, row r is head r % 4 of token r / 4. A block has one unit (`units.py`) and one KV head; each of its 4 warps takes every fourth tile of 16
+// keys through a ring of its own, so that none waits for another. In the end warps are merged, then the units of a group.
 //
-//              warp 0   warp 1   warp 2   warp 3
-//    keys      0 - 15   16 - 31  32 - 47  48 - 63
-//              64 - 79  ...                             then the warps' results are merged, and last those of the units of a group
-//
-// It may run beside the kernel ahead of it, `prefill_attention.cu`, which leaves it some of the multiprocessors.
+// It may run beside `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
 #include "hopper_copy.cuh"
 
@@ -58,12 +54,12 @@ struct Unit {
 
   CUTLASS_DEVICE int num_tiles() const { return (stop - start + kTile - 1) / kTile; }
 
-  // Keys that the query of a row sees end here. The last key of a group is its last token's alone.
+  // Where the keys that a row's query sees end. The last key of a group is its last token's alone.
   CUTLASS_DEVICE int end(Params const& params, int row) const {
     return part == first + count - 1 ? stop + (row >> params.log2_group) + 1 - num_tokens : stop;
   }
 
-  // Where the vector of a row begins, in values, from that of the first token's first head.
+  // Where a row's vector begins, in values, from that of the first token's first head.
   CUTLASS_DEVICE static int64_t vector(Params const& params, int row) {
     int const token = row >> params.log2_group, member = row - (token << params.log2_group);
     return (static_cast<int64_t>(token) * params.num_heads + (blockIdx.x << params.log2_group) + member) * kHeadDim;
@@ -79,7 +75,7 @@ struct Unit {
   }
 };
 
-// The tiles of one warp on their way through its ring. One lane copies; all wait for what they read.
+// The tiles of one warp on their way. One lane copies; all wait for what they read.
 struct Ring {
   Params const& params;
   Unit const& unit;
@@ -94,7 +90,7 @@ struct Ring {
     __syncwarp();
   }
 
-  // Copies the next tile. Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  // Copies the next tile. Keys behind the end are masked, and are read from the row's last page.
   CUTLASS_DEVICE void copy(int to) {
     char* const place = stages + to * kStageBytes;
     set_barrier_transaction_bytes(barriers[to], kStageBytes);
@@ -113,7 +109,7 @@ struct Ring {
     coming += kWarps;
   }
 
-  // Copies the next tiles into stages `from` and up, as many as there are, of keys before `end`. Returns the first stage that is left.
+  // Copies tiles of keys before `end` into stages `from` and up. Returns the first stage that is left.
   CUTLASS_DEVICE int fill(int from, int end) {
     for (; from < kStages && coming < unit.num_tiles() && unit.start + coming * kTile < end; ++from) copy(from);
     return from;
@@ -248,8 +244,7 @@ CUTLASS_DEVICE void for_pairs(Params const& params, Unit const& unit, Then then)
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
-// One warp: how much of a row's result each part of its group is, from the logarithmic sums that the parts have left. Other blocks made
-// these: they are read past L1.
+// One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
 CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
   for (int part = lane; part < unit.count; part += 32) {
@@ -262,7 +257,7 @@ CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row,
   for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
 }
 
-// Four values of what the parts of a group have left, of one row: those of the first kAhead parts are fetched before their shares are known.
+// Four values of a row from all parts of a group: those of the first kAhead are fetched before their shares are known.
 struct Parts {
   Params const& params;
   Unit const& unit;
@@ -291,7 +286,7 @@ struct Parts {
   }
 };
 
-// The last unit of a group to arrive merges what all have left: of every row at once, so that it does not wait for memory for each part.
+// The last unit of a group to arrive merges what all have left.
 CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();

@@ -1,15 +1,14 @@
-// Attention of few decode rows, for Hopper, with what comes before it: norm and rotation of the new token's queries and key, and the new key
-// and value into the pool. Compiled by `fused_decoding.py`, which defines HEAD_DIM.
+// Attention of few decode rows, for Hopper, with norm and rotation of the new token's queries and key and the store of its key and value.
+// Compiled with HEAD_DIM.
 //
-// One kernel whose time is latency, not bandwidth. A row's KV head belongs to a cluster of blocks. Every warp takes tiles of 16 keys, in turn
-// over blocks first, and reads its first one straight into registers, in the layout of the matrix products, before the kernel ahead is done:
-// older keys are there. Then every block makes the queries from what that kernel leaves, and the new key and value, which replace what was
-// read of their slot. In the end warps merge their results in their block's shared memory, and blocks theirs in each other's.
+// Its time is latency, not bandwidth. A row's KV head belongs to a cluster of blocks. Every warp takes tiles of 16 keys, in turn over blocks
+// first, and reads its first one into registers, in the layout of the products, before the kernel ahead is done: older keys are there. Then every
+// block makes the queries, and the new key and value, which replace what was read of their slot. In the end warps merge in shared memory, and
+// blocks in each other's.
 //
 //   K (16 keys, 128) x q (128, 8 heads) -> scores (16 keys, 8 heads)        V (128, 16 keys) x weights (16 keys, 8 heads) -> (128, 8 heads)
 //
-// Both products want a thread to hold neighbouring values of 16 keys, but any order of the 128 values serves if both sides share it: that in
-// which a thread reads 16 bytes at once.
+// Any order of the 128 values serves if both sides share it: that in which a thread reads 16 bytes at once.
 
 #include "hopper_launch.cuh"
 
@@ -54,7 +53,6 @@ __device__ __forceinline__ uint4 load(BFloat16 const* from) { return __ldcg(rein
 
 __device__ __forceinline__ uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
 
-// Not kept in registers over the loop.
 __device__ __forceinline__ uint4 load_shared(BFloat16 const* from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -148,7 +146,7 @@ struct Tile {
   }
 };
 
-// What a warp has found so far. A lane has heads lane % 4 * 2 and one more of each eight, and values lane / 4 * 8 ... and 64 more of them.
+// What a warp has found so far. A lane has heads lane % 4 * 2 and one more of each eight, and 8 values from lane / 4 * 8 and 64 more on.
 template <int kHeadTiles>
 struct Found {
   float out[kHeadTiles][8][4] = {};
@@ -159,7 +157,7 @@ struct Found {
     for (int h = 0; h < kHeadTiles; ++h) top[h][0] = top[h][1] = kLowest;
   }
 
-  // Scores of the tile's keys, of which the row has `num_keys`; then, if it `has_next`, its keys make room for those of the tile `next`.
+  // Adds a tile, of which the row has `num_keys` keys; if it `has_next`, its keys make room for those of tile `next`.
   __device__ __forceinline__ void add(Tile& tile, Shared<kHeadTiles> const& shared, int num_keys, bool has_next, int next) {
     float s[kHeadTiles][2][4] = {};
 #pragma unroll
@@ -251,7 +249,7 @@ struct Rotation {
   }
 };
 
-// One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two also into the pool if `stores`.
+// One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two into the pool if it `stores`.
 template <int kHeadTiles>
 __device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation const& rotation, int i, bool stores, int lane) {
   int const group = 1 << params.log2_group, head = blockIdx.y;
@@ -273,7 +271,7 @@ __device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTile
   }
 }
 
-// What `num_warps` of this block have found goes to the block whose share it is, with its maximum and sum to all.
+// What `num_warps` of this block have found: values go to the block whose share they are, maximum and sum to all.
 template <int kHeadTiles, int kSplits, int kWarps>
 __device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_group) {
   int const group = 1 << log2_group, num_quads = group * kHeadDim / 4, share = num_quads / kSplits;
@@ -335,8 +333,8 @@ __device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> c
 template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__ Params const params) {
   constexpr int kStep = kSplits * kWarps;  // tiles at once
-  // Whether the kernel behind waits for the new heads: the weights that it asks for would hold up our keys and values. Measured for clusters of
-  // eight blocks: with sixteen warps, those of four KV heads, products of float8 behind lose more than attention wins.
+  // Whether the kernel behind waits for the new heads, so that its weights do not hold up our keys and values. Measured for clusters of eight: with
+  // sixteen warps, those of four KV heads, products of float8 behind lose more than attention wins.
   constexpr bool kWaits = kWarps == 8 && kSplits == 8;
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);

@@ -42,7 +42,7 @@ __device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepc
 
 __device__ __forceinline__ void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// c (16, 8) += a (16, 16) b (16, 8). A thread's values of c: the first two are of row lane / 4, the others of the row 8 below.
+// c (16, 8) += a (16, 16) b (16, 8). The first two of a thread's values of c are of row lane / 4, the others 8 below.
 __device__ __forceinline__ void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

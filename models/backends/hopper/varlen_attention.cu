@@ -1,5 +1,4 @@
-// Attention inside segments for Hopper, made for the heads of the vision towers (64 and 72 values; any multiple of 8 up to 128 works).
-// Compiled by `varlen_attention.py`, which defines HEAD_DIM. How it computes: `hopper_attention.cuh`.
+// Attention inside segments, made for heads of 64 and 72 values, see `hopper_attention.cuh`. Compiled with HEAD_DIM.
 
 #define TILE_KV (HEAD_DIM <= 72 ? 112 : 128)  // the best of those measured on an H200
 #include "hopper_attention.cuh"
@@ -8,7 +7,7 @@ namespace segments {
 
 using namespace hopper;
 
-// A head with so many patches of one segment as fill a tile, and the segment's keys.
+// A head with the patches of one segment that fill a tile, and the segment's keys.
 struct Work : Item {
   struct Params {
     Source q, k, v;

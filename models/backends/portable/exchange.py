@@ -39,14 +39,9 @@ def _place(epoch: tl.tensor, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _send(
-    word: tl.tensor,
-    inboxes: tl.tuple,
-    epoch: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    word: tl.tensor, inboxes: tl.tuple, epoch: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """BLOCK uint32 to every other rank."""
     message = (epoch.to(tl.int64) << 32) | word.to(tl.int64)
     place = _place(epoch, SIZE, PROGRAMS, BLOCK) + RANK * BLOCK + tl.arange(0, BLOCK)
@@ -57,15 +52,9 @@ def _send(
 
 @triton.jit
 def _receive(
-    source: tl.constexpr,
-    inboxes: tl.tuple,
-    epoch: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NAPS: tl.constexpr,
-) -> tl.tensor:
+    source: tl.constexpr, inboxes: tl.tuple, epoch: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr, NAPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """BLOCK messages that `source` has sent, or is about to send."""
     place = inboxes[RANK] + _place(epoch, SIZE, PROGRAMS, BLOCK) + source * BLOCK + tl.arange(0, BLOCK)
     message = tl.load(place, volatile=True)
@@ -81,20 +70,9 @@ def _receive(
 
 @triton.jit(do_not_specialize=["num_words"])
 def _sum(
-    stream: tl.tensor,
-    parts: tl.tensor,
-    inboxes: tl.tuple,
-    epochs: tl.tensor,
-    num_words: tl.tensor,
-    ADD: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NAPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    stream: tl.tensor, parts: tl.tensor, inboxes: tl.tuple, epochs: tl.tensor, num_words: tl.tensor, ADD: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, NAPS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: BLOCK pairs of values of the stream, to which the sum over PARTS and ranks is added, or by which they are replaced.
 
     Each rank's sum is rounded to bfloat16; every rank adds all of them in the same order, so all have the same bits.
@@ -129,20 +107,9 @@ def _sum(
 
 @triton.jit(do_not_specialize=["num_words", "width"])
 def _gather(
-    values: tl.tensor,
-    out: tl.tensor,
-    inboxes: tl.tuple,
-    epochs: tl.tensor,
-    num_words: tl.tensor,
-    width: tl.tensor,
-    FIRST: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NAPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    values: tl.tensor, out: tl.tensor, inboxes: tl.tuple, epochs: tl.tensor, num_words: tl.tensor, width: tl.tensor, FIRST: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, NAPS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie side by side; if FIRST, those of rank 0 alone: every
     rank sends also then, since what arrives says that what was sent before has been read."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -19,22 +19,10 @@ STAGES, WARPS = 4, 4
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _multiply(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    weight: tl.tensor,
-    weight_scales: tl.tensor,
-    out: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, weight_scales: tl.tensor, out: tl.tensor, num_tokens: tl.tensor,
+    scale_stride: tl.tensor, OUT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)

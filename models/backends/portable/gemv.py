@@ -19,14 +19,8 @@ def _fetch(place: tl.tensor, row: tl.tensor, column: tl.tensor, OUT: tl.constexp
 
 @triton.jit
 def _norm(
-    value: tl.tensor,
-    weight: tl.tensor,
-    normed: tl.tensor,
-    eps: tl.tensor,
-    column: tl.tensor,
-    WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
-) -> tl.tensor:
+    value: tl.tensor, weight: tl.tensor, normed: tl.tensor, eps: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, KEPT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if KEPT:
@@ -39,23 +33,10 @@ def _norm(
 
 @triton.jit
 def _gemv(
-    x: tl.tensor,
-    norm_weight: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    normed: tl.tensor,
-    eps: tl.tensor,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    KEPT: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
+    x: tl.tensor, norm_weight: tl.tensor, weight: tl.tensor, out: tl.tensor, normed: tl.tensor, eps: tl.tensor, OUT: tl.constexpr,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, KEPT: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values of the result; the vector stays in registers if it is one block wide.
 
     The next weights are under way while the last are multiplied, the first before the kernel ahead has ended: nobody writes them.

@@ -42,30 +42,11 @@ def _column_scales(place: tl.tensor, column: tl.tensor, DISTANCE: tl.constexpr) 
 
 @triton.jit
 def _multiply(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    matrices: tl.tensor,
-    scales: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    expert: tl.tensor,
-    slot: tl.tensor,
-    inside: tl.tensor,
-    tile: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_scales: tl.tensor, matrices: tl.tensor, scales: tl.tensor, weights: tl.tensor, out: tl.tensor, expert: tl.tensor,
+    slot: tl.tensor, inside: tl.tensor, tile: tl.tensor, num_tokens: tl.tensor, scale_stride: tl.tensor, GATED: tl.constexpr,
+    SCALED: tl.constexpr, TURNED: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+) -> None:  # fmt: skip
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
 
     GATED: of tokens, with rows of gate and other factor in turn, so that pairs lie side by side; stores the SwiGLU of each choice.
@@ -105,31 +86,11 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_experts(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    matrices: tl.tensor,
-    scales: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    choices: tl.tensor,
-    blocks: tl.tensor,
-    num_slots: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    SLOTS: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_scales: tl.tensor, matrices: tl.tensor, scales: tl.tensor, weights: tl.tensor, out: tl.tensor, choices: tl.tensor,
+    blocks: tl.tensor, num_slots: tl.tensor, num_tokens: tl.tensor, scale_stride: tl.tensor, SLOTS: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr, TURNED: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """With SLOTS, program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same. Else one program:
     some columns of one block of sorted `choices`; those of one block follow each other."""
     if OVERLAP:

@@ -92,16 +92,9 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out: tl.tensor,
-    units: tl.tensor,
-    partials: tl.tensor,
-    sums: tl.tensor,
-    FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    out: tl.tensor, units: tl.tensor, partials: tl.tensor, sums: tl.tensor, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (u, h): if unit u is the first part of several, their weighted mean."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
     first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)

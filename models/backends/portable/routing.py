@@ -49,27 +49,11 @@ def _best(
 
 @triton.jit
 def _route(
-    logits: tl.tensor,
-    is_real: tl.tensor,
-    chosen: tl.tensor,
-    weights: tl.tensor,
-    ranks: tl.tensor,
-    counts: tl.tensor,
-    parts: tl.tensor,
-    first: tl.tensor,
-    num_experts: tl.tensor,
-    PADDED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIPE: tl.constexpr,
-    ZEROED: tl.constexpr,
+    logits: tl.tensor, is_real: tl.tensor, chosen: tl.tensor, weights: tl.tensor, ranks: tl.tensor, counts: tl.tensor, parts: tl.tensor,
+    first: tl.tensor, num_experts: tl.tensor, PADDED: tl.constexpr, COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, STRIPE: tl.constexpr, ZEROED: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
 
     If ZEROED, those have parts of zeros. If COUNTED, each is given a rank among the choices of its expert.
@@ -100,19 +84,9 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _sort(
-    chosen: tl.tensor,
-    ranks: tl.tensor,
-    counts: tl.tensor,
-    slots: tl.tensor,
-    blocks: tl.tensor,
-    num_slots: tl.tensor,
-    num_blocks: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SORTED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    chosen: tl.tensor, ranks: tl.tensor, counts: tl.tensor, slots: tl.tensor, blocks: tl.tensor, num_slots: tl.tensor,
+    num_blocks: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
     expert = tl.arange(0, BLOCK)
     slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)

@@ -54,23 +54,10 @@ def _index(rank: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _scan(
-    logits: tl.tensor,
-    inverse_temperature: tl.tensor,
-    top_p: tl.tensor,
-    log_min_p: tl.tensor,
-    top_k: tl.tensor,
-    keys: tl.tensor,
-    maxima: tl.tensor,
-    best_score: tl.tensor,
-    best_token: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAX_TOP_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    logits: tl.tensor, inverse_temperature: tl.tensor, top_p: tl.tensor, log_min_p: tl.tensor, top_k: tl.tensor, keys: tl.tensor,
+    maxima: tl.tensor, best_score: tl.tensor, best_token: tl.tensor, stride: tl.tensor, V: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, MAX_TOP_K: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: a tile of a row."""
     tile, row = tl.program_id(0), tl.program_id(1)
     GROUPS: tl.constexpr = TILE // GROUP
@@ -95,27 +82,11 @@ def _scan(
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _choose(
-    logits: tl.tensor,
-    inverse_temperature: tl.tensor,
-    top_p: tl.tensor,
-    log_min_p: tl.tensor,
-    top_k: tl.tensor,
-    keys: tl.tensor,
-    maxima: tl.tensor,
-    best_score: tl.tensor,
-    best_token: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_POWER: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    MASS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    logits: tl.tensor, inverse_temperature: tl.tensor, top_p: tl.tensor, log_min_p: tl.tensor, top_k: tl.tensor, keys: tl.tensor,
+    maxima: tl.tensor, best_score: tl.tensor, best_token: tl.tensor, out: tl.tensor, stride: tl.tensor, V: tl.constexpr,
+    TILES: tl.constexpr, TILES_POWER: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    MASS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: a row. K is a power of two that reaches its top-k."""
     row = tl.program_id(0)
     if OVERLAP:
@@ -147,15 +118,9 @@ def _choose(
 
 @triton.jit(do_not_specialize=["stride"])
 def _penalise(
-    logits: tl.tensor,
-    index: tl.tensor,
-    counts: tl.tensor,
-    rows: tl.tensor,
-    penalties: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
+    logits: tl.tensor, index: tl.tensor, counts: tl.tensor, rows: tl.tensor, penalties: tl.tensor, stride: tl.tensor, V: tl.constexpr,
     TILE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     place = logits + tl.load(index + row) * stride + token

@@ -19,16 +19,9 @@ SWIGLU_BLOCK = 1024
 
 @triton.jit
 def _store(
-    value: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    token: tl.tensor,
-    first: tl.tensor,
-    scale_stride: tl.tensor,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    value: tl.tensor, out: tl.tensor, scales: tl.tensor, token: tl.tensor, first: tl.tensor, scale_stride: tl.tensor, SCALED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
     if SCALED:
         groups = tl.reshape(value, (BLOCK // 128, 128))
@@ -45,20 +38,9 @@ def _store(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _rms_norm(
-    x: tl.tensor,
-    weight: tl.tensor,
-    addends: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    eps: tl.tensor,
-    addend_size: tl.tensor,
-    scale_stride: tl.tensor,
-    ADDENDS: tl.constexpr,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, addends: tl.tensor, out: tl.tensor, scales: tl.tensor, eps: tl.tensor, addend_size: tl.tensor,
+    scale_stride: tl.tensor, ADDENDS: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: one token, to which ADDENDS values are added first."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -82,15 +64,9 @@ def _rms_norm(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _swiglu(
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    scale_stride: tl.tensor,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    gate_up: tl.tensor, out: tl.tensor, scales: tl.tensor, scale_stride: tl.tensor, SCALED: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: BLOCK values of one token."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -109,14 +85,9 @@ def _swiglu(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _quantize(
-    x: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    scale_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x: tl.tensor, out: tl.tensor, scales: tl.tensor, scale_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program: one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if OVERLAP:
@@ -128,16 +99,9 @@ def _quantize(
 # A slice of a staging buffer must not compile anew, wherever it begins.
 @triton.jit(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
 def _rotary_rows(
-    positions: tl.tensor,
-    axis: tl.tensor,
-    inv_freq: tl.tensor,
-    out: tl.tensor,
-    num_tokens: tl.tensor,
-    stride: tl.tensor,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    positions: tl.tensor, axis: tl.tensor, inv_freq: tl.tensor, out: tl.tensor, num_tokens: tl.tensor, stride: tl.tensor,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: cosines and sines of TOKENS tokens, whose positions on the next axis lie `stride` behind."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
     if OVERLAP:

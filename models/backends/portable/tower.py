@@ -23,16 +23,9 @@ def _rotate(kvq: tl.tensor, cos_sin: tl.tensor, HEADS: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def _layer_norm(
-    x: tl.tensor,
-    offset: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, offset: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """One program: a row of WIDTH values, to which OFFSETS values are added over and over."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
