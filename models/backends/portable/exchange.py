@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch
@@ -23,7 +24,7 @@ QUICK_POLLS = tl.constexpr(32)  # some 20 us; who is still waited for is at some
 
 
 @triton.jit
-def _begin(epochs: tl.tensor, OVERLAP: tl.constexpr) -> tl.tensor:
+def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
     """The number of this program's exchange, which is the same on all ranks."""
     if OVERLAP:
         gdc_wait()
@@ -32,15 +33,14 @@ def _begin(epochs: tl.tensor, OVERLAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _place(epoch: tl.tensor, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+def _place(epoch: tensor, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr) -> tensor:
     """Where in an inbox this program's messages of rank 0 are; those of the others lie behind."""
     return (((epoch & 1) * PROGRAMS + tl.program_id(0)) * SIZE).to(tl.int64) * BLOCK
 
 
 @triton.jit
 def _send(
-    word: tl.tensor, inboxes: tl.tuple, epoch: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    word: tensor, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """BLOCK uint32 to every other rank."""
     message = (epoch.to(tl.int64) << 32) | word.to(tl.int64)
@@ -52,9 +52,9 @@ def _send(
 
 @triton.jit
 def _receive(
-    source: tl.constexpr, inboxes: tl.tuple, epoch: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr, NAPS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    source: constexpr, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
+    NAPS: constexpr,
+) -> tensor:  # fmt: skip
     """BLOCK messages that `source` has sent, or is about to send."""
     place = inboxes[RANK] + _place(epoch, SIZE, PROGRAMS, BLOCK) + source * BLOCK + tl.arange(0, BLOCK)
     message = tl.load(place, volatile=True)
@@ -70,8 +70,8 @@ def _receive(
 
 @triton.jit(do_not_specialize=["num_words"])
 def _sum(
-    stream: tl.tensor, parts: tl.tensor, inboxes: tl.tuple, epochs: tl.tensor, num_words: tl.tensor, ADD: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, NAPS: tl.constexpr, OVERLAP: tl.constexpr,
+    stream: tensor, parts: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, ADD: constexpr, PARTS: constexpr, RANK: constexpr,
+    SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK pairs of values of the stream, to which the sum over PARTS and ranks is added, or by which they are replaced.
 
@@ -107,8 +107,8 @@ def _sum(
 
 @triton.jit(do_not_specialize=["num_words", "width"])
 def _gather(
-    values: tl.tensor, out: tl.tensor, inboxes: tl.tuple, epochs: tl.tensor, num_words: tl.tensor, width: tl.tensor, FIRST: tl.constexpr,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, NAPS: tl.constexpr, OVERLAP: tl.constexpr,
+    values: tensor, out: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, width: tensor, FIRST: constexpr, RANK: constexpr,
+    SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie side by side; if FIRST, those of rank 0 alone: every
     rank sends also then, since what arrives says that what was sent before has been read."""

@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch, num_multiprocessors
@@ -14,9 +15,9 @@ from models.layers.fp8 import Weight
 
 @triton.jit
 def _fetch(
-    matrices: tl.tensor, chosen: tl.tensor, index: tl.tensor, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    matrices: tensor, chosen: tensor, index: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
+    BLOCK: constexpr,
+) -> tuple[tensor, tensor]:  # fmt: skip
     """The `index`-th ROWS rows of the chosen experts' gates and other factors, zeros of experts that are not ours and behind the last."""
     PIECES: tl.constexpr = INNER // ROWS
     slot, row, column = index // PIECES, index % PIECES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -28,8 +29,8 @@ def _fetch(
 
 @triton.jit
 def _gate_up(
-    x: tl.tensor, matrices: tl.tensor, chosen: tl.tensor, inner: tl.tensor, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    x: tensor, matrices: tensor, chosen: tensor, inner: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
+    BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th ROWS values of the chosen experts' SwiGLU. The next weights come while the last are multiplied."""
     if OVERLAP:
@@ -48,8 +49,8 @@ def _gate_up(
 
 @triton.jit
 def _rows_of_choice(
-    matrices: tl.tensor, chosen: tl.tensor, row: tl.tensor, column: tl.tensor, K: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    matrices: tensor, chosen: tensor, row: tensor, column: tensor, K: constexpr, WIDTH: constexpr, INNER: constexpr,
+) -> tensor:  # fmt: skip
     """Rows of the K-th choice's matrix (R, C), zeros if its expert is not ours."""
     expert = tl.load(chosen + K)
     place = matrices + (expert.to(tl.int64) * WIDTH + row)[:, None] * INNER + column[None, :]
@@ -58,8 +59,8 @@ def _rows_of_choice(
 
 @triton.jit
 def _down(
-    inner: tl.tensor, matrices: tl.tensor, chosen: tl.tensor, weights: tl.tensor, out: tl.tensor, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
-    INNER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    inner: tensor, matrices: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr,
+    ROWS: constexpr, BLOCK: constexpr, AHEAD: constexpr, ADD: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: ROWS of the WIDTH values that all chosen experts of ours give, by the router's weights.
 

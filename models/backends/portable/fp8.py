@@ -6,6 +6,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch
@@ -19,9 +20,9 @@ STAGES, WARPS = 4, 4
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _multiply(
-    x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, weight_scales: tl.tensor, out: tl.tensor, num_tokens: tl.tensor,
-    scale_stride: tl.tensor, OUT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    x: tensor, x_scales: tensor, weight: tensor, weight_scales: tensor, out: tensor, num_tokens: tensor, scale_stride: tensor,
+    OUT: constexpr, WIDTH: constexpr, PADDED: constexpr, BLOCKS: constexpr, ROWS: constexpr, TOKENS: constexpr, STAGES: constexpr,
+    OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch, num_multiprocessors
@@ -12,15 +13,15 @@ Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
 
 
 @triton.jit
-def _fetch(place: tl.tensor, row: tl.tensor, column: tl.tensor, OUT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+def _fetch(place: tensor, row: tensor, column: tensor, OUT: constexpr, WIDTH: constexpr) -> tensor:
     """Weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
     return tl.load(place, mask=(row < OUT)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def _norm(
-    value: tl.tensor, weight: tl.tensor, normed: tl.tensor, eps: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, KEPT: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    value: tensor, weight: tensor, normed: tensor, eps: tensor, column: tensor, WIDTH: constexpr, KEPT: constexpr,
+) -> tensor:  # fmt: skip
     """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if KEPT:
@@ -33,9 +34,9 @@ def _norm(
 
 @triton.jit
 def _gemv(
-    x: tl.tensor, norm_weight: tl.tensor, weight: tl.tensor, out: tl.tensor, normed: tl.tensor, eps: tl.tensor, OUT: tl.constexpr,
-    WIDTH: tl.constexpr, NORM: tl.constexpr, KEPT: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
+    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    BLOCKS: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values of the result; the vector stays in registers if it is one block wide.
 

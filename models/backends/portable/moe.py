@@ -9,6 +9,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_wait
 
 from models.backends.ops import Experts
@@ -22,7 +23,7 @@ TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
 
 
 @triton.jit
-def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, scale: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tensor, TURNED: constexpr) -> tensor:
     """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
     if TURNED:
         product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
@@ -32,7 +33,7 @@ def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, sc
 
 
 @triton.jit
-def _column_scales(place: tl.tensor, column: tl.tensor, DISTANCE: tl.constexpr) -> tl.tensor:
+def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
     """The scale at `place`; if there is a DISTANCE, every other column has the one that lies so far behind it."""
     scale = tl.load(place)
     if DISTANCE:
@@ -42,10 +43,10 @@ def _column_scales(place: tl.tensor, column: tl.tensor, DISTANCE: tl.constexpr) 
 
 @triton.jit
 def _multiply(
-    x: tl.tensor, x_scales: tl.tensor, matrices: tl.tensor, scales: tl.tensor, weights: tl.tensor, out: tl.tensor, expert: tl.tensor,
-    slot: tl.tensor, inside: tl.tensor, tile: tl.tensor, num_tokens: tl.tensor, scale_stride: tl.tensor, GATED: tl.constexpr,
-    SCALED: tl.constexpr, TURNED: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, SCALES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, slot: tensor,
+    inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr,
 ) -> None:  # fmt: skip
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
 
@@ -86,10 +87,10 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_experts(
-    x: tl.tensor, x_scales: tl.tensor, matrices: tl.tensor, scales: tl.tensor, weights: tl.tensor, out: tl.tensor, choices: tl.tensor,
-    blocks: tl.tensor, num_slots: tl.tensor, num_tokens: tl.tensor, scale_stride: tl.tensor, SLOTS: tl.constexpr, GATED: tl.constexpr,
-    SCALED: tl.constexpr, TURNED: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, SCALES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, choices: tensor, blocks: tensor,
+    num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """With SLOTS, program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same. Else one program:
     some columns of one block of sorted `choices`; those of one block follow each other."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import Experts
@@ -17,15 +18,15 @@ ROUTE_WARPS, SORT_WARPS = 1, 4
 
 
 @triton.jit
-def _in_order(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def _in_order(bits: tensor, BITS: constexpr) -> tensor:
     """The bits of floats as integers in the floats' order, and back."""
     return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
 
 
 @triton.jit
 def _best(
-    logits: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+    logits: tensor, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr, BITS: constexpr
+) -> tuple[tensor, tensor]:
     """(CHOICES,): the experts with the largest of a token's logits, of BITS bits each, and their shares of a softmax over the chosen.
 
     A logit and its expert are one integer; of equal logits the first expert wins.
@@ -49,10 +50,9 @@ def _best(
 
 @triton.jit
 def _route(
-    logits: tl.tensor, is_real: tl.tensor, chosen: tl.tensor, weights: tl.tensor, ranks: tl.tensor, counts: tl.tensor, parts: tl.tensor,
-    first: tl.tensor, num_experts: tl.tensor, PADDED: tl.constexpr, COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, STRIPE: tl.constexpr, ZEROED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    logits: tensor, is_real: tensor, chosen: tensor, weights: tensor, ranks: tensor, counts: tensor, parts: tensor, first: tensor,
+    num_experts: tensor, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr,
+    BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
 
@@ -84,8 +84,8 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _sort(
-    chosen: tl.tensor, ranks: tl.tensor, counts: tl.tensor, slots: tl.tensor, blocks: tl.tensor, num_slots: tl.tensor,
-    num_blocks: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr, OVERLAP: tl.constexpr,
+    chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, blocks: tensor, num_slots: tensor, num_blocks: tensor, EXPERTS: constexpr,
+    BLOCK: constexpr, ROWS: constexpr, SORTED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
     expert = tl.arange(0, BLOCK)
