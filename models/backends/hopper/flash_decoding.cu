@@ -18,7 +18,6 @@ constexpr int kStages = 2, kTile = 16, kRows = 16;              // tiles of a ri
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
 constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
 constexpr int kMaxParts = 512;  // of a group, see `units.py`
-constexpr int kAhead = 12;      // parts whose values are fetched together with what they are weighed by
 
 struct Params {
   Source k, v;
@@ -257,35 +256,6 @@ CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row,
   for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
 }
 
-// Four values of a row from all parts of a group: those of the first kAhead are fetched before their shares are known.
-struct Parts {
-  Params const& params;
-  Unit const& unit;
-  float4 values[kAhead];
-
-  CUTLASS_DEVICE float4 fetch(int part, int row, int column) const {
-    return __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
-  }
-
-  CUTLASS_DEVICE void fetch_first(int row, int column) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kAhead; ++part) values[part] = part < unit.count ? fetch(part, row, column) : make_float4(0, 0, 0, 0);
-  }
-
-  CUTLASS_DEVICE float4 sum(int row, int column, float const* shares) const {
-    float4 sum = {0, 0, 0, 0};
-    auto add = [&](float4 const& value, float share) {
-      sum.x += share * value.x, sum.y += share * value.y, sum.z += share * value.z, sum.w += share * value.w;
-    };
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kAhead; ++part)
-      if (part < unit.count) add(values[part], shares[part]);
-#pragma unroll 8
-    for (int part = kAhead; part < unit.count; ++part) add(fetch(part, row, column), shares[part]);
-    return sum;
-  }
-};
-
 // The last unit of a group to arrive merges what all have left.
 CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
@@ -301,17 +271,18 @@ CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& 
   constexpr int kColumns = kHeadDim / 4;
   int const num_rows = unit.num_tokens << params.log2_group;
   float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
-  Parts parts{params, unit};
-  int i = threadIdx.x;
-  if (i < num_rows * kColumns) parts.fetch_first(i / kColumns, i % kColumns * 4);
   for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
   __syncthreads();
-  while (i < num_rows * kColumns) {
+  for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
     int const row = i / kColumns, column = i % kColumns * 4;
-    float4 const sum = parts.sum(row, column, weights + row * unit.count);
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int part = 0; part < unit.count; ++part) {
+      float const share = weights[row * unit.count + part];
+      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
+      sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
+    }
     *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + column) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
-    i += kThreads;
-    if (i < num_rows * kColumns) parts.fetch_first(i / kColumns, i % kColumns * 4);
   }
 }
 
