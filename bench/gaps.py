@@ -78,7 +78,7 @@ class Bench:
         sampling = backend.sampling(num_seqs, vocab_size)
         sampler = Sampler(sampling, num_seqs, model_config, Path(), device)
         row_sizes = num_seqs, NUM_BLOCKS, self._config.block_size
-        rows = Rows(*row_sizes, model_config.geometry, device, sampling.max_top_k, transfers=backend.transfers)
+        rows = Rows(*row_sizes, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
         sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters, self._config.max_num_batched_tokens)

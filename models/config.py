@@ -1,12 +1,9 @@
-"""What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files.
-
-Called by every process; imports no torch. It reads both the layout of transformers 5 (`rope_parameters`)
-and that of the published Qwen3-VL checkpoints (`rope_scaling` beside `rope_theta`).
-"""
+"""What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files, in the layout of
+transformers 5 (`rope_parameters`) and of the published checkpoints (`rope_scaling` beside `rope_theta`). Imports no torch."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,13 @@ from models.registry import Architecture, architecture_of
 # Of the published checkpoints' preprocessor_config.json, for folders that lack the file.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
+
+FILE_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "merge_size": "spatial_merge_size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,12 @@ def _first(sources: tuple[Mapping[str, Any], ...], keys: tuple[str, ...], defaul
     return default
 
 
+def _renamed(kind: type, config: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass: those given, the others from the file."""
+    names = [field.name for field in fields(kind) if field.name not in given]
+    return {name: config[FILE_NAMES.get(name, name)] for name in names} | given
+
+
 def _as_ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
@@ -204,21 +214,8 @@ def _text(config: Mapping[str, Any], is_fp8: bool) -> TextConfig:
     section = tuple(rope.get("mrope_section", (24, 20, 20)))
     if len(section) != 3 or sum(section) != config["head_dim"] // 2:
         raise ValueError(f"mrope_section must be three numbers that sum to half of head_dim, got {section}")
-    return TextConfig(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=float(rope["rope_theta"]),
-        mrope_section=section,
-        max_position_embeddings=config["max_position_embeddings"],
-        is_fp8=is_fp8,
-        moe=_moe(config),
-    )
+    given = {"rope_theta": float(rope["rope_theta"]), "mrope_section": section, "is_fp8": is_fp8, "moe": _moe(config)}
+    return TextConfig(**_renamed(TextConfig, config, given))
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
@@ -236,20 +233,9 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig | None:
 
 def _vision(config: Mapping[str, Any]) -> VisionConfig:
     rope = config.get("rope_parameters") or {}
-    return VisionConfig(
-        depth=config["depth"],
-        hidden_size=config["hidden_size"],
-        num_heads=config["num_heads"],
-        intermediate_size=config["intermediate_size"],
-        in_channels=config["in_channels"],
-        patch_size=config["patch_size"],
-        temporal_patch_size=config["temporal_patch_size"],
-        merge_size=config["spatial_merge_size"],
-        out_hidden_size=config["out_hidden_size"],
-        num_position_embeddings=config["num_position_embeddings"],
-        deepstack_indexes=tuple(config["deepstack_visual_indexes"]),
-        rope_theta=float(rope.get("rope_theta", 10_000.0)),
-    )
+    given = {"num_heads": config["num_heads"], "deepstack_indexes": tuple(config["deepstack_visual_indexes"])}
+    given["rope_theta"] = float(rope.get("rope_theta", 10_000.0))
+    return VisionConfig(**_renamed(VisionConfig, config, given))
 
 
 def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:

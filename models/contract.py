@@ -27,11 +27,8 @@ class VisionLanguageModel(Protocol):
         """What each layer caches of a sequence."""
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """uint8 images (H, W, 3) on the device -> for each its embeddings (1 + L, N, D), in a storage of its own.
-
-        Each is resized to its grid (t, h, w) in patches, as the request counted its tokens. All are encoded in one pass, so the caller
-        bounds their patches.
-        """
+        """uint8 images (H, W, 3) on the device, each resized to its grid (t, h, w) in patches -> for each its embeddings (1 + L, N, D), in
+        a storage of its own. One pass: the caller bounds the patches."""
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """(T, D) embeddings of token ids."""
@@ -61,7 +58,5 @@ class VisionLanguageModel(Protocol):
         """Bytes of device memory that what `prepare` makes, and tables of sizes that came, may come to hold."""
 
     def prepare(self, is_busy: bool = False) -> bool:
-        """Work that pays later, for a time when the host has nothing to launch: False if there is none. Takes a few tens of milliseconds.
-
-        `is_busy`: the device still works, and what follows may have to wait.
-        """
+        """Work of some tens of milliseconds that pays later, for a time when the host has nothing to launch: False if there is none.
+        `is_busy`: the device still works."""

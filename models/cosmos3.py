@@ -1,8 +1,5 @@
-"""Cosmos3 Nano and Super: the reasoner of the unified checkpoints is Qwen3-VL, under names of its own beside a generator's weights.
-
-Read by `models.registry`. Files lie as Diffusers writes them, the decoder's and the tower's each in a folder; the names are those of
-transformers' conversion of `cosmos3_omni`, where older files have `q_proj` already and newer ones `to_q`.
-"""
+"""Cosmos3 Nano and Super: the reasoner is Qwen3-VL, under names of its own beside a generator's weights, in the folders of Diffusers. The
+names are those of transformers' conversion of `cosmos3_omni`; older files have `q_proj`, newer ones `to_q`."""
 
 COSMOS3_FILES = ("transformer/*.safetensors", "vision_encoder/*.safetensors")
 

@@ -1,7 +1,5 @@
-"""Sizes of images in patches and tokens, in plain Python: the server's processor counts tokens with it, the workers resize with it.
-
-Both must agree to the token, so this file is the only place that rounds a size. It imports nothing but the standard library.
-"""
+"""Sizes of images in patches and tokens: the server counts tokens with it, the workers resize with it. Only this file rounds a size.
+Standard library alone."""
 
 import math
 from dataclasses import dataclass

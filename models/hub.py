@@ -1,4 +1,4 @@
-"""From what a user passes as `--model` to a folder on disk: a folder, a short alias, or a hub id. Called once by the launcher.
+"""From what a user passes as `--model` to a folder on disk: a folder, a short alias, or a hub id.
 
 Imports no torch; the hub is contacted only for a model that is not on disk.
 """
@@ -35,11 +35,9 @@ class ResolvedModel:
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """The folder of `model`: the demo of this project, a given one, or one downloaded into the hub library's cache (progress on stderr).
-
-    A published size with dummy weights needs no network: the scaffold writes its files below `cache_dir`. ValueError for what is
-    neither a folder, an alias nor a hub id, and when the download fails.
-    """
+    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache (progress on stderr). A published size with
+    dummy weights needs no network: its files are written below `cache_dir`. ValueError for what is nothing of this, and when the
+    download fails."""
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()

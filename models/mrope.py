@@ -1,4 +1,4 @@
-"""Multimodal rotary positions of a prompt, in numpy. Called by the worker when a row is admitted; later tokens only add the delta."""
+"""Multimodal rotary positions of a prompt, in numpy."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""Tensor parallelism: the group of ranks as an explicit object, and how heads are dealt to it. Made by the worker, used by the layers.
-
-Every rank runs the same code on its share; activations between layers are whole on every rank.
-"""
+"""Tensor parallelism: the group of ranks as an object. Activations between layers are whole on every rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,17 +34,6 @@ class Exchange(Protocol):
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """The value of rank 0, in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unsummed:
-    """(S, T, D) whose sum over S and the ranks is for the residual stream."""
-
-    parts_STD: torch.Tensor
-    exchange: Exchange
-
-    def add_to_(self, stream_TD: torch.Tensor) -> None:
-        self.exchange.add_sum_(stream_TD, self.parts_STD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +86,8 @@ class TensorParallel:
         return x
 
     def warm_up(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Each collective once, for one token and for so many, which every rank does: NCCL connects ranks at the first of a kind and size,
-        in a second that a request would wait for, and takes memory for it."""
+        """Each collective once, for one token and for so many, on every rank: NCCL connects ranks at the first of a kind and size, which
+        takes a second and memory."""
         for count in (1, num_tokens) if self.size > 1 else ():
             x = torch.zeros((count, width), dtype=dtype, device=device)
             for tp in (self, replace(self, exchange=None)):

@@ -1,12 +1,11 @@
-"""How the rows of a step draw their tokens: what the worker's sampler asks of a backend. All backends give the same tokens.
+"""How the rows of a step draw their tokens. All backends give the same tokens.
 
 A row's score is its logit over the temperature. Filters keep the best tokens in the order (logit descending, id ascending): the `top_k`
-first; of these the first whose probabilities reach `top_p` together, renormalised, the one that crosses it included; of these the ones
-not less probable than `min_p` times the best, which always stays. The token is the one whose score plus Gumbel noise is the largest, the
-lowest id if there are several; it has the probability that softmax gives it among those kept.
+first; of these the first whose renormalised probabilities reach `top_p`, the one that crosses it included; of these the ones not less
+probable than `min_p` times the best, which always stays. The token has the largest score plus Gumbel noise, the lowest id if there are
+several.
 
-The noise is a function of the row's key and the token id. Probabilities are summed as integers, so neither the order of a sum nor what
-else is in a step decides what `top_p` keeps.
+The noise is a function of the row's key and the token id. Probabilities are summed as integers, so no order of a sum decides anything.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,7 @@
-"""Sizes of steps that pay on a device: the scheduler cuts the chunks of prompts to them, and workers have graphs of the smaller ones.
-
-Plain Python: a worker reports its sizes when it is ready, the scheduler knows none of its own.
-"""
+"""Sizes of steps that pay on a device: the scheduler cuts prompts to them, workers have graphs of the smaller ones. Plain Python."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 
@@ -28,8 +25,6 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     launch_work: int = 0  # tokens times parameters of a layer: with more, the device is busy while the host launches the layer
     few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
-    long_prompts: tuple[int, ...] = ()  # tokens of prompts without decodes, longer than `largest_chunk`, that pay; none: evenly spaced
-    long_prompts_by_layer: Mapping[int, tuple[int, ...]] = {}  # the same of layers whose matrices have so many values in bfloat16
     large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this
 
     def chunks(self, num_decode_rows: int) -> list[int]:
@@ -44,10 +39,10 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.small_chunks, *between, self.largest_chunk, *longer]
 
     def _long_prompts(self) -> Iterator[int]:
-        """Up to one that reaches `largest_prompt`; where no sizes are known to pay, with little padding."""
-        size, known = self.largest_chunk, iter(self.long_prompts)
+        """Up to one that reaches `largest_prompt`, with little padding."""
+        size = self.largest_chunk
         while size < self.largest_prompt:
-            size = next(known, size + max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP))
+            size += max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP)
             yield size
 
     def for_layers(self, num_parameters: int, max_tokens: int, is_sparse: bool = False, is_float8: bool = False) -> "StepSizes":
@@ -57,8 +52,6 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
             self,
             largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST),
             usual=self.usual_sparse if is_sparse and not is_float8 else self.usual,
-            long_prompts=() if is_float8 else self.long_prompts_by_layer.get(num_parameters, ()),
-            long_prompts_by_layer={},
         )
 
     def chunks_by_rows(self, max_num_seqs: int) -> dict[int, list[int]]:

@@ -1,9 +1,5 @@
-"""Sums of up to some thousand tokens over the ranks, in memory that the GPUs of a host map from each other. Made by the worker for
-`TensorParallel`; what is little enough goes by its `Exchange`.
-
-NCCL takes 12 us for one token over two H200s and 31 for 216, this 6 and 13; over four 113 and 78 for 1,138. A
-step of the 8B model has 72 sums.
-"""
+"""Sums of up to some thousand tokens over the ranks, in memory that the GPUs of a host map from each other: 1,138 tokens over four H200s in
+78 us, NCCL 113."""
 
 import ctypes
 
@@ -16,8 +12,8 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUDA's 
 
 
 def peers_are_mapped(size: int) -> bool:
-    """Whether each of the first `size` GPUs can use the memory of every other one, atomic operations included: ranks wait for each other by
-    them, and without (over PCIe) would wait for ever."""
+    """Whether each of the first `size` GPUs can use the memory of every other, atomic operations included: without (over PCIe) ranks would
+    wait for ever."""
     pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
     return all(torch.cuda.can_device_access_peer(i, j) and _has_native_atomics(i, j) for i, j in pairs)
 

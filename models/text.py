@@ -1,10 +1,10 @@
-"""The decoder of Qwen3-VL: embedding, layers, DeepStack, final norm. Built and called by `models.qwen3_vl`."""
+"""The decoder of Qwen3-VL: embedding, layers, DeepStack, final norm."""
 
 import torch
 from torch import nn
 
 from models.attention.paged import AttentionBackend, FusedAttention
-from models.backends.ops import Ops
+from models.backends.ops import Ops, Residual
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.layers.decoder import DecoderLayer, FeedForward, LayerContext
@@ -31,7 +31,7 @@ class TextModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, tp, dtype, device)
         self._layers = [DecoderLayer(i, text, tp, ops, feed_forward, dtype, device) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, ops, dtype, device)
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype, device)
 
     def quantize_(self) -> None:
         """Makes the layers' matrices float8, as the published FP8 checkpoints are. Embeddings and head stay as they are."""
@@ -45,7 +45,7 @@ class TextModel(nn.Module):
         """
         hidden_TD = self.embed_tokens(batch.input_ids_T)
         splice_(hidden_TD, batch.visual)
-        residual = self.ops.residual(hidden_TD)
+        residual = Residual(hidden_TD)
         slots_T = batch.attention.slot_mapping_T
         real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
@@ -60,4 +60,4 @@ class TextModel(nn.Module):
             last.store(residual, context)
             return hidden_TD[:0]
         last(residual, context, wanted_S if len(wanted_S) < len(hidden_TD) else None)
-        return self.norm.values(residual)
+        return self.ops.norm(self.norm(residual))

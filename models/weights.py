@@ -1,4 +1,4 @@
-"""Fills a model's parameters: from safetensors, each rank reading only its slices, or with dummy values. Called by the worker at start."""
+"""Fills a model's parameters: from safetensors, each rank reading only its slices, or with dummy values."""
 
 import json
 import zlib

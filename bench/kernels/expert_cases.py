@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from bench.kernels.timing import Case
-from models.backends.ops import Experts, Ops
+from models.backends.ops import Experts, Normed, Ops, Residual
 from models.config import TextConfig
 from models.layers.fp8 import BlockScaled
 
@@ -30,8 +30,8 @@ def expert_cases(text: TextConfig, ops: Ops, device: torch.device, num_tokens: i
     shape = f"{num_tokens} x {hidden}, {touched} of {count} x {inner}"
 
     def call(experts: Experts) -> None:
-        residual = ops.residual(stream)
-        residual.add_(ops.sparse_swiglu(ops.normed(residual, norm, EPS), experts, None))
+        residual = Residual(stream)
+        ops.add_experts_(residual, Normed(residual, norm, EPS), experts, None)
 
     def case(name: str, experts: Experts, share: float) -> Case:
         return Case(name, shape, flops * share, num_bytes * share + router.nbytes, [lambda: call(experts)])

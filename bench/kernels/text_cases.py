@@ -9,7 +9,7 @@ from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
 from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
-from models.backends.ops import KVPool, Ops, Product
+from models.backends.ops import KVPool, Normed, Ops, Residual
 from models.batch import AttentionLayout
 from models.cache import CacheSpec, PagedKV
 from models.config import ModelConfig
@@ -29,7 +29,7 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     width = text.hidden_size
     norm = torch.ones(width, dtype=torch.bfloat16, device=device)
     x = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
-    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.rms_norm(ops.residual(x), norm, EPS)])
+    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.norm(Normed(Residual(x), norm, EPS))])
     for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
         yield from expert_cases(text, ops, device, num_tokens)
@@ -77,17 +77,17 @@ def layer_products(config: ModelConfig, ops: Ops, device: torch.device, num_toke
     norm = torch.ones(text.hidden_size, dtype=torch.bfloat16, device=device)
     residual = torch.zeros((num_tokens, text.hidden_size), dtype=torch.bfloat16, device=device)
 
-    def normed(x: torch.Tensor) -> Any:
-        return ops.normed(ops.residual(x), norm, EPS)
+    def normed(x: torch.Tensor) -> Normed:
+        return Normed(Residual(x), norm, EPS)
 
     shapes: dict[str, tuple[int, int, Call]] = {
         "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.linear(normed(x), w)),
-        "o, residual": (text.hidden_size, attended, lambda x, w: ops.residual(residual).add_(Product(x, w))),
+        "o, residual": (text.hidden_size, attended, lambda x, w: ops.add_product_(Residual(residual), x, w)),
     }
     if text.moe is None:
         shapes |= {
             "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.swiglu(normed(x), w)),
-            "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.residual(residual).add_(Product(x, w))),
+            "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.add_product_(Residual(residual), x, w)),
         }
     if num_tokens < CHUNK:
         shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: ops.linear_f32(x, w)

@@ -38,12 +38,7 @@ class Product:
         return self.gated or self.normed
 
     def run(self, weight: torch.Tensor, norm: tuple[torch.Tensor, float], x: torch.Tensor, out: torch.Tensor) -> None:
-        if self.gated:
-            gemv.gemv_swiglu(x, weight, norm)
-        elif self.normed:
-            gemv.gemv(x, weight, x.dtype, norm)
-        else:
-            gemv.gemv_add_(x, weight, out)
+        gemv.gemv(x, weight, out, norm if self.normed else None, self.gated, adds=not self.normed)
 
     def candidates(self) -> Iterator[GemvTiles]:
         whole = 1 << (self.width - 1).bit_length()

@@ -82,7 +82,7 @@ def build_runner(
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
     geometry, max_top_k, state_bytes = model_config.geometry, sampling_ops.max_top_k, model.cache_spec.state_bytes
     row_sizes = config.max_num_seqs, max_blocks, config.block_size
-    rows = Rows(*row_sizes, geometry, device, max_top_k, state_bytes, backend.transfers)
+    rows = Rows(*row_sizes, geometry, device, max_top_k, state_bytes)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
     if graphs is not None:
         before = free_bytes(device)

@@ -18,7 +18,7 @@ from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
-from models.transfers import COPIES, Transfers
+from models.transfers import to_host
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -87,10 +87,8 @@ class Rows:
         device: torch.device,
         max_top_k: int = 0,  # see `SamplingOps`
         state_bytes: Sequence[int] = (),
-        transfers: Transfers = COPIES,
     ):
         self.block_size = block_size
-        self.transfers = transfers
         self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.states = tuple(torch.zeros((max_num_seqs + 1, size), dtype=torch.uint8, device=device) for size in state_bytes)
         self._geometry = geometry
@@ -164,7 +162,8 @@ class Rows:
 
     def deliver(self, tokens_S: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
         """Drawn tokens to their rows, for the next step. They will be in the memory that this returns, on the host."""
-        return self.transfers.deliver_(tokens_S, rows_S, self.last_token_R)
+        self.last_token_R[rows_S] = tokens_S
+        return to_host(tokens_S)
 
     def _row(self, row: int) -> Row:
         found = self._rows[row]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import DEPTH
-from models.transfers import COPIES, Transfers
 
 ALIGNMENT = 128  # so that pieces of up to a cache line, which kernels read at once, do not straddle two
 RING = DEPTH + 1  # one is being built
@@ -24,8 +23,7 @@ class Staging:
     sizes in equal order have equal addresses, which a CUDA graph may therefore remember.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, transfers: Transfers = COPIES):
-        self._transfers = transfers
+    def __init__(self, num_bytes: int, device: torch.device):
         pinned = device.type == "cuda"
         self._hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(RING if pinned else 1)]
         self._bytes = [host.numpy() for host in self._hosts]
@@ -56,7 +54,7 @@ class Staging:
     def copy(self) -> None:
         """Enqueues the transfer on the current stream."""
         if self._device is not self._hosts[self._index]:
-            self._transfers.fetch_(self._device[: self._used], self._hosts[self._index][: self._used])
+            self._device[: self._used].copy_(self._hosts[self._index][: self._used], non_blocking=True)
 
 
 def staged_bytes(arrays: Iterable[npt.NDArray[np.generic]]) -> int:

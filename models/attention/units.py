@@ -1,5 +1,5 @@
-"""How attention over paged keys is cut into units of work: groups of query tokens that share a reading of their keys, and for few tokens
-(flash-decoding) the keys into parts. Plans of the backends' kernels, made on the host."""
+"""How attention over paged keys is cut into units of work on the host: query tokens into groups that share a reading of their keys, and for
+few tokens (flash-decoding) the keys into parts."""
 
 from bisect import bisect_left
 
@@ -26,15 +26,12 @@ def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
 
 
 def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
-    """So many that they fill the `num_blocks` that run at once, each with one KV head, and a few more than groups, so that there is room
-    to cut the longest ones."""
+    """Enough to fill the `num_blocks` that run at once, each with one KV head, and more than groups, so that the longest can be cut."""
     return max(-(-num_blocks // kv_heads), num_groups + num_groups // 2 + 1)
 
 
 def token_groups(layout: AttentionLayout, size: int) -> Int32s:
-    """(G, 4): first query token, number of query tokens, offset of the row's pages, end of the last token's keys. Row after row.
-
-    Each row's query tokens in groups of `size` and a rest; a row without has none.
+    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), offset of the row's pages, end of the last token's keys.
     """
     first_tokens, kv_lens = layout.qo_indptr_cpu.numpy(), layout.kv_lens_cpu.numpy()
     num_tokens = first_tokens[1:] - first_tokens[:-1]
@@ -50,15 +47,12 @@ def token_groups(layout: AttentionLayout, size: int) -> Int32s:
 def plan_units(groups: Int32s, limit: int) -> Int32s:
     """At most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS of a group. The limit must be above the number of groups.
 
-    Up to `group_tokens` neighbouring query tokens of a row are a group, whose keys are cut into parts. A unit is a part: first query
-    token, number of query tokens, offset of the row's pages, first key and end of the part, number of the part among all of them, number
-    of the group's first part, parts of the group. The last key of a group is its last token's alone, the one before belongs to the last
-    two, and so on.
+    A unit is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
+    part among all, number of the group's first part, parts of the group. A group's last key is its last token's alone, and so on.
 
-    No unit is longer than MIN_TILES or is needed to stay within the limit, and those of a group are equal up to a tile. The shortest
-    length in tiles that stays within the limit lies between sum / limit and (sum - groups) / (limit - groups), as t tiles are at most
-    (t - 1) / length + 1 units. The last of several units is never shorter than the others, so it has more than a tile: each token of the
-    group has keys in every part.
+    Units are as short as the limit and MIN_TILES allow; those of a group are equal up to a tile. The shortest length in tiles lies between
+    sum / limit and (sum - groups) / (limit - groups), as t tiles are at most (t - 1) / length + 1 units. The last of several units is never
+    shorter than the others: each token of the group has keys in every part.
     """
     num_groups, end = len(groups), groups[:, 3]
     limit = min(limit, num_groups + MAX_PARTS - 1)

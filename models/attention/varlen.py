@@ -1,4 +1,4 @@
-"""Full attention inside each image, for all images of an encode at once, behind one Protocol. Used by `models.vision.tower`."""
+"""Full attention inside each image, for all images of an encode at once, behind one Protocol."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -13,7 +13,6 @@ from models.backends.ops import KVPool, Ops
 from models.parallel import Exchange
 from models.sampling import SamplingOps
 from models.step_sizes import StepSizes
-from models.transfers import Transfers
 
 
 class Backend(Protocol):
@@ -21,7 +20,6 @@ class Backend(Protocol):
 
     device: torch.device
     ops: Ops
-    transfers: Transfers
     step_sizes: StepSizes
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
 

@@ -1,5 +1,4 @@
-"""The one choice of a backend: by what the driver says of the GPUs and by what is installed. Called by the launcher before anything is
-downloaded or read; imports no torch.
+"""The one choice of a backend: by what the driver says of the GPUs and by what is installed.
 
 | backend  | device                      | needs                                                            |
 |----------|-----------------------------|------------------------------------------------------------------|

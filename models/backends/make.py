@@ -1,4 +1,4 @@
-"""Makes the backend that was chosen. Called by the workers; everything else is handed the result."""
+"""Makes the backend that was chosen."""
 
 import sys
 from collections.abc import Callable
@@ -25,8 +25,7 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
 
 
 def notify_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """From now on these are called before and after every kernel that Triton compiles: seconds, whenever a new combination of sizes and
-    alignments comes that neither warm-up nor capture has met. Nothing for a backend without Triton."""
+    """Calls these before and after every kernel that Triton compiles: seconds, at sizes that neither warm-up nor capture has met."""
     if "triton" not in sys.modules:
         return
     from triton import knobs

@@ -1,20 +1,17 @@
-"""The operations that have one implementation a backend, behind one Protocol. `torch` is the reference; see `models.backends`.
+"""The operations that each backend implements, behind one Protocol. `torch` is the reference.
 
-A layer reads like the paper: it normalises the residual stream, multiplies, and adds to the stream. When and in which kernel that is done
-is the backend's business: what stands between two products (`Activation`) and what a product leaves for the stream (`Product`) may be
-values, or how to get them.
+The backend decides when and in which kernel: a norm is computed by the product that reads it, and a product may leave its result in parts
+for the next norm to add.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from models.layers.fp8 import Weight
-from models.parallel import Unsummed
+from models.layers.fp8 import GroupScaled, Weight
 
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
-Activation = Any  # (T, X) values, or what a backend's own `linear` makes of them: rounded to float8, or not yet normalised
 
 PIXEL_OFFSET = 128  # patches hold pixel - 128
 TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
@@ -22,47 +19,52 @@ TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Resampling of one axis: pixel i of the result is the weighted sum of the source's pixels `first[i] ...`, then rounded to uint8.
-
-    Weights that would lie behind the last source pixel are zero. int32, on the images' device.
-    """
+    """Resampling of one axis: pixel i is the weighted sum of the source's pixels `first[i] ...`, rounded to uint8. Weights behind the last
+    source pixel are zero. int32, on the images' device."""
 
     first: torch.Tensor  # (new size,)
     weights: torch.Tensor  # (new size, taps)
 
 
+@dataclass(slots=True)
+class Residual:
+    """The residual stream of a step, (T, D), and what the next norm adds to it: the sum of `parts_STD` over S."""
+
+    sum_TD: torch.Tensor
+    parts_STD: torch.Tensor | None = None
+
+    def add_(self, parts_STD: torch.Tensor) -> None:
+        """residual += the sum over S. The stream is normalised before more is added."""
+        assert self.parts_STD is None, "the parts of the product before were not added"
+        self.parts_STD = parts_STD
+
+    def take_parts(self) -> torch.Tensor | None:
+        """Whoever takes them adds them to `sum_TD`."""
+        parts_STD, self.parts_STD = self.parts_STD, None
+        return parts_STD
+
+    def keep_(self, tokens_S: torch.Tensor) -> None:
+        """Drops all other tokens."""
+        assert self.parts_STD is None
+        self.sum_TD = self.sum_TD[tokens_S]
+
+
 @dataclass(frozen=True, slots=True)
-class Product:
-    """input @ weight.T, (T, D), for the residual stream: not multiplied yet."""
+class Normed:
+    """RMSNorm of a stream, x / sqrt(mean(x ** 2) + eps) * weight, computed by what reads it, before the stream is added to again."""
 
-    input_TX: Activation
-    weight_DX: Weight
-
-
-@dataclass(frozen=True, slots=True)
-class Addends:
-    """(S, T, D) whose sum over S is for the residual stream: not added up yet."""
-
-    parts_STD: torch.Tensor
+    residual: Residual
+    weight_D: torch.Tensor
+    eps: float
 
 
-class LateAddend(Protocol):
-    """(1, T, D) for the residual stream: not multiplied yet. One of the two is asked for, once."""
-
-    @property
-    def parts_STD(self) -> torch.Tensor:
-        """As those of `Addends`."""
-
-    def add_to_(self, stream_TD: torch.Tensor) -> None:
-        """stream += the addend."""
+Activation = torch.Tensor | Normed | GroupScaled  # (T, X)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """SwiGLU experts `first : first + count` of all, with the router's matrix. Experts' rows lie one expert's after another's.
-
-    An expert has `inner` values between its two products: rows of its `gate_up` are those of the gate, then as many of the other factor.
-    """
+    """SwiGLU experts `first : first + count` of all, with the router's matrix. Rows of `gate_up` are an expert's gate, then its other
+    factor, then the next expert's; `inner` values lie between an expert's two products."""
 
     router_ED: torch.Tensor
     gate_up: Weight  # (count * 2 * inner, D)
@@ -72,45 +74,30 @@ class Experts:
     num_chosen: int  # experts of a token
 
 
-class Residual(Protocol):
-    """The residual stream of a step, (T, D). It may lack addends until it is normalised: what reads `sum_TD` otherwise must not mind."""
-
-    sum_TD: torch.Tensor
-
-    def add_(self, addend: Product | Addends | LateAddend | Unsummed | torch.Tensor) -> None:
-        """residual += addend. Between two of these the stream is normalised."""
-
-    def keep_(self, tokens_S: torch.Tensor) -> None:
-        """The stream of these tokens alone, which has been normalised since it was added to."""
-
-
 class Ops(Protocol):
-    """Methods that end in an underscore change an argument in place, as said there.
+    """Methods that end in an underscore change an argument in place. A float8 `Weight` rounds its input as `fp8.GroupScaled` says."""
 
-    A `Weight` may be float8: then the input of the product is rounded as `fp8.GroupScaled` says.
-    """
-
-    def residual(self, hidden_TD: torch.Tensor) -> Residual:
-        """A residual stream that begins with these values, which it may overwrite."""
-
-    def normed(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> Activation:
-        """RMSNorm of the stream, x / sqrt(mean(x ** 2) + eps) * weight, for products of this layer only: the stream goes on changing."""
-
-    def rms_norm(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        """The same as values."""
+    def norm(self, x_TD: Normed) -> torch.Tensor:
+        """Its values."""
 
     def linear(self, x_TX: Activation, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T. Written to `out_TD` if that is given."""
+        """x @ weight.T, in `out_TD` if that is given."""
+
+    def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
+        """residual += x @ weight.T."""
 
     def swiglu(self, x_TX: Activation, weight_NX: Weight) -> Activation:
         """silu(first half) * second half of the last dimension of x @ weight.T."""
 
-    def sparse_swiglu(self, x_TD: Activation, experts: Experts, real_T: torch.Tensor | None) -> Addends | LateAddend:
-        """What these experts give the tokens that the router gives them, times the router's weights, for the residual.
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+        """(S, T, D) whose sum over S is what these experts give the tokens that the router sends them, times the router's weights.
 
-        Of the logits x @ router.T, which have x's dtype, a float32 softmax; its `num_chosen` largest are divided by their sum and rounded
-        to x's dtype. Tokens that are not `real_T` (None: all are) go to no expert; they, and tokens of other experts, get zeros.
+        The weights: a float32 softmax of the logits x @ router.T, which have x's dtype; its `num_chosen` largest are divided by their sum
+        and rounded to x's dtype. Tokens that are not `real_T` (None: all are) go to no expert: they, and tokens of other experts, get 0.
         """
+
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> None:
+        """residual += the sum of `sparse_swiglu`."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
@@ -122,10 +109,7 @@ class Ops(Protocol):
         """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32 and is repeated if x is wider."""
 
     def rotary_rows(self, positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
-        """(T, K) float32, K / 2 cosines then K / 2 sines: the j-th are of the token's position on axis `axis_J[j]` times `inv_freq_J[j]`.
-
-        Positions are integers of A axes, whose tokens follow each other without gaps.
-        """
+        """(T, K) float32, K / 2 cosines then K / 2 sines: the j-th of the token's position on axis `axis_J[j]` times `inv_freq_J[j]`."""
 
     def norm_rope_store_(
         self,
@@ -139,9 +123,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """RMSNorm and rotation of every query and key head, then keys and values into the pool. Returns the queries (T, H, K).
 
-        `qkv_TX` is (T, (H + 2 * KV heads) * K) and may be overwritten; `cos_sin_TK` is float32, K / 2 cosines then K / 2 sines; token t
-        is written to `pool` at block * page_size + offset = `slots_T[t]`. A value (not a key) that is not finite is stored as 0: kernels
-        multiply what an earlier request left behind a row's end by 0, and the product must be 0.
+        `qkv_TX` (T, (H + 2 * KV heads) * K) may be overwritten; `cos_sin_TK`: see `rotary_rows`; token t goes to slot block * page_size +
+        offset = `slots_T[t]`. Values that are not finite are stored as 0: kernels multiply what lies behind a row's end by 0.
         """
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:

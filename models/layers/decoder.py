@@ -1,4 +1,4 @@
-"""What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both. Used by the model files."""
+"""What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from models.attention.paged import AttentionBackend, FusedAttention, NewHeads
-from models.backends.ops import Activation, Ops, Product, Residual
+from models.backends.ops import Normed, Ops, Residual
 from models.config import TextConfig
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, even_part, quantize_
 from models.layers.moe import SparseMoe
 from models.layers.norm import RMSNorm
-from models.parallel import TensorParallel, Unsummed, kv_heads_of
+from models.parallel import TensorParallel, kv_heads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class SelfAttention(nn.Module):
         )
         stored = None if config.is_fp8 else dtype
         self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, device)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, device)
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, tp, ops, stored, device)
 
-    def new_heads(self, x_TD: Activation, context: LayerContext) -> NewHeads:
+    def new_heads(self, x_TD: Normed, context: LayerContext) -> NewHeads:
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         return NewHeads(self.ops.linear(x_TD, self.qkv_proj.weight), *norms, context.cos_sin_TK, context.slots_T)
 
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
         norms = heads.q_weight_K, heads.k_weight_K, heads.eps
         return self.ops.norm_rope_store_(heads.qkv_TX, *norms, heads.cos_sin_TK, context.attention.pool(self.layer), heads.slots_T)
 
-    def forward(self, x_TD: Activation, context: LayerContext) -> torch.Tensor:
+    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * K): what `o_proj` takes."""
         heads = self.new_heads(x_TD, context)
         if context.fused is not None:
@@ -73,16 +73,16 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, stored, device)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, tp, ops, stored, device)
 
-    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Product | Unsummed | torch.Tensor:
-        output: Product | Unsummed | torch.Tensor = self.down_proj(self.ops.swiglu(x_TD, self.gate_up_proj.weight))
-        return output
+    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
+        """residual += the output."""
+        self.down_proj.add_(residual, self.ops.swiglu(x_TD, self.gate_up_proj.weight))
 
     def quantize_(self) -> None:
         quantize_(self.gate_up_proj)
         quantize_(self.down_proj)
 
 
-FeedForward = type[MLP] | type[SparseMoe]  # made from (config, tp, ops, dtype, device); gives what joins the residual
+FeedForward = type[MLP] | type[SparseMoe]  # made from (config, tp, ops, dtype, device)
 
 
 class DecoderLayer(nn.Module):
@@ -99,9 +99,9 @@ class DecoderLayer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.self_attn = SelfAttention(layer, config, tp, ops, dtype, device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp = feed_forward(config, tp, ops, dtype, device)
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
@@ -111,8 +111,8 @@ class DecoderLayer(nn.Module):
             real_T = None if real_T is None else real_T[wanted_S]
             attended_TX = attended_TX[wanted_S]
             residual.keep_(wanted_S)
-        residual.add_(self.self_attn.o_proj(attended_TX))
-        residual.add_(self.mlp(self.post_attention_layernorm(residual), real_T))
+        self.self_attn.o_proj.add_(residual, attended_TX)
+        self.mlp.add_(residual, self.post_attention_layernorm(residual), real_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
         """The keys and values alone: of a last layer whose output nobody wants."""

@@ -1,4 +1,4 @@
-"""The embedding of token ids, cut over the ranks, and the output head. Used by the models."""
+"""The embedding of token ids, cut over the ranks, and the output head."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,5 @@
-"""Matrices in float8 with a scale for each block of 128 x 128, as the published FP8 checkpoints store them. Used by the decoder's layers.
-
-A product rounds its input to float8, too, with a scale for each token and 128 neighbouring values, and adds up in float32: the scheme of
-transformers' `finegrained_fp8`.
-"""
+"""Matrices in float8 with a scale for each block of 128 x 128, as the published FP8 checkpoints store them. A product rounds its input,
+too, with a scale for each token and 128 values, and adds up in float32, as transformers' `finegrained_fp8`."""
 
 from dataclasses import dataclass
 from functools import cached_property

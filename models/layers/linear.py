@@ -1,17 +1,16 @@
-"""The linear layers, whole or cut over the ranks, and how their matrices lie in a checkpoint. Used by the decoder and the vision tower."""
+"""The linear layers, whole or cut over the ranks, and how their matrices lie in a checkpoint."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.backends.ops import Activation, Ops, Product
+from models.backends.ops import Activation, Ops, Residual
 from models.layers.checkpoint import CheckpointTensor
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
-from models.parallel import TensorParallel, Unsummed
+from models.parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +94,25 @@ class FusedColumnParallelLinear(nn.Module):
             row += part.rows
 
 
+def add_sum_(
+    residual: Residual,
+    tp: TensorParallel,
+    width: int,
+    compute: Callable[[torch.Tensor | None], torch.Tensor],
+    parts_STD: torch.Tensor | None = None,
+) -> None:
+    """residual += the sum over the ranks of what `compute(out)` leaves in `out` (T, width), or makes if that is None.
+
+    `parts_STD`: what `compute` adds up, if there is such. The sum may lie in shared memory: the next norm must read it before the next sum.
+    """
+    num_tokens = len(residual.sum_TD)
+    if (exchange := tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is None:
+        residual.add_(tp.sum_of(num_tokens, width, compute)[None])
+    else:
+        assert residual.parts_STD is None
+        exchange.add_sum_(residual.sum_TD, compute(None)[None] if parts_STD is None else parts_STD)
+
+
 class RowParallelLinear(nn.Module):
     """Each rank holds some input columns; the outputs are summed over the ranks and join the residual: (T, in / size) -> (T, out)."""
 
@@ -106,14 +124,12 @@ class RowParallelLinear(nn.Module):
         self.ops = ops
         self.weight = empty_weight(out_features, tp.share(in_features, "in_features"), dtype, device)
 
-    def forward(self, x_TX: Activation) -> Product | Unsummed | torch.Tensor:
-        """What the layer adds to the residual stream; over several ranks, to be added before the next layer is asked."""
+    def add_(self, residual: Residual, x_TX: Activation) -> None:
+        """residual += the layer's output."""
         if self.tp.size == 1:
-            return Product(x_TX, self.weight)
-        num_tokens, width, multiply = len(x_TX), len(self.weight), partial(self.ops.linear, x_TX, self.weight)
-        if (exchange := self.tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is not None:
-            return Unsummed(multiply()[None], exchange)
-        return self.tp.sum_of(num_tokens, width, multiply)
+            self.ops.add_product_(residual, x_TX, self.weight)
+        else:
+            add_sum_(residual, self.tp, len(self.weight), lambda out_TD: self.ops.linear(x_TX, self.weight, out_TD))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape

@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints. Used by the decoder's layers."""
+"""A mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from itertools import product
 import torch
 from torch import nn
 
-from models.backends.ops import Activation, Addends, Experts, LateAddend, Ops
+from models.backends.ops import Experts, Normed, Ops, Residual
 from models.config import TextConfig
 from models.layers.checkpoint import CheckpointTensor, Index, OneOf
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
-from models.layers.linear import empty_parameter, empty_weight, quantize_
-from models.parallel import TensorParallel, Unsummed
+from models.layers.linear import add_sum_, empty_parameter, empty_weight, quantize_
+from models.parallel import TensorParallel
 
 ALL = slice(None)
 
@@ -111,9 +111,8 @@ class StackedExperts(nn.Module):
 class SparseMoe(nn.Module):
     """The sum of the experts that the router chooses for a token, by weights that sum to one.
 
-    Ranks have a share of every expert (`--tp`) or some experts whole (`--ep`). After attention every rank has all tokens, so each computes
-    what its experts give to any of them and one sum over the ranks combines that, as behind every other layer. An exchange of tokens would
-    spare nothing: it pays where each rank has tokens of its own.
+    Ranks have a share of every expert (`--tp`) or some experts whole (`--ep`). Every rank has all tokens, so one sum over the ranks
+    combines what each computes: an exchange of tokens pays where each rank has tokens of its own.
     """
 
     def __init__(self, config: TextConfig, tp: TensorParallel, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
@@ -126,18 +125,15 @@ class SparseMoe(nn.Module):
         stored = None if config.is_fp8 else dtype
         self.experts = StackedExperts(config.hidden_size, config.moe.num_experts, config.moe.intermediate_size, tp, stored, device)
 
-    def forward(self, x_TD: Activation, real_T: torch.Tensor | None) -> Addends | LateAddend | Unsummed | torch.Tensor:
-        """What joins the residual stream; over several ranks, to be added before the next layer is asked."""
+    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
+        """residual += the output."""
         mine = self.experts
-        first, count = mine.share.experts.start, mine.count
-        addends = self.ops.sparse_swiglu(x_TD, Experts(self.gate.weight, mine.gate_up, mine.down, first, count, self.num_chosen), real_T)
+        experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.share.experts.start, mine.count, self.num_chosen)
         if self.tp.size == 1:
-            return addends
-        parts_STD = addends.parts_STD
-        _, num_tokens, width = parts_STD.shape
-        if (exchange := self.tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is not None:
-            return Unsummed(parts_STD, exchange)
-        return self.tp.sum_of(num_tokens, width, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD))
+            self.ops.add_experts_(residual, x_TD, experts, real_T)
+        else:
+            parts_STD = self.ops.sparse_swiglu(x_TD, experts, real_T)
+            add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)
 
     def quantize_(self) -> None:
         """Makes the experts' matrices float8; the router's stays as it is."""

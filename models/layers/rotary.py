@@ -1,7 +1,4 @@
-"""Rotary tables: interleaved M-RoPE rows of a step for the decoder, axial rows of a patch grid for the vision tower.
-
-Both are float32 (rows, K): K / 2 cosines, then K / 2 sines. They are computed once a step or once a grid and shared by all layers.
-"""
+"""Rotary tables, float32 (rows, K): K / 2 cosines, then K / 2 sines: interleaved M-RoPE rows of a step, axial rows of a patch grid."""
 
 import torch
 

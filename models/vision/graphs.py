@@ -1,8 +1,5 @@
-"""CUDA graphs of small encodes whose sizes come again and again: a replay costs the host one launch instead of three hundred.
-
-Used by `models.qwen3_vl` on GPUs. An encode runs eagerly until its graph is there; graphs are captured when the worker has nothing to
-launch, so no request waits for one. The key is the exact list of patch grids.
-"""
+"""CUDA graphs of small encodes whose exact list of grids comes again: one launch instead of three hundred. They are captured when the
+worker has nothing to launch, so no request waits for one."""
 
 import logging
 from collections import OrderedDict

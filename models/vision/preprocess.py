@@ -1,8 +1,6 @@
-"""From decoded pixels to the patches that the vision tower multiplies, on the images' device. Called by `models.qwen3_vl`.
-
-Equal to transformers' Pillow image processor (`qwen2_vl`): resize in Pillow's fixed-point arithmetic, one axis after the other, then cut
-into patches. The normalisation x / 127.5 - 1 is left to the patch embedding: x - 128 is exact in bfloat16, a normalised pixel is not.
-"""
+"""From decoded pixels to the patches that the vision tower multiplies. Equal to transformers' Pillow image processor (`qwen2_vl`): resize
+in Pillow's fixed-point arithmetic, one axis after the other, then cut. The normalisation x / 127.5 - 1 is left to the patch embedding: x
+- 128 is exact in bfloat16."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""Puts image embeddings where the prompt has placeholders. Called by `models.text` in every step that computes image tokens."""
+"""Puts image embeddings where the prompt has placeholders."""
 
 from collections.abc import Sequence
 

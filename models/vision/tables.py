@@ -1,7 +1,4 @@
-"""What the vision tower needs to know about a patch grid: position embeddings and rotary rows, made once per grid and kept.
-
-Built and used by `models.vision.tower`.
-"""
+"""What the vision tower needs to know about a patch grid: position embeddings and rotary rows, made once per grid and kept."""
 
 from collections import OrderedDict
 from collections.abc import Callable

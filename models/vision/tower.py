@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Built and called by `models.qwen3_vl`.
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out.
 
 The tower is whole on every rank. Images of one call, of whatever sizes, share every GEMM and every attention launch.
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from models.backends.backend import Backend
-from models.backends.ops import Ops, Product
+from models.backends.ops import Normed, Ops, Residual
 from models.backends.torch.ops import TorchOps
 from models.backends.torch.varlen import TorchVarlen
 from models.layers.fp8 import BlockScaled, GroupScaled
@@ -32,7 +32,7 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def normed_linear(ops: Ops, x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor | BlockScaled) -> torch.Tensor:
-    return ops.linear(ops.normed(ops.residual(x), norm, EPS), weight)
+    return ops.linear(Normed(Residual(x), norm, EPS), weight)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), WIDTHS)
@@ -42,7 +42,7 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
     x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden), normal(tokens, hidden)
     gate_up, down = normal(2 * inner, hidden) * hidden**-0.5, normal(hidden, inner) * inner**-0.5
     assert close(normed_linear(ops, x, norm, gate_up), normed_linear(REFERENCE, x, norm, gate_up))
-    ours, theirs = (each.swiglu(each.normed(each.residual(x), norm, EPS), gate_up) for each in (ops, REFERENCE))
+    ours, theirs = (each.swiglu(Normed(Residual(x), norm, EPS), gate_up) for each in (ops, REFERENCE))
     assert close(ours, theirs)
     given = torch.empty((tokens, 2 * inner), device=DEVICE)
     assert close(ops.linear(x, gate_up), REFERENCE.linear(x, gate_up))
@@ -61,17 +61,17 @@ def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int)
     gate_up, down = BlockScaled.quantized(normal(2 * inner, hidden) * scale), BlockScaled.quantized(normal(hidden, inner))
     assert close(normed_linear(ops, x, norm, gate_up), normed_linear(REFERENCE, x, norm, gate_up))
     assert close(ops.linear(h, down), REFERENCE.linear(h, down))
-    ours, theirs = (each.swiglu(each.normed(each.residual(x), norm, EPS), gate_up) for each in (ops, REFERENCE))
+    ours, theirs = (each.swiglu(Normed(Residual(x), norm, EPS), gate_up) for each in (ops, REFERENCE))
     assert isinstance(theirs, torch.Tensor)
     if isinstance(ours, GroupScaled):  # a single token's product rounds by itself
         ours, theirs = ours.dequantized(), GroupScaled.quantized(theirs).dequantized()
     assert close(ours, theirs)
     given = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=DEVICE)
     assert close(ops.linear(h, down, given), given) and close(given, REFERENCE.linear(h, down))
-    ours, theirs = ops.residual(residual.clone()), REFERENCE.residual(residual)
-    for stream in (ours, theirs):
-        stream.add_(Product(h, down))
-    ops.rms_norm(ours, norm, EPS)
+    ours, theirs = Residual(residual.clone()), Residual(residual)
+    for each, stream in ((ops, ours), (REFERENCE, theirs)):
+        each.add_product_(stream, h, down)
+    ops.norm(Normed(ours, norm, EPS))
     assert close(ours.sum_TD, theirs.sum_TD)
 
 
@@ -90,16 +90,16 @@ def check_residual(
     ops: Ops, h: torch.Tensor, down: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, gate_up: torch.Tensor
 ) -> None:
     """A product that joins the residual, and what reads it behind; then the sum of a tensor-parallel product."""
-    ours, theirs = ops.residual(residual.clone()), REFERENCE.residual(residual)
-    for addend in (Product(h, down), normal(*residual.shape)):
-        for stream in (ours, theirs):
-            stream.add_(addend)
-        pair = [each.linear(each.normed(stream, norm, EPS), gate_up) for each, stream in ((ops, ours), (REFERENCE, theirs))]
+    ours, theirs = Residual(residual.clone()), Residual(residual)
+    both, addend, again = ((ops, ours), (REFERENCE, theirs)), normal(1, *residual.shape), normal(1, *residual.shape)
+    for add in (lambda each, stream: each.add_product_(stream, h, down), lambda each, stream: stream.add_(addend)):
+        for each, stream in both:
+            add(each, stream)
+        pair = [each.linear(Normed(stream, norm, EPS), gate_up) for each, stream in both]
         assert close(*pair) and close(ours.sum_TD, theirs.sum_TD)
-    again = normal(*residual.shape)
     for stream in (ours, theirs):
         stream.add_(again)
-    pair = [each.swiglu(each.normed(stream, norm, EPS), gate_up) for each, stream in ((ops, ours), (REFERENCE, theirs))]
+    pair = [each.swiglu(Normed(stream, norm, EPS), gate_up) for each, stream in both]
     assert close(*pair) and close(ours.sum_TD, theirs.sum_TD)
 
 
@@ -129,17 +129,3 @@ def test_pixels_are_those_of_the_cpu(backend: Backend, tmp_path_factory: pytest.
         on_gpu.write_patches(image.to(DEVICE), grid, ours)
         on_cpu.write_patches(image, grid, expected)
         assert ours.cpu().equal(expected), size
-
-
-def test_transfers(backend: Backend) -> None:
-    """Red if a kernel reads pinned memory of a step before, or if tokens are not on the host when their event is done."""
-    host, device = torch.empty(8192, dtype=torch.uint8, pin_memory=True), torch.empty(8192, dtype=torch.uint8, device=DEVICE)
-    last_tokens = torch.zeros(300, dtype=torch.int64, device=DEVICE)
-    for step in range(50):
-        host.copy_(torch.randint(256, (8192,), dtype=torch.uint8))
-        rows, tokens = torch.randperm(300)[: 1 + 5 * step].to(DEVICE), torch.randint(1 << 40, (1 + 5 * step,)).to(DEVICE)
-        backend.transfers.fetch_(device, host)
-        found, done = backend.transfers.deliver_(tokens, rows, last_tokens), torch.cuda.Event()
-        done.record()
-        done.synchronize()
-        assert found.is_pinned() and found.equal(tokens.cpu()) and last_tokens[rows].equal(tokens) and device.cpu().equal(host)

@@ -4,11 +4,9 @@ Red when a kernel of the experts, a graph or padding disagrees with the referenc
 then a token has another expert: medians of tokens are compared, and kernels alone from the same choices on.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,9 +17,10 @@ from engine.worker import graphs
 from engine.worker.rows import Rows
 from models.backends.backend import Backend
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.backends.ops import Experts
+from models.backends.ops import Experts, Normed, Residual
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
+from models.backends.torch.ops import TorchOps
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
 from models.parallel import TensorParallel
@@ -104,31 +103,22 @@ def test_kernels_equal_the_reference(is_float8: bool) -> None:
         assert found.equal(sparse_swiglu(x, logits, experts, real)), num_tokens
 
 
-def kernels_of_a_single_token(is_float8: bool) -> list[Any]:
-    from models.backends.hopper.float8_gemv import Float8Gemv
-    from models.backends.portable import expert_gemv
-
-    is_hopper = torch.cuda.get_device_capability() == (9, 0)
-    return [expert_gemv, Float8Gemv(DEVICE)] if is_float8 and is_hopper else [expert_gemv]
-
-
 @pytest.mark.parametrize("is_float8", [False, True])
 @pytest.mark.parametrize(("width", "inner"), [(2048, 768), (2048, 384), (4096, 1536), (4096, 384)])
-def test_a_single_token_equals_the_reference(width: int, inner: int, is_float8: bool) -> None:
+def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner: int, is_float8: bool) -> None:
     """Its experts' part, and the same added to the stream; the same twice. Both sizes, whole and as a rank of several has them."""
-    from models.backends.portable.moe import SingleToken
-    from models.backends.portable.routing import route
-
     experts, generator = make_experts(is_float8, width, inner), torch.Generator(DEVICE).manual_seed(0)
-    for products, turn in itertools.product(kernels_of_a_single_token(is_float8), range(8)):
+    ops, norm = backend.ops, torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
+    for turn in range(8):
         x, stream = torch.randn((2, 1, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         mine = replace(experts, first=8 * turn)  # some of the chosen ones are another rank's, but in the first turn
-        logits, expected = linear(x, experts.router_ED), torch_sparse_swiglu(x, mine, None).sum(0)
-        found, again = (SingleToken.of(x, route(logits, mine, None), mine, products).parts_STD for _ in range(2))
-        assert found.equal(again) and median(found[0], expected) < (4e-2 if is_float8 else 1e-2)
-        added = stream.clone()
-        SingleToken.of(x, route(logits, mine, None), mine, products).add_to_(added)
-        assert median(added, stream.float() + found[0].float()) < 5e-3
+        normed, added = Normed(Residual(x), norm, 1e-6), Residual(stream.clone())
+        expected = torch_sparse_swiglu(TorchOps().norm(normed), mine, None).sum(0)
+        found, again = (ops.sparse_swiglu(normed, mine, None).sum(0) for _ in range(2))
+        assert found.equal(again) and median(found, expected) < (4e-2 if is_float8 else 1e-2)
+        ops.add_experts_(added, normed, mine, None)
+        ops.norm(Normed(added, norm, 1e-6))
+        assert median(added.sum_TD, stream.float() + found.float()) < 5e-3
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -155,7 +145,7 @@ def test_graphs_equal_transformers(
     )
     prompt = Prompt.build(model.config, PROMPTS["text"])
     runner = runner_of(model, backend)
-    rows = Rows(4, 1024, 16, model.config.geometry, model.device, transfers=backend.transfers)
+    rows = Rows(4, 1024, 16, model.config.geometry, model.device)
     make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
     assert make_attention is not None
     scratch = runner.start(Prompt(prompt.ids[:1], [], []))

@@ -1,44 +1,36 @@
-"""The backend for Hopper: attention on CUDA kernels of our own, the rest as `portable`, with cuBLAS's float8."""
+"""The backend for Hopper: attention on CUDA kernels of our own, cuBLAS's float8, the rest as `portable`."""
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
-from models.backends.hopper.attention import fixed_attention_factory, make_mixed_attention
+from models.backends.hopper import float8_gemv
+from models.backends.hopper.attention import EagerAttention, fixed_attention_factory
 from models.backends.hopper.compile import load_kernels
-from models.backends.hopper.fp8 import HopperFp8
+from models.backends.hopper.fp8 import multiply
 from models.backends.hopper.tuned import SPLIT_TOKENS, STEP_SIZES
 from models.backends.hopper.varlen_attention import HopperVarlen
-from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
-from models.backends.portable.exchange import TritonExchange
-from models.backends.portable.jpeg import pick_jpeg_decoder
+from models.backends.portable.backend import PortableBackend
 from models.backends.portable.ops import TritonOps
-from models.backends.portable.sampling import TritonSampling
-from models.backends.portable.transfers import TritonTransfers
-from models.sampling import SamplingOps
-from models.transfers import Transfers
 
 
-class HopperBackend:
+class HopperBackend(PortableBackend):
     """See `Backend`."""
 
-    captures_graphs = True
     step_sizes = STEP_SIZES
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.ops: Ops = TritonOps(HopperFp8(device), SPLIT_TOKENS)
-        self.transfers: Transfers = TritonTransfers().warm_up(device)
+        super().__init__(device)
+        self.ops: Ops = TritonOps(SPLIT_TOKENS, multiply, float8_gemv)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         load_kernels(text_head_dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return make_mixed_attention(pools, num_heads)
+        return EagerAttention(pools, num_heads)
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
@@ -47,12 +39,3 @@ class HopperBackend:
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return HopperVarlen(num_heads, head_dim, self.device)
-
-    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
-        return TritonSampling(max_rows, vocab_size, self.device)
-
-    def exchange(self, group: dist.ProcessGroup) -> TritonExchange:
-        return TritonExchange.over(group, self.device)
-
-    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
-        return pick_jpeg_decoder(name, num_threads, self.device)

@@ -1,14 +1,10 @@
-// Attention of few query tokens over paged keys and values, for Hopper. Compiled by `flash_decoding.py`, which defines HEAD_DIM.
+// Attention of few query tokens over paged keys and values, for Hopper. Compiled with HEAD_DIM.
 //
 // Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
-// head, row r is head r % 4 of token r / 4. A block has one unit of work (`split_plan.py`) and one KV head. Each of its warps takes every
-// fourth tile of 16 keys through a ring of its own in shared memory: no warp waits for another before all are at the end.
+// head, row r is head r % 4 of token r / 4. A block has one unit (`units.py`) and one KV head; each of its 4 warps takes every fourth tile of 16
+// keys through a ring of its own, so that none waits for another. In the end warps are merged, then the units of a group.
 //
-//              warp 0   warp 1   warp 2   warp 3
-//    keys      0 - 15   16 - 31  32 - 47  48 - 63
-//              64 - 79  ...                             then the warps' results are merged, and last those of the units of a group
-//
-// It may run beside the kernel ahead of it, `prefill_attention.cu`, which leaves it some of the multiprocessors.
+// It may run beside `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
 #include "hopper_copy.cuh"
 
@@ -22,8 +18,6 @@ constexpr int kStages = 2, kTile = 16, kRows = 16;              // tiles of a ri
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
 constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
 constexpr int kMaxParts = 512;  // of a group, see `units.py`
-constexpr int kAhead = 12;      // parts whose values are fetched together with what they are weighed by
-constexpr float kLowest = -1e30f;  // below every score but finite: a row that sees nothing of a tile gets weights of 0, not NaN
 
 struct Params {
   Source k, v;
@@ -49,7 +43,7 @@ static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
 static_assert(kRows * kMaxParts * sizeof(float) <= kWarps * kStages * kStageBytes);
 
 struct Unit {
-  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `split_plan.py`
+  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `units.py`
 
   CUTLASS_DEVICE Unit(Params const& params, int number) {
     int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
@@ -59,12 +53,12 @@ struct Unit {
 
   CUTLASS_DEVICE int num_tiles() const { return (stop - start + kTile - 1) / kTile; }
 
-  // Keys that the query of a row sees end here. The last key of a group is its last token's alone.
+  // Where the keys that a row's query sees end. The last key of a group is its last token's alone.
   CUTLASS_DEVICE int end(Params const& params, int row) const {
     return part == first + count - 1 ? stop + (row >> params.log2_group) + 1 - num_tokens : stop;
   }
 
-  // Where the vector of a row begins, in values, from that of the first token's first head.
+  // Where a row's vector begins, in values, from that of the first token's first head.
   CUTLASS_DEVICE static int64_t vector(Params const& params, int row) {
     int const token = row >> params.log2_group, member = row - (token << params.log2_group);
     return (static_cast<int64_t>(token) * params.num_heads + (blockIdx.x << params.log2_group) + member) * kHeadDim;
@@ -80,7 +74,7 @@ struct Unit {
   }
 };
 
-// The tiles of one warp on their way through its ring. One lane copies; all wait for what they read.
+// The tiles of one warp on their way. One lane copies; all wait for what they read.
 struct Ring {
   Params const& params;
   Unit const& unit;
@@ -95,7 +89,7 @@ struct Ring {
     __syncwarp();
   }
 
-  // Copies the next tile. Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  // Copies the next tile. Keys behind the end are masked, and are read from the row's last page.
   CUTLASS_DEVICE void copy(int to) {
     char* const place = stages + to * kStageBytes;
     set_barrier_transaction_bytes(barriers[to], kStageBytes);
@@ -114,7 +108,7 @@ struct Ring {
     coming += kWarps;
   }
 
-  // Copies the next tiles into stages `from` and up, as many as there are, of keys before `end`. Returns the first stage that is left.
+  // Copies tiles of keys before `end` into stages `from` and up. Returns the first stage that is left.
   CUTLASS_DEVICE int fill(int from, int end) {
     for (; from < kStages && coming < unit.num_tiles() && unit.start + coming * kTile < end; ++from) copy(from);
     return from;
@@ -194,7 +188,7 @@ struct Rows {
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const a = 2 * half, b = a + 1;
-      float const next = fmaxf(of_row<true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
+      float const next = fmaxf(over_lanes<1, 4, true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
       float const factor = exp2f(top[half] - next);
       top[half] = next;
       sum[half] *= factor;
@@ -211,23 +205,12 @@ struct Rows {
     }
   }
 
-  // The maximum or the sum over the four threads that share a row.
-  template <bool Maximum>
-  CUTLASS_DEVICE static float of_row(float value) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int distance = 1; distance < 4; distance *= 2) {
-      float const other = __shfl_xor_sync(~0u, value, distance);
-      value = Maximum ? fmaxf(value, other) : value + other;
-    }
-    return value;
-  }
-
   CUTLASS_DEVICE void store(Shared& shared, int warp) const {
     float* const results = reinterpret_cast<float*>(shared.stages[warp]);
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
-      float const total = of_row<false>(sum[half]);
+      float const total = over_lanes<1, 4, false>(sum[half]);
       if (lane % 4 == 0) shared.top[warp][row] = top[half], shared.sum[warp][row] = total;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kHeadDim / 8; ++i) {
@@ -260,52 +243,20 @@ CUTLASS_DEVICE void for_pairs(Params const& params, Unit const& unit, Then then)
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
-// One warp: how much of a row's result each part of its group is, from the logarithmic sums that the parts have left. Other blocks made
-// these: they are read past L1.
+// One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
 CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
   for (int part = lane; part < unit.count; part += 32) {
     weights[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
     top = fmaxf(top, weights[part]);
   }
-  CUTLASS_PRAGMA_UNROLL
-  for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  top = over_lanes<1, 32, true>(top);
   for (int part = lane; part < unit.count; part += 32) total += weights[part] = exp2f(weights[part] - top);
-  CUTLASS_PRAGMA_UNROLL
-  for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+  total = over_lanes<1, 32, false>(total);
   for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
 }
 
-// Four values of what the parts of a group have left, of one row: those of the first kAhead parts are fetched before their shares are known.
-struct Parts {
-  Params const& params;
-  Unit const& unit;
-  float4 values[kAhead];
-
-  CUTLASS_DEVICE float4 fetch(int part, int row, int column) const {
-    return __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
-  }
-
-  CUTLASS_DEVICE void fetch_first(int row, int column) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kAhead; ++part) values[part] = part < unit.count ? fetch(part, row, column) : make_float4(0, 0, 0, 0);
-  }
-
-  CUTLASS_DEVICE float4 sum(int row, int column, float const* shares) const {
-    float4 sum = {0, 0, 0, 0};
-    auto add = [&](float4 const& value, float share) {
-      sum.x += share * value.x, sum.y += share * value.y, sum.z += share * value.z, sum.w += share * value.w;
-    };
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kAhead; ++part)
-      if (part < unit.count) add(values[part], shares[part]);
-#pragma unroll 8
-    for (int part = kAhead; part < unit.count; ++part) add(fetch(part, row, column), shares[part]);
-    return sum;
-  }
-};
-
-// The last unit of a group to arrive merges what all have left: of every row at once, so that it does not wait for memory for each part.
+// The last unit of a group to arrive merges what all have left.
 CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
@@ -320,17 +271,18 @@ CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& 
   constexpr int kColumns = kHeadDim / 4;
   int const num_rows = unit.num_tokens << params.log2_group;
   float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
-  Parts parts{params, unit};
-  int i = threadIdx.x;
-  if (i < num_rows * kColumns) parts.fetch_first(i / kColumns, i % kColumns * 4);
   for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
   __syncthreads();
-  while (i < num_rows * kColumns) {
+  for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
     int const row = i / kColumns, column = i % kColumns * 4;
-    float4 const sum = parts.sum(row, column, weights + row * unit.count);
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int part = 0; part < unit.count; ++part) {
+      float const share = weights[row * unit.count + part];
+      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
+      sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
+    }
     *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + column) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
-    i += kThreads;
-    if (i < num_rows * kColumns) parts.fetch_first(i / kColumns, i % kColumns * 4);
   }
 }
 
@@ -379,13 +331,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView units, ffi::TensorView pages,
          ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale, bool is_beside) {
   int const group = static_cast<int>(q.size(1) / k.size(1)), box_rows = static_cast<int>(std::min<int64_t>(page_size, kTile));
-  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && units.IsContiguous());
+  TVM_FFI_ICHECK(k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   ffi::CUDADeviceGuard guard(q.device().device_id);
-  auto floats = [](ffi::TensorView x) { return static_cast<float*>(x.data_ptr()); };
-  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), static_cast<__nv_bfloat16 const*>(q.data_ptr()),
-                      static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<int4 const*>(units.data_ptr()),
-                      static_cast<int const*>(pages.data_ptr()), floats(partials), floats(sums), static_cast<int*>(arrivals.data_ptr()),
+  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of<__nv_bfloat16>(q), values_of<__nv_bfloat16>(out),
+                      values_of<int4>(units), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
                       static_cast<int>(q.size(1)), static_cast<int>(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
                       static_cast<float>(scale * M_LOG2E), is_beside};
   dim3 const grid(static_cast<unsigned>(k.size(1)), static_cast<unsigned>(units.size(0)));

@@ -1,11 +1,7 @@
-"""Attention of few query tokens on a kernel of our own for Hopper, `flash_decoding.cu`: the same in CUDA graphs and outside.
-
-Made by `attention`, for the decode rows of any step and for the short chunks of prompts in a graph.
-"""
+"""Attention of few query tokens: plans for `flash_decoding.cu`, in CUDA graphs and outside."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,36 +16,11 @@ from models.batch import AttentionLayout
 BLOCKS = 3  # of the kernel that run at once on each multiprocessor
 
 
-class Kernel(Protocol):
-    """What `flash_decoding.cu` exports."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        units: torch.Tensor,
-        pages: torch.Tensor,
-        partials: torch.Tensor,
-        sums: torch.Tensor,
-        arrivals: torch.Tensor,
-        page_size: int,
-        scale: float,
-        is_beside: bool,
-    ) -> None:
-        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. units: see `plan_units`. The rest: see `Scratch`.
-
-        `is_beside`: the last kernel before was that of prefill, and may go on while this one runs.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What backends share whose replays follow each other on one stream: the results of groups in several parts.
+    """Results of groups in several parts, shared by backends that run on one stream. Arrivals are zero before and after.
 
-    Each part of U leaves the values of its G query tokens at most with their logarithmic sums (base 2); the part that arrives last merges
-    them. Arrivals are zero before and after.
+    Each part of U leaves the values of its G query tokens with their logarithmic sums (base 2); the last to arrive merges them.
     """
 
     max_pages: int
@@ -73,11 +44,9 @@ class Scratch:
 
 
 class FlashDecoding:
-    """See `FixedAttention`: rows of up to `max_groups` token groups.
+    """See `FixedAttention`: rows of up to `max_groups` token groups, cut into units that fill the device, see `units`.
 
-    The query tokens of a row are cut into groups that share a reading of its keys, and the keys of a group into units of about equal
-    length, so many that they fill the device: a group far into a long text is many units, one with few keys is one. A token that is not
-    planned is not written. Values in the rows' pages must be finite, also behind a row's last key: those count times 0.
+    A token that is not planned is not written. Values in the rows' pages must be finite, also behind a row's last key: those count times 0.
     """
 
     def __init__(self, pools: Sequence[KVPool], max_groups: int, scratch: Scratch) -> None:
@@ -86,7 +55,7 @@ class FlashDecoding:
         k_pool = pools[0][0]
         self._page_size, self._kv_heads, head_dim = k_pool.shape[1:]
         self._scale = head_dim**-0.5
-        self._kernel: Kernel = load_kernel("flash_decoding", head_dim)
+        self._kernel = load_kernel("flash_decoding", head_dim)
         self._num_multiprocessors = num_multiprocessors(k_pool.device)
         self._num_units = max_units(max_groups, self._kv_heads, BLOCKS * self._num_multiprocessors)
         self._units_UF = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=k_pool.device)
@@ -106,9 +75,9 @@ class FlashDecoding:
         plan_on_device(self, layout)
 
     def plan_arrays(self, layout: AttentionLayout, first_page: int = 0, num_taken: int = 0) -> tuple[Int32s]:
-        """The units (U, UNIT_FIELDS), as many as `max_groups` may need. The layout's pages begin at `first_page` of those that are read.
+        """The units (U, UNIT_FIELDS), padded for `max_groups`. The layout's pages begin at `first_page` of those that are read.
 
-        So many multiprocessors are taken by the kernel that runs beside; if it takes all, those that it is done with are waited for.
+        The kernel beside takes `num_taken` multiprocessors; if it takes all, this one runs when they are free.
         """
         assert first_page + len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
         groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
@@ -132,7 +101,7 @@ class FlashDecoding:
         return out_THK
 
     def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, is_beside: bool = False) -> None:
-        """As `run`, for a result whose place is known. `is_beside`: see `Kernel`."""
+        """As `run`, for a result whose place is known. `is_beside`: the last kernel before, that of prefill, may go on meanwhile."""
         keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
         scratch = self._scratch
         buffers = self._pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN

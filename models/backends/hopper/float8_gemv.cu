@@ -1,14 +1,12 @@
-// Products of a single token with float8 matrices in blocks of 128 x 128 that have a scale each, for Hopper, with what stands before them (the
-// norm of the token, its rounding to float8) and behind (SwiGLU, the residual). Called by `float8_gemv.py`.
+// Products of a single token with float8 matrices in scaled blocks of 128 x 128, for Hopper, with the norm and the rounding before them and SwiGLU
+// and residual behind. Called by `float8_gemv.py`.
 //
-// Bound by memory, if only the conversions are cheap: two values become float16 with one instruction, and tensor cores multiply and add up in
-// float32, which is exact. A warp has 16 rows of a matrix. A lane reads 16 bytes at once of row lane / 4 and of the one 8 below; which values
-// of the token these meet is up to the order in which it reads the token, so nothing is moved between lanes:
+// Bound by memory, if conversions are cheap: one instruction makes two values float16, and tensor cores add up in float32, which is exact. A
+// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the one 8 below; the order in which it reads the token fits them:
 //
 //   W (16 rows, 16 values) x token (16 values, 8 times the same column) -> (16 rows, 8 times the same)
 //
-// Whatever the kernel ahead does not write is on its way before that has ended. Nor does it matter to what the kernels before that one have
-// written: all of ours wait for the kernel ahead of them before they let the next one begin.
+// What the kernel ahead does not write is on its way before that has ended; the kernels before it are done, as all of ours wait for theirs.
 
 #include <cuda_fp16.h>
 
@@ -27,7 +25,6 @@ constexpr int kPiece = 8;      // values of the token that a lane rounds at once
 constexpr int kPieces = 8;     // of a lane at once
 constexpr int kBlocks = 3;     // of four warps that a multiprocessor runs at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
-constexpr unsigned kAll = ~0u;
 
 struct Params {
   BFloat16 const *x, *norm_weight;  // norm_weight null: no norm
@@ -85,13 +82,12 @@ __device__ __forceinline__ void copy_async(void* to, void const* from, bool is_w
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A lane's piece of a group, which 16 lanes have together, into `to` as float16; the group's scale into `unit`.
+// A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
 __device__ __forceinline__ void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
   float largest = 0.f;
 #pragma unroll
   for (float value : values) largest = fmaxf(largest, fabsf(value));
-#pragma unroll
-  for (int distance = 1; distance < 16; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, distance));
+  largest = over_lanes<1, 16, true>(largest);
   float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = __frcp_rn(scale);
   uint32_t halves[4];
 #pragma unroll
@@ -117,7 +113,7 @@ struct Tile {
     for (int i = 0; i < kAhead; ++i) load(i, first + i);
   }
 
-  // The two rows' products. `token` as float16, `units` the scales of its groups, the others those of the rows' blocks.
+  // The two rows' products. `units`: scales of the token's groups; the others: those of the rows' blocks.
   __device__ __forceinline__ float2 multiply(int first, __half const* token, float const* units, float const* upper_scales,
                                              float const* lower_scales, int lane) {
     float2 totals = {0.f, 0.f};
@@ -158,7 +154,7 @@ struct Parts {
   }
 };
 
-// The token, normalised if it is to be by the weights in `norm`, rounded into `token`. A token that is normalised is read at once.
+// The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token`.
 template <int kWarps>
 __device__ __forceinline__ void round_token(Params const& params, BFloat16 const* norm, __half* token, float* units, float (&sums)[kMaxWarps]) {
   constexpr int kStride = 32 * kWarps * kPiece;
@@ -181,8 +177,7 @@ __device__ __forceinline__ void round_token(Params const& params, BFloat16 const
 #pragma unroll
         for (float value : values) square += value * value;
       }
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) square += __shfl_xor_sync(kAll, square, distance);
+      square = over_lanes<1, 32, false>(square);
       if (lane == 0) sums[warp] = square;
       wait_for_copies();
       __syncthreads();
@@ -219,8 +214,8 @@ struct Layout {
   }
 };
 
-// Block (i, k) has kWarps / kSplits tiles of 16 rows, each shared by kSplits warps; if gated, tiles of 8 rows each of the gate and of the other
-// factor. Of several experts' matrices, those of the k-th chosen one.
+// Block (i, k): kWarps / kSplits tiles of 16 rows, each shared by kSplits warps, of the k-th chosen expert's matrix if there are several. If
+// gated, tiles of 8 rows each of the gate and of the other factor.
 template <int kWarps, int kSplits, bool kGated>
 __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multiply_token(Params const params) {
   constexpr int kTiles = kWarps / kSplits, kTileRows = kGated ? kHalf : kRows;
@@ -272,7 +267,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
   *place = __float2bfloat16_rn(result);
 }
 
-// Block i: values 16 i and on of the sum over all chosen experts, of which each has a warp: x (chosen, width).
+// Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
 __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const params) {
   constexpr int kAhead = 12, kPairs = 3;  // steps; pairs of groups that are rounded at once
   extern __shared__ __align__(16) unsigned char memory[];
@@ -323,12 +318,6 @@ __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const param
   if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
 }
 
-template <typename T>
-T* values_of(ffi::TensorView x) {
-  TVM_FFI_ICHECK(x.IsContiguous());
-  return static_cast<T*>(x.data_ptr());
-}
-
 Params params_of(ffi::TensorView x, ffi::TensorView weight, ffi::TensorView scales, ffi::TensorView chosen, ffi::TensorView out, bool adds) {
   Params params{};
   params.x = values_of<BFloat16>(x), params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
@@ -348,7 +337,7 @@ void launch(Params const& params, int num_experts, DLDevice device) {
   launch_early(multiply_token<kWarps, kSplits, kGated>, params, grid, 32 * kWarps, num_bytes, device);
 }
 
-// So that there are enough blocks for all multiprocessors, but no more than run at once, since each rounds the token.
+// Enough blocks for all multiprocessors, but no more than run at once, since each rounds the token.
 template <bool kGated>
 void launch(Params const& params, int num_experts, int num_multiprocessors, DLDevice device) {
   int const num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * num_multiprocessors;

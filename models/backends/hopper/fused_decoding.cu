@@ -1,15 +1,14 @@
-// Attention of few decode rows, for Hopper, with what comes before it unless another kernel did that: norm and rotation of the new token's
-// queries and key, and the new key and value into the pool. Compiled by `fused_decoding.py`, which defines HEAD_DIM.
+// Attention of few decode rows, for Hopper, with norm and rotation of the new token's queries and key and the store of its key and value.
+// Compiled with HEAD_DIM.
 //
-// One kernel whose time is latency, not bandwidth. A row's KV head belongs to a cluster of blocks. Every warp takes tiles of 16 keys, in turn
-// over blocks first, and reads its first one straight into registers, in the layout of the matrix products, before the kernel ahead is done:
-// older keys are there. Then every block makes the queries from what that kernel leaves, and the new key and value, which replace what was
-// read of their slot. In the end warps merge their results in their block's shared memory, and blocks theirs in each other's.
+// Its time is latency, not bandwidth. A row's KV head belongs to a cluster of blocks. Every warp takes tiles of 16 keys, in turn over blocks
+// first, and reads its first one into registers, in the layout of the products, before the kernel ahead is done: older keys are there. Then every
+// block makes the queries, and the new key and value, which replace what was read of their slot. In the end warps merge in shared memory, and
+// blocks in each other's.
 //
 //   K (16 keys, 128) x q (128, 8 heads) -> scores (16 keys, 8 heads)        V (128, 16 keys) x weights (16 keys, 8 heads) -> (128, 8 heads)
 //
-// Both products want a thread to hold neighbouring values of 16 keys, but any order of the 128 values serves if both sides share it: that in
-// which a thread reads 16 bytes at once.
+// Any order of the 128 values serves if both sides share it: that in which a thread reads 16 bytes at once.
 
 #include "hopper_launch.cuh"
 
@@ -21,14 +20,12 @@ static_assert(kHeadDim == 128, "four lanes of 16 bytes, four times");
 constexpr int kTile = 16, kHalf = kHeadDim / 2, kHeads = 8;  // keys of a tile; pairs that are rotated; heads of a product
 constexpr int kMaxSplits = 16;                              // blocks of a cluster
 constexpr int kQueryStride = kHeadDim + 32, kPartStride = kHeadDim + 4;  // in shared memory, against bank conflicts
-constexpr float kLowest = -1e30f;  // below every score but finite: a warp without keys counts for nothing
-constexpr unsigned kAll = ~0u;
 
 using BFloat16 = __nv_bfloat16;
 
 struct Params {
   BFloat16 const *qkv, *q_weight, *k_weight;
-  float const* cos_sin;  // null: queries are made, and the new keys and values are in the pool
+  float const* cos_sin;
   BFloat16 *k, *v, *out;
   int64_t const* slots;
   int2 const* rows;  // keys of a row with the new one, and where its pages begin: those of the first at 0
@@ -56,7 +53,6 @@ __device__ __forceinline__ uint4 load(BFloat16 const* from) { return __ldcg(rein
 
 __device__ __forceinline__ uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
 
-// Not kept in registers over the loop.
 __device__ __forceinline__ uint4 load_shared(BFloat16 const* from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -78,17 +74,6 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
 __device__ __forceinline__ uint32_t of_both(uint4 const& first, uint4 const& second, int i) {
   auto word = [i](uint4 const& x) { return i / 2 == 0 ? x.x : i / 2 == 1 ? x.y : i / 2 == 2 ? x.z : x.w; };
   return __byte_perm(word(first), word(second), i % 2 ? 0x7632 : 0x5410);
-}
-
-// The maximum or the sum over the eight lanes that have a head's keys.
-template <bool Maximum>
-__device__ __forceinline__ float of_head(float value) {
-#pragma unroll
-  for (int distance = 4; distance < 32; distance *= 2) {
-    float const other = __shfl_xor_sync(kAll, value, distance);
-    value = Maximum ? fmaxf(value, other) : value + other;
-  }
-  return value;
 }
 
 __device__ __forceinline__ uint32_t address_in(int rank, void const* mine) {
@@ -136,12 +121,6 @@ struct Tile {
     }
   }
 
-  __device__ __forceinline__ void load_again(int tile) {
-    find_pages(tile);
-    load_keys(tile);
-    load_values(tile);
-  }
-
   __device__ __forceinline__ void load_values(int tile) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -167,7 +146,7 @@ struct Tile {
   }
 };
 
-// What a warp has found so far. A lane has heads lane % 4 * 2 and one more of each eight, and values lane / 4 * 8 ... and 64 more of them.
+// What a warp has found so far. A lane has heads lane % 4 * 2 and one more of each eight, and 8 values from lane / 4 * 8 and 64 more on.
 template <int kHeadTiles>
 struct Found {
   float out[kHeadTiles][8][4] = {};
@@ -178,7 +157,7 @@ struct Found {
     for (int h = 0; h < kHeadTiles; ++h) top[h][0] = top[h][1] = kLowest;
   }
 
-  // Scores of the tile's keys, of which the row has `num_keys`; then, if it `has_next`, its keys make room for those of the tile `next`.
+  // Adds a tile, of which the row has `num_keys` keys; if it `has_next`, its keys make room for those of tile `next`.
   __device__ __forceinline__ void add(Tile& tile, Shared<kHeadTiles> const& shared, int num_keys, bool has_next, int next) {
     float s[kHeadTiles][2][4] = {};
 #pragma unroll
@@ -214,7 +193,7 @@ struct Found {
   __device__ __forceinline__ void to_weights(int h, float (&s)[4], float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const next = fmaxf(of_head<true>(fmaxf(s[i], s[i + 2])) * scale, top[h][i]), factor = exp2f(top[h][i] - next);
+      float const next = fmaxf(over_lanes<4, 32, true>(fmaxf(s[i], s[i + 2])) * scale, top[h][i]), factor = exp2f(top[h][i] - next);
       top[h][i] = next;
       s[i] = exp2f(s[i] * scale - next), s[i + 2] = exp2f(s[i + 2] * scale - next);
       sum[h][i] = sum[h][i] * factor + s[i] + s[i + 2];  // of this lane's keys
@@ -228,7 +207,7 @@ struct Found {
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float const total = of_head<false>(sum[h][i]);
+        float const total = over_lanes<4, 32, false>(sum[h][i]);
         int const head = kHeads * h + lane % 4 * 2 + i;
         if (head >= group) continue;
         if (lane < 4) shared.warp_top[warp][head] = top[h][i], shared.warp_sum[warp][head] = total;
@@ -250,7 +229,6 @@ struct Rotation {
   int64_t slot;
 
   __device__ __forceinline__ Rotation(Params const& params, int row, int lane) {
-    if (!params.cos_sin) return;
     float const* const angles = params.cos_sin + static_cast<int64_t>(row) * kHeadDim;
     cosine = __ldcg(reinterpret_cast<float2 const*>(angles) + lane), sine = __ldcg(reinterpret_cast<float2 const*>(angles + kHalf) + lane);
 #pragma unroll
@@ -262,9 +240,7 @@ struct Rotation {
   }
 
   __device__ __forceinline__ void apply(float2& low, float2& high, bool is_query, float eps) const {
-    float squares = low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) squares += __shfl_xor_sync(kAll, squares, distance);
+    float const squares = over_lanes<1, 32, false>(low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y);
     float const scale = rsqrtf(squares / kHeadDim + eps);
     float2 const a = floats(is_query ? q[0] : k[0]), b = floats(is_query ? q[1] : k[1]);
     float2 const x = {low.x * scale * a.x, low.y * scale * a.y}, y = {high.x * scale * b.x, high.y * scale * b.y};
@@ -273,7 +249,7 @@ struct Rotation {
   }
 };
 
-// One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two also into the pool if `stores`.
+// One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two into the pool if it `stores`.
 template <int kHeadTiles>
 __device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation const& rotation, int i, bool stores, int lane) {
   int const group = 1 << params.log2_group, head = blockIdx.y;
@@ -282,7 +258,7 @@ __device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTile
   BFloat16 const* const from = params.qkv + (static_cast<int64_t>(blockIdx.z) * params.heads_in_row + index) * kHeadDim + 2 * lane;
   float2 low = floats(load_pair(from)), high = floats(load_pair(from + kHalf));
   if (is_query || is_key) {
-    if (params.cos_sin) rotation.apply(low, high, is_query, params.eps);
+    rotation.apply(low, high, is_query, params.eps);
   } else {  // see `Ops.norm_rope_store_`
     auto finite = [](float x) { return fabsf(x) < INFINITY ? x : 0.0f; };
     low = {finite(low.x), finite(low.y)}, high = {finite(high.x), finite(high.y)};
@@ -295,7 +271,7 @@ __device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTile
   }
 }
 
-// What `num_warps` of this block have found goes to the block whose share it is, with its maximum and sum to all.
+// What `num_warps` of this block have found: values go to the block whose share they are, maximum and sum to all.
 template <int kHeadTiles, int kSplits, int kWarps>
 __device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_group) {
   int const group = 1 << log2_group, num_quads = group * kHeadDim / 4, share = num_quads / kSplits;
@@ -357,8 +333,8 @@ __device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> c
 template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__ Params const params) {
   constexpr int kStep = kSplits * kWarps;  // tiles at once
-  // Whether the kernel behind waits for the new heads: the weights that it asks for would hold up our keys and values. Measured for clusters of
-  // eight blocks: with sixteen warps, those of four KV heads, products of float8 behind lose more than attention wins.
+  // Whether the kernel behind waits for the new heads, so that its weights do not hold up our keys and values. Measured for clusters of eight: with
+  // sixteen warps, those of four KV heads, products of float8 behind lose more than attention wins.
   constexpr bool kWaits = kWarps == 8 && kSplits == 8;
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
@@ -380,15 +356,14 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__
   }
   wait_for_kernel_ahead();
   if constexpr (!kWaits) launch_kernel_behind();
-  int const num_made = params.cos_sin ? group + 2 : group;
-  for (int i = warp; i < num_made; i += kWarps) make_head(params, shared, rotation, i, rank == 0, lane);
+  for (int i = warp; i < group + 2; i += kWarps) make_head(params, shared, rotation, i, rank == 0, lane);
   __syncthreads();
   if constexpr (kWaits) launch_kernel_behind();
   if (has_tiles) {
     Found<kHeadTiles> found;
     while (true) {
       int const next = number + kStep, num_keys = tile.length - number * kTile;
-      if (num_keys <= kTile) params.cos_sin ? tile.put_new(number, shared.k, shared.v) : tile.load_again(number);
+      if (num_keys <= kTile) tile.put_new(number, shared.k, shared.v);
       found.add(tile, shared, num_keys, next < num_tiles, next);
       if (next >= num_tiles) break;
       tile.load_values(next);
@@ -421,15 +396,11 @@ void launch(Params const& params, int num_rows, int64_t splits, int64_t warps, D
   launch<2, 16, 8, 1>(params, num_rows, device);
 }
 
-template <typename T>
-T* values_of(ffi::TensorView x) {
-  TVM_FFI_ICHECK(x.IsContiguous());
-  return static_cast<T*>(x.data_ptr());
-}
-
 // qkv (R, heads, HEAD_DIM), out (R, H, HEAD_DIM), k, v (slots, KV heads, HEAD_DIM) without gaps. The others: see `fused_decoding.py`.
-Params params_of(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
-                 int64_t page_size) {
+void run(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
+         int64_t page_size, int64_t splits, int64_t warps, ffi::TensorView q_weight, ffi::TensorView k_weight, double eps,
+         ffi::TensorView cos_sin, ffi::TensorView slots) {
+  ffi::CUDADeviceGuard guard(qkv.device().device_id);
   int const num_heads = static_cast<int>(out.size(1)), kv_heads = static_cast<int>(k.size(1)), group = num_heads / kv_heads;
   TVM_FFI_ICHECK(group * kv_heads == num_heads && group <= 2 * kHeads && page_size >= 8 && k.size(2) == kHeadDim);
   Params params{};
@@ -438,20 +409,6 @@ Params params_of(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi:
   params.num_heads = num_heads, params.kv_heads = kv_heads, params.heads_in_row = static_cast<int>(qkv.size(1));
   params.log2_group = log2_of(group), params.log2_page = log2_of(page_size);
   params.scale_log2 = static_cast<float>(M_LOG2E / std::sqrt(static_cast<double>(kHeadDim)));
-  return params;
-}
-
-void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
-         int64_t page_size, int64_t splits, int64_t warps) {
-  ffi::CUDADeviceGuard guard(q.device().device_id);
-  launch(params_of(q, k, v, rows, pages, out, page_size), static_cast<int>(rows.size(0)), splits, warps, q.device());
-}
-
-void run_fused(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
-               int64_t page_size, int64_t splits, int64_t warps, ffi::TensorView q_weight, ffi::TensorView k_weight, double eps,
-               ffi::TensorView cos_sin, ffi::TensorView slots) {
-  ffi::CUDADeviceGuard guard(qkv.device().device_id);
-  Params params = params_of(qkv, k, v, rows, pages, out, page_size);
   params.q_weight = values_of<BFloat16>(q_weight), params.k_weight = values_of<BFloat16>(k_weight), params.eps = static_cast<float>(eps);
   params.cos_sin = values_of<float>(cos_sin), params.slots = values_of<int64_t>(slots);
   launch(params, static_cast<int>(rows.size(0)), splits, warps, qkv.device());
@@ -460,4 +417,3 @@ void run_fused(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::T
 }  // namespace fused
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, fused::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_fused, fused::run_fused);

@@ -1,10 +1,7 @@
-"""Attention of few decode rows on a kernel of our own for Hopper, `fused_decoding.cu`, which also does what comes before it in a layer.
-
-Made by `attention`, for CUDA graphs of a few decode rows: there every kernel costs a token some microseconds, whatever it computes.
-"""
+"""Attention of few decode rows with norm, rotation and store: plans for `fused_decoding.cu`. For CUDA graphs of a few rows, where every
+kernel costs a token some microseconds."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,43 +16,6 @@ from models.batch import AttentionLayout
 ROW_FIELDS = 2
 
 
-class Kernel(Protocol):
-    """What `fused_decoding.cu` exports. All tensors are without gaps."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rows: torch.Tensor,
-        pages: torch.Tensor,
-        out: torch.Tensor,
-        page_size: int,
-        splits: int,
-        warps: int,
-    ) -> None:
-        """q, out (R, H, K), k, v (slots, KV heads, K), rows (R, ROW_FIELDS): see `FusedDecoding.plan_arrays`. The rest: see `Cluster`."""
-
-    def run_fused(
-        self,
-        qkv: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rows: torch.Tensor,
-        pages: torch.Tensor,
-        out: torch.Tensor,
-        page_size: int,
-        splits: int,
-        warps: int,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        eps: float,
-        cos_sin: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        """The same for qkv (R, H + 2 KV heads, K): see `NewHeads`."""
-
-
 class FusedDecoding:
     """See `FixedAttention` and `FusedAttention`: `num_rows` rows of one token. Values in pages are finite as for `FlashDecoding`."""
 
@@ -66,7 +26,7 @@ class FusedDecoding:
         self.max_pages = max_pages
         k_pool = pools[0][0]
         self._page_size, kv_heads, head_dim = k_pool.shape[1:]
-        self._kernel: Kernel = load_kernel("fused_decoding", head_dim)
+        self._kernel = load_kernel("fused_decoding", head_dim)
         self._cluster: Cluster = fused_cluster(kv_heads, num_heads // kv_heads)
         self._rows_RF = torch.zeros((0, ROW_FIELDS), dtype=torch.int32, device=k_pool.device)
         self._pages = self._rows_RF[0:0, 0]
@@ -96,18 +56,13 @@ class FusedDecoding:
         return self._pools[layer]
 
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        out_THK = torch.empty_like(q_THK)
-        self._kernel.run(q_THK, *self._operands(layer), out_THK, self._page_size, *self._cluster)
-        return out_THK
+        raise AssertionError("the kernel makes the heads itself: run_fused")
 
     def run_fused(self, layer: int, heads: NewHeads) -> torch.Tensor:
         qkv_THK = heads.qkv_TX.unflatten(1, (-1, FUSED_HEAD_DIM))
         out_THK = qkv_THK.new_empty((len(qkv_THK), self._num_heads, FUSED_HEAD_DIM))
-        norms = heads.q_weight_K, heads.k_weight_K, heads.eps
-        shape = self._page_size, *self._cluster
-        self._kernel.run_fused(qkv_THK, *self._operands(layer), out_THK, *shape, *norms, heads.cos_sin_TK, heads.slots_T)
-        return out_THK
-
-    def _operands(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
-        return keys, values, self._rows_RF, self._pages
+        norms = heads.q_weight_K, heads.k_weight_K, heads.eps
+        plan = self._rows_RF, self._pages, out_THK, self._page_size, *self._cluster
+        self._kernel.run(qkv_THK, keys, values, *plan, *norms, heads.cos_sin_TK, heads.slots_T)
+        return out_THK

@@ -1,26 +1,23 @@
-// What our attention kernels for Hopper share: heads of any multiple of 8 values up to 128. Included by a source that is compiled with
-// HEAD_DIM and has defined TILE_KV, the keys of a tile.
+// What our attention kernels for Hopper share: heads of any multiple of 8 values up to 128. A source defines TILE_KV, the keys of a tile, and is
+// compiled with HEAD_DIM.
 //
-// A block keeps a tile of a head's queries in shared memory and walks over keys and values, tile by tile: one warp group copies them (TMA),
-// others of 128 threads compute 64 queries each and issue their products in turn, so that some multiply while others take exponentials.
+// A block keeps a tile of a head's queries in shared memory and walks over keys and values: one warp group copies tiles (TMA), others of 128
+// threads compute 64 queries each and issue their products in turn, so that some multiply while others take exponentials.
 //
-// A row of a tile lies in shared memory in chunks of 64 values, 128 bytes swizzled: narrower swizzles cost more time than they save work. A head of 72
-// fills one chunk and an eighth of the next, and little more than that is copied or multiplied: a box of the copy engine may be narrower than
-// a chunk, and an instruction touches only the columns that it multiplies.
+// A row of a tile lies in chunks of 64 values, 128 bytes swizzled: narrower swizzles cost more time than they save work. Of a head of 72:
 //
 //                     chunk 0, 64 values      chunk 1: 8 values, 8 zeros, not used
 //    scores = q k^T   4 steps of 16         + 1 step
 //    out += p v       64 columns            + 8 columns, in one instruction
 //
-// A kernel is `attend<Work>`. Work says what an item of its plan is, see `Item`:
+// A kernel is `attend<Work>`, where Work is an `Item` and has
 //
 //    Params, with plan and scale_log2     what all blocks read
-//    Work(params, number)                 an Item
 //    num_groups                           groups of 64 rows that have a query: the others pass their turns on
 //    num_unmasked_tiles                   the first tiles of keys, of which every query sees every key
 //    visible(params, row)                 how many keys a query sees
-//    place(params, row)                   where its result is written: null for a row of the tile that is no query
-//    produce(params, shared, pipelines)   run by a warp group: fills the pipelines, keys and values from an item's last tile to its first
+//    place(params, row)                   where its result is written, or null
+//    produce(params, shared, pipelines)   a warp group: fills the pipelines from an item's last tile to its first
 
 #pragma once
 
@@ -34,7 +31,7 @@ namespace hopper {
 
 constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 
-// The best of those measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: scores, weights and output of a wide head need more.
+// Measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: a wide head needs more.
 constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = TILE_KV, kStages = 2;
 constexpr int kStagesQ = 2;  // the next tile's queries are there when a tile is done
 constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
@@ -43,8 +40,7 @@ constexpr int kThreads = kGroupThreads + kComputeThreads;
 constexpr int kWidth = kChunks * kChunk;
 constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);       // copied for a row
 
-// A head with a tile of queries and some tiles of the keys that they see: all, or a part. Of a tile in parts, whoever is done last merges
-// them. Planned on the host, see `tile_plan.py`.
+// A head with a tile of queries and all or a part of the tiles of keys that they see, see `tile_plan.py`. Whoever is done last merges parts.
 struct Item {
   int first_token, num_tokens;       // of the tile
   int first_key, end;                // where the keys begin, and the end of those that the last token sees
@@ -66,7 +62,7 @@ struct Item {
   }
 };
 
-// Block b computes items b, b + num_blocks, and so on to the first that is none. Other blocks leave their multiprocessor to another kernel.
+// Block b computes items b, b + num_blocks, and so on to the first that is none.
 struct Plan {
   int4 const* items;  // three for the header, three for each
   float* parts;       // kPartFloats each
@@ -138,7 +134,7 @@ CUTLASS_DEVICE void copy(Pipeline& pipeline, State const& state, Source const& s
                          chunk * kChunk, head, row);
 }
 
-// Fills the next free stage with a tile of Rows rows, one box a chunk. For a single thread.
+// Fills the next free stage with a tile, one box a chunk. For a single thread.
 template <int Rows, typename Pipeline, typename State>
 CUTLASS_DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, BFloat16* stages, int head, int row) {
   pipeline.producer_acquire(state);
@@ -149,7 +145,7 @@ CUTLASS_DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source
   ++state;
 }
 
-// Starts c = a b (Clear) or c += a b on the tensor cores. `warpgroup_wait` waits for it; `a` in registers and `c` must not be touched before.
+// Starts c = a b (Clear) or c += a b: `a` in registers and `c` must not be touched before `warpgroup_wait`.
 template <bool Clear, int Steps, typename Mma, typename A, typename B, typename C>
 CUTLASS_DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
   constexpr bool kFromRegisters = !is_base_of<GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
@@ -166,9 +162,7 @@ CUTLASS_DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
 }
 
 // Softmax over tiles of scores. A thread holds parts of two rows: of every four values of an accumulator, the first two belong to row 0.
-// The maximum begins below every score but is finite: a row that sees nothing of its first tiles gets weights of 0, not NaN.
 struct Softmax {
-  static constexpr float kLowest = -1e30f;
   float const scale;                                            // of scores, to powers of two
   float top[2] = {kLowest, kLowest}, sum[2] = {0, 0}, factor[2];  // what sums of weights must be multiplied by
 
@@ -181,9 +175,7 @@ struct Softmax {
     for (int i = 0; i < size(scores); ++i) next[i / 2 % 2] = fmaxf(next[i / 2 % 2], scores(i));
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < 2; ++row) {
-      next[row] = fmaxf(next[row], __shfl_xor_sync(~0u, next[row], 1));
-      next[row] = fmaxf(next[row], __shfl_xor_sync(~0u, next[row], 2));
-      next[row] = fmaxf(next[row] * scale, top[row]);
+      next[row] = fmaxf(over_lanes<1, 4, true>(next[row]) * scale, top[row]);
       factor[row] = exp2f(top[row] - next[row]);
       top[row] = next[row];
       sum[row] *= factor[row];
@@ -197,10 +189,7 @@ struct Softmax {
 
   CUTLASS_DEVICE void sum_rows() {
     CUTLASS_PRAGMA_UNROLL
-    for (int row = 0; row < 2; ++row) {
-      sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
-      sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
-    }
+    for (int row = 0; row < 2; ++row) sum[row] = over_lanes<1, 4, false>(sum[row]);
   }
 
   template <typename Values>
@@ -220,8 +209,7 @@ CUTLASS_DEVICE void mask(typename Work::Params const& params, Work const& work, 
   }
 }
 
-// Leaves the results of a part where the tile's other parts have theirs. Returns whether all are there now: then they are merged, in their order.
-// Warp by warp, since a row is one warp's.
+// Leaves a part's results for the tile's others; if all are there, merges them in their order. Warp by warp, since a row is one warp's.
 template <typename Values>
 CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
   auto place = [&](int part) { return plan.parts + static_cast<int64_t>(item.first_part + part) * kPartFloats + thread; };
@@ -245,7 +233,7 @@ CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softma
   __threadfence();
   clear(out);
   CUTLASS_PRAGMA_UNROLL
-  for (int row = 0; row < 2; ++row) softmax.top[row] = Softmax::kLowest, softmax.sum[row] = 0;
+  for (int row = 0; row < 2; ++row) softmax.top[row] = kLowest, softmax.sum[row] = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int part = 0; part < item.num_parts; ++part) {  // other blocks made these: they are read past L1
     float const* const theirs = place(part);
@@ -281,13 +269,13 @@ CUTLASS_DEVICE void store(typename Work::Params const& params, Work const& work,
   }
 }
 
-// A group that computes. While the tensor cores multiply the weights of one tile by its values, it turns the scores of the next into weights.
+// A group that computes: it turns the scores of a tile into weights while the tensor cores multiply those of the tile before by its values.
 template <typename Work>
 CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelines& pipelines) {
   int const group = cutlass::canonical_warp_group_idx() - 1, thread = threadIdx.x - kGroupThreads;
   MmaQK mma_qk;
   MmaPV mma_pv;
-  // Sliced for the group's first thread, which the compiler sees to be the same in a warp: addresses stay in uniform registers.
+  // Sliced for the group's first thread, which is the same in a warp: addresses stay in uniform registers.
   auto slice_qk = mma_qk.get_slice(group * kGroupThreads);
   auto slice_v = MmaValues<kWidth>{}.get_slice(group * kGroupThreads);  // addresses whole chunks, of which MmaPV takes the columns that it has
   auto q = slice_qk.partition_fragment_A(make_tensor(make_smem_ptr(shared.q), LayoutQ{}));
@@ -413,11 +401,16 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
   }
 }
 
-// items (1 + n, 12) int32; the others have room for as many parts as the plan has.
+// items (1 + n, 12) int32; the others have room for the plan's parts.
 inline Plan plan_of(ffi::TensorView items, ffi::TensorView parts, ffi::TensorView arrivals) {
-  TVM_FFI_ICHECK(items.IsContiguous() && items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
-  return {static_cast<int4 const*>(items.data_ptr()), static_cast<float*>(parts.data_ptr()), static_cast<int*>(arrivals.data_ptr())};
+  TVM_FFI_ICHECK(items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
+  return {values_of<int4>(items), values_of<float>(parts), values_of<int>(arrivals)};
 }
+
+inline int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
+inline int64_t tile_keys() { return kTileKV; }
+inline int64_t part_floats() { return kPartFloats; }
+inline int64_t part_arrivals() { return kComputeWarps; }
 
 template <typename Work>
 void launch(typename Work::Params const& params, int num_blocks, DLDevice device) {
@@ -425,3 +418,8 @@ void launch(typename Work::Params const& params, int num_blocks, DLDevice device
 }
 
 }  // namespace hopper
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, hopper::tile_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, hopper::tile_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, hopper::part_floats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, hopper::part_arrivals);

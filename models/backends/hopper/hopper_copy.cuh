@@ -1,6 +1,4 @@
-// How our attention kernels for Hopper copy heads into shared memory. Included by sources that are compiled with HEAD_DIM.
-//
-// A row of a head lies there in chunks of 64 values, 128 bytes swizzled: of its eight pieces of 16 bytes, piece p of row r is at p ^ r % 8.
+// Copies of heads into shared memory. A row lies there in chunks of 64 values, 128 bytes swizzled: piece p of 16 bytes of row r is at p ^ r % 8.
 
 #pragma once
 
@@ -26,7 +24,7 @@ struct Source {
   CUtensorMap chunks[kChunks];
 };
 
-// x (rows, heads, kHeadDim): strides of whole 16 bytes, values side by side. A copy takes a box of it.
+// x (rows, heads, kHeadDim): strides of whole 16 bytes, values side by side. A copy takes a box.
 inline Source source_of(ffi::TensorView x, int box_heads, int box_rows) {
   TVM_FFI_ICHECK(x.size(2) == kHeadDim && x.stride(2) == 1);
   Source source;

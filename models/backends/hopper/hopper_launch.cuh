@@ -1,4 +1,4 @@
-// How our kernels for Hopper are launched, and instructions that several use. Those of attention are compiled with HEAD_DIM.
+// Launch of our kernels for Hopper, and instructions that several use. Those of attention are compiled with HEAD_DIM.
 
 #pragma once
 
@@ -17,8 +17,14 @@ static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of
 
 inline void check(cudaError_t status) { TVM_FFI_ICHECK(status == cudaSuccess) << "kernel: " << cudaGetErrorString(status); }
 
-// Launches a kernel that begins while the one ahead ends: it must call `wait_for_kernel_ahead` before it reads or writes what that may write
-// or read. `cluster` blocks that are neighbours along x run at once and reach each other's shared memory.
+template <typename T>
+T* values_of(ffi::TensorView x) {
+  TVM_FFI_ICHECK(x.IsContiguous());
+  return static_cast<T*>(x.data_ptr());
+}
+
+// Launches a kernel that begins while the one ahead ends: it calls `wait_for_kernel_ahead` before it touches what that reads or writes.
+// `cluster` neighbours along x run at once and reach each other's shared memory.
 template <typename Params>
 void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device, int cluster = 1) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(num_bytes)));
@@ -36,7 +42,7 @@ __device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepc
 
 __device__ __forceinline__ void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// c (16, 8) += a (16, 16) b (16, 8). A thread's values of c: the first two are of row lane / 4, the others of the row 8 below.
+// c (16, 8) += a (16, 16) b (16, 8). The first two of a thread's values of c are of row lane / 4, the others 8 below.
 __device__ __forceinline__ void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -47,6 +53,19 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t const*>(&pair);
 }
+
+// The maximum or the sum over lanes that lie kFirst, 2 kFirst, ... up to kEnd / 2 apart.
+template <int kFirst, int kEnd, bool kMaximum>
+__device__ __forceinline__ float over_lanes(float value) {
+#pragma unroll
+  for (int distance = kFirst; distance < kEnd; distance *= 2) {
+    float const other = __shfl_xor_sync(~0u, value, distance);
+    value = kMaximum ? fmaxf(value, other) : value + other;
+  }
+  return value;
+}
+
+constexpr float kLowest = -1e30f;  // below every score but finite: a row that sees nothing of a tile gets weights of 0, not NaN
 
 // The exponent of a power of two.
 inline int log2_of(int64_t power) {

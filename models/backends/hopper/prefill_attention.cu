@@ -1,8 +1,7 @@
-// Causal attention of chunks of prompts over paged keys and values, for Hopper. Compiled by `prefill_attention.py`, which defines HEAD_DIM.
-// How it computes: `hopper_attention.cuh`.
+// Causal attention of chunks of prompts over paged keys and values, see `hopper_attention.cuh`. Compiled with HEAD_DIM.
 //
-// The query heads that share a KV head are rows of one tile, so that keys are read once for all of them: with 4 of them, row r is head r % 4 of
-// token r / 4, and a tile is 32 tokens. Pages lie anywhere in the pool: each is a copy of its own, so the lanes of a warp start one each.
+// Query heads that share a KV head are rows of one tile, so that keys are read once: with 4 of them, row r is head r % 4 of token r / 4. Pages
+// lie anywhere in the pool: each is a copy of its own, so the lanes of a warp start one each.
 
 #define TILE_KV 128  // whole pages
 #include "hopper_attention.cuh"
@@ -11,7 +10,7 @@ namespace prefill {
 
 using namespace hopper;
 
-// One KV head with its query heads, and so many tokens of one row of the step as fill a tile. Keys begin at a place in `pages`.
+// One KV head with its query heads, and the tokens of one row that fill a tile.
 struct Work : Item {
   struct Params {
     Source q, k, v;
@@ -40,13 +39,13 @@ struct Work : Item {
     return params.out + (static_cast<int64_t>(first_token + token) * params.num_heads + (head << params.log2_group) + member) * kHeadDim;
   }
 
-  // Where a key lies in the pool. Keys behind the end are masked, and are read from the last page instead of one that is not the row's.
+  // Where a key lies in the pool. Keys behind the end are masked, and are read from the row's last page.
   CUTLASS_DEVICE int slot(Params const& params, int key) const {
     int const page = min(key, end - 1) >> params.log2_page;
     return (__ldg(params.pages + first_key + page) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
   }
 
-  // One warp copies keys and queries, another one values: each is as far ahead as its pipeline has room, and its page ids are a tile further.
+  // One warp copies keys and queries, another values: each is as far ahead as its pipeline has room.
   CUTLASS_DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
@@ -59,7 +58,7 @@ struct Work : Item {
     }
   }
 
-  // Keys or values of all of the block's items. `then` is called by one lane when an item's first tile is on its way.
+  // Keys or values of all of the block's items. One lane calls `then` when an item's first tile is on its way.
   template <typename Then>
   CUTLASS_DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
     int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // of a tile, where this lane's box begins
@@ -92,26 +91,16 @@ struct Work : Item {
 void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
          ffi::TensorView arrivals, ffi::TensorView pages, int64_t page_size, int64_t num_blocks, double scale) {
   int const group = static_cast<int>(q.size(1) / k.size(1));
-  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous() && out.IsContiguous() && items.IsContiguous());
+  TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kTileQ % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   int const box_rows = static_cast<int>(std::min<int64_t>(page_size, kTileKV));
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows),
-                            static_cast<__nv_bfloat16*>(out.data_ptr()), plan_of(items, parts, arrivals),
-                            static_cast<int const*>(pages.data_ptr()), log2_of(group), static_cast<int>(q.size(1)),
-                            log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
+                            values_of<__nv_bfloat16>(out), plan_of(items, parts, arrivals), values_of<int>(pages), log2_of(group),
+                            static_cast<int>(q.size(1)), log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
   launch<Work>(params, static_cast<int>(num_blocks), q.device());
 }
-
-int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
-int64_t tile_keys() { return kTileKV; }
-int64_t part_floats() { return kPartFloats; }
-int64_t part_arrivals() { return kComputeWarps; }
 
 }  // namespace prefill
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, prefill::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, prefill::tile_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, prefill::tile_keys);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, prefill::part_floats);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, prefill::part_arrivals);

@@ -1,15 +1,14 @@
-"""Attention of chunks of prompts on a kernel of our own for Hopper, `prefill_attention.cu`. Used by `attention`."""
+"""Attention of chunks of prompts: plans for `prefill_attention.cu`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from models.attention.paged import Int32s
 from models.attention.units import max_token_groups, token_groups
-from models.backends.hopper import tile_plan
 from models.backends.hopper.compile import load_kernel
 from models.backends.hopper.mixed_plan import prefill_blocks
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, plan_items
@@ -21,35 +20,14 @@ GROUPS = (1, 2, 4, 8, 16)  # query heads that share a KV head: they share a tile
 MIN_PAGE = 8
 
 
-class Kernel(tile_plan.Kernel, Protocol):
-    """What `prefill_attention.cu` exports."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        items: torch.Tensor,
-        parts: torch.Tensor,
-        arrivals: torch.Tensor,
-        pages: torch.Tensor,
-        page_size: int,
-        num_blocks: int,
-        scale: float,
-    ) -> None:
-        """q, out (T, H, K), k, v (slots, KV heads, K) without gaps. items: see `plan_items`, their keys begin at places in `pages`."""
-
-
 class PrefillAttention:
     """The prefill rows of a layout. Values in their pages must be finite, also behind a row's last key: those count times 0.
 
-    With `num_tokens`, for at most so many tokens in at most `num_rows` rows (some may be empty): then the plan has one size, and `run_into`
-    can be captured in a CUDA graph that reads it from where `read_from` says.
+    With `num_tokens`, for at most so many tokens in `num_rows` rows (some may be empty): the plan has one size, for a CUDA graph.
     """
 
     def __init__(
-        self, pools: Sequence[KVPool], kernel: Kernel, memory: PartMemory, num_heads: int, num_tokens: int | None = None, num_rows: int = 0
+        self, pools: Sequence[KVPool], kernel: Any, memory: PartMemory, num_heads: int, num_tokens: int | None = None, num_rows: int = 0
     ) -> None:
         k_pool = pools[0][0]
         _, self._page_size, self._kv_heads, head_dim = k_pool.shape
@@ -65,10 +43,8 @@ class PrefillAttention:
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int) -> Callable[..., "PrefillAttention"]:
-        """Makes backends by `num_tokens` and `num_rows` that share their memory, since they run on one stream.
-
-        ValueError for a number of heads, a page size or a type of values that the kernel does not know.
-        """
+        """Makes backends by `num_tokens` and `num_rows` that share their memory on one stream. ValueError for heads, pages or values that
+        the kernel does not know."""
         k_pool = pools[0][0]
         _, page_size, kv_heads, head_dim = k_pool.shape
         if num_heads // kv_heads not in GROUPS or num_heads % kv_heads or k_pool.dtype != torch.bfloat16:
@@ -76,7 +52,7 @@ class PrefillAttention:
             raise ValueError(f"attention wants KV heads of bfloat16, each with {GROUPS} query heads, not {heads}")
         if page_size < MIN_PAGE or page_size & (page_size - 1):
             raise ValueError(f"attention wants pages of a power of two, at least {MIN_PAGE} tokens: {page_size}")
-        kernel: Kernel = load_kernel("prefill_attention", head_dim)
+        kernel = load_kernel("prefill_attention", head_dim)
         memory = PartMemory.allocate(kernel, num_multiprocessors(k_pool.device), k_pool.device)
         return partial(cls, pools, kernel, memory, num_heads)
 

@@ -1,11 +1,8 @@
-"""How tiles of queries are dealt to the blocks of our attention kernels (`hopper_attention.cuh`), and the last ones cut along their keys.
-
-Blocks compute one tile after the other, round by round. Those of the last round, which may be few, would keep a few blocks busy as long as
-any round: their keys are dealt evenly instead, a part of a tile here and one there. Called by `prefill_attention` and `varlen_attention`.
-"""
+"""How tiles of queries are dealt to the blocks of `hopper_attention.cuh`. Blocks compute them round by round; the few tiles of the last
+round are cut along their keys, so that no block waits."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,32 +17,15 @@ ITEM_FIELDS = 12  # three aligned pieces of memory
 MAX_TURNS = 4  # of a block with parts: rounds that cutting adds, at most
 
 
-
-class Kernel(Protocol):
-    """What each of the kernels exports beside `run`."""
-
-    def tile_rows(self) -> int:
-        """Rows of a tile: tokens times the query heads that share a KV head."""
-
-    def tile_keys(self) -> int:
-        """Keys of a tile of keys."""
-
-    def part_floats(self) -> int:
-        """What a part of a tile leaves for the others, in floats."""
-
-    def part_arrivals(self) -> int:
-        """Counters of a tile that has parts."""
-
-
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """What kernels share that follow each other on one stream. Arrivals are zero before and after."""
+    """What kernels share that follow each other on one stream. Arrivals are zero before and after. `kernel`: what load_kernel gave."""
 
     parts: torch.Tensor
     arrivals: torch.Tensor
 
     @classmethod
-    def allocate(cls, kernel: Kernel, num_blocks: int, device: torch.device) -> "PartMemory":
+    def allocate(cls, kernel: Any, num_blocks: int, device: torch.device) -> "PartMemory":
         count = 2 * num_blocks  # there are no more: a cut at the end of each share, and at that of each item
         return cls(
             parts=torch.empty((count, kernel.part_floats()), device=device),
@@ -57,10 +37,10 @@ def plan_items(tiles: Int32s, num_heads: int, tile_keys: int, num_blocks: int) -
     """(1 + n, ITEM_FIELDS): a header that begins with n and `num_blocks`, then n items. Block b computes b, b + num_blocks and so on.
 
     `tiles` (t, 4) are those of every head: first token, number of tokens, where the keys begin, end of the last token's keys. An item has
-    these four; its head, and the first and the end of its tiles of `tile_keys` keys; 0; and of the parts that its tile is cut into the
-    first one's number, its own place among them, and how many they are. One whose tiles of keys end at 0 is none; its block has no more.
+    these four, its head, the first and the end of its tiles of `tile_keys` keys, 0, the number of its tile's first part, its place among
+    the parts, and how many they are. An item that ends at 0 is none; its block has no more.
 
-    An item's cost is its tiles of keys. Those of complete rounds, dearest first, are dealt back and forth; of the rest, see `cut_round`.
+    An item costs its tiles of keys. Complete rounds are dealt back and forth, dearest first; of the rest, see `cut_round`.
     """
     number, head = np.tile(np.arange(len(tiles)), num_heads), np.repeat(np.arange(num_heads), len(tiles))
     costs = -(-tiles[number, 3] // tile_keys)
@@ -88,10 +68,7 @@ def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
 
 
 def deal(count: int, num_blocks: int) -> Ints:
-    """Deals 0, 1, ..., count - 1 to blocks in rounds that go back and forth; the last one, which may be short, goes forth.
-
-    Of things sorted by cost, whoever gets the dearer one of a round gets the cheaper one of the next.
-    """
+    """Deals 0 ... count - 1 to blocks in rounds that go back and forth; the last one, which may be short, goes forth."""
     order = np.arange(count)
     rounds = order[: (count - 1) // num_blocks * num_blocks].reshape(-1, num_blocks)  # without the last
     rounds[::-2] = rounds[::-2, ::-1]
@@ -101,8 +78,8 @@ def deal(count: int, num_blocks: int) -> Ints:
 def cut_round(costs: Ints, num_blocks: int) -> Ints:
     """(n, 6): item, its first tile, end of its tiles, number of the item's first part, place among its parts, how many parts it has.
 
-    Blocks take them in turns. The items, fewer than blocks, are whole, or laid end to end and cut into shares of equal cost: for all
-    blocks, or for so many that equal items are cut into equal parts. Whatever is done first.
+    The items, fewer than blocks, stay whole or are laid end to end and cut into equal shares: for all blocks, or for so many that equal
+    items are cut into equal parts. Whatever is done first.
     """
     count = len(costs)
     whole = np.stack([np.arange(count), np.zeros_like(costs), costs, np.arange(count), np.zeros_like(costs), np.ones_like(costs)], axis=1)

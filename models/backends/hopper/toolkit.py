@@ -1,6 +1,6 @@
-"""Where CUDA's compiler is: as wheels in this environment (the extra `cuda`), before a system's, which may not match torch. Needs no torch.
+"""Where CUDA's compiler is: wheels of this environment (the extra `cuda`), before a system's, which may not match torch. Needs no torch.
 
-The wheels lack names that a linker asks for. What FlashInfer takes for CUDA's folder is therefore one of links:
+Wheels lack names that a linker asks for, so FlashInfer gets a folder of links:
 
     bin, include, nvvm  ->  the wheels'        lib64/libcudart.so  ->  the wheels' libcudart.so.13        lib64/stubs/libcuda.so: empty
 """
@@ -30,9 +30,9 @@ def has_compiler() -> bool:
 
 
 def cuda_home(cache: Path = CACHE) -> Path | None:
-    """A folder for CUDA_HOME, made once for these wheels and at the same place again, so that nothing is compiled twice; None without them.
+    """A folder for CUDA_HOME, the same for the same wheels, so that nothing is compiled twice; None without them.
 
-    OSError if it cannot be made, also for lack of a C++ compiler, without which nvcc compiles nothing.
+    OSError if it cannot be made, also for lack of a C++ compiler.
     """
     wheels = wheel_home()
     if wheels is None:

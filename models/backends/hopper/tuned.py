@@ -4,23 +4,6 @@ from typing import NamedTuple
 
 from models.step_sizes import StepSizes
 
-LONG_PROMPTS = {  # tokens, by the parameters of a layer: `bench.kernels.tune_steps` on an H200, torch 2.11
-    50_331_648: (  # 2B
-        536, 568, 632, 640, 664, 696, 744, 760, 768, 776, 824, 848, 888, 920, 952, 984, 1024, 1048, 1080, 1144, 1152, 1176, 1208, 1240,
-        1256, 1280, 1320, 1336, 1384, 1408, 1432, 1464, 1496, 1536, 1576, 1592, 1608, 1656, 1672, 1720, 1760, 1784, 1848, 1912, 1920,
-        1976, 2016, 2048, 2064, 2104, 2168, 2208, 2232, 2296, 2360, 2424, 2456, 2488, 2544, 2552, 2560, 2672, 2712, 2776, 2816, 2840,
-        2888, 2984, 2992, 3120,
-    ),
-    100_925_440: (  # 4B
-        528, 560, 568, 600, 616, 624, 640, 664, 696, 712, 760, 768, 792, 808, 824, 896, 904, 912, 960, 984, 1016, 1040, 1080, 1112, 1120,
-        1144, 1160, 1200, 1240, 1248, 1272, 1336, 1352, 1384, 1448, 1480, 1528, 1560, 1584, 1624, 1656, 1704, 1768, 1816, 1864, 1912,
-        1960, 2008, 2064, 2072, 2080, 2136, 2184, 2192, 2216, 2312,
-    ),
-    192_937_984: (  # 8B
-        520, 536, 568, 600, 624, 632, 640, 680, 696, 712, 752, 768, 792, 824, 864, 888, 904, 952, 984, 1016, 1048, 1080, 1112, 1152, 1232,
-    ),
-}
-
 # A matrix product loses up to a tenth at some numbers of rows, where its tiles do not fit them or cuBLAS chooses badly: 416 rows take
 # longer than 440. These lose little on an H200, at the widths of the 8B model. Products of 208 tokens take a fifth longer than those of 64.
 # The host launches a layer in 0.4 to 0.5 ms. Where the device takes as long, a step begins with waits for the host all the same: a layer of
@@ -37,7 +20,6 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,
-    long_prompts_by_layer=LONG_PROMPTS,
 )
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too

@@ -1,5 +1,4 @@
-// Attention inside segments for Hopper, made for the heads of the vision towers (64 and 72 values; any multiple of 8 up to 128 works).
-// Compiled by `varlen_attention.py`, which defines HEAD_DIM. How it computes: `hopper_attention.cuh`.
+// Attention inside segments, made for heads of 64 and 72 values, see `hopper_attention.cuh`. Compiled with HEAD_DIM.
 
 #define TILE_KV (HEAD_DIM <= 72 ? 112 : 128)  // the best of those measured on an H200
 #include "hopper_attention.cuh"
@@ -8,7 +7,7 @@ namespace segments {
 
 using namespace hopper;
 
-// A head with so many patches of one segment as fill a tile, and the segment's keys.
+// A head with the patches of one segment that fill a tile, and the segment's keys.
 struct Work : Item {
   struct Params {
     Source q, k, v;
@@ -63,15 +62,6 @@ void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorVie
   launch<Work>(params, static_cast<int>(num_blocks), q.device());
 }
 
-int64_t tile_rows() { return kTileQ; }  // queries of a tile
-int64_t tile_keys() { return kTileKV; }
-int64_t part_floats() { return kPartFloats; }
-int64_t part_arrivals() { return kComputeWarps; }
-
 }  // namespace segments
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, segments::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, segments::tile_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, segments::tile_keys);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, segments::part_floats);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, segments::part_arrivals);

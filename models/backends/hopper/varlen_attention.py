@@ -1,14 +1,13 @@
-"""`VarlenAttention` on a kernel of our own for Hopper, `varlen_attention.cu`. Made by `make_varlen_attention`."""
+"""`VarlenAttention` by `varlen_attention.cu`."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from models.attention.varlen import varlen_tiles
-from models.backends.hopper import tile_plan
 from models.backends.hopper.compile import load_kernel
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, plan_items
 from models.backends.portable.launch import num_multiprocessors
@@ -16,24 +15,6 @@ from models.backends.portable.tower import rotate_
 
 MAX_ITEMS = 1 << 18  # of one encode: three million patches with 16 heads
 MAX_CACHED_PLANS = 128  # of 20 to 400 kB each; the device waits while one is made
-
-
-class Kernel(tile_plan.Kernel, Protocol):
-    """What `varlen_attention.cu` exports."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        items: torch.Tensor,
-        parts: torch.Tensor,
-        arrivals: torch.Tensor,
-        num_blocks: int,
-        scale: float,
-    ) -> None:
-        """q, k, v (P, H, K) views whose heads are side by side, out (P, H * K). items: see `plan_items`, keys begin at patches."""
 
 
 class HopperVarlen:
@@ -47,10 +28,9 @@ class HopperVarlen:
         self._items = torch.zeros((MAX_ITEMS, ITEM_FIELDS), dtype=torch.int32, device=device)  # at a fixed address, for CUDA graphs
 
     @cached_property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> Any:
         """At its first use: a model is made while kernels are compiled."""
-        kernel: Kernel = load_kernel("varlen_attention", self._head_dim)
-        return kernel
+        return load_kernel("varlen_attention", self._head_dim)
 
     @cached_property
     def _memory(self) -> PartMemory:

@@ -1,4 +1,4 @@
-"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels. Made by `models.backends.make`."""
+"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,14 @@ from models.attention.varlen import VarlenAttention
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.backends.portable.exchange import TritonExchange
-from models.backends.portable.fp8 import TritonFp8
 from models.backends.portable.jpeg import pick_jpeg_decoder
 from models.backends.portable.ops import TritonOps
 from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
 from models.backends.portable.sampling import TritonSampling
 from models.backends.portable.self_check import check_kernels
-from models.backends.portable.transfers import TritonTransfers
 from models.backends.portable.tuned import SPLIT_TOKENS, STEP_SIZES, attention_tiles
 from models.backends.portable.varlen_attention import DenseVarlen
 from models.sampling import SamplingOps
-from models.transfers import Transfers
 
 
 class PortableBackend:
@@ -31,8 +28,7 @@ class PortableBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ops: Ops = TritonOps(TritonFp8(), SPLIT_TOKENS)
-        self.transfers: Transfers = TritonTransfers().warm_up(device)
+        self.ops: Ops = TritonOps(SPLIT_TOKENS)
         self._tiles = attention_tiles(torch.cuda.get_device_capability(device))
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:

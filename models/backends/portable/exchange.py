@@ -1,11 +1,8 @@
-"""Collectives of few values over GPUs that map each other's memory, a kernel each. Made by the backends for `models.parallel`.
+"""Collectives of few values over GPUs that map each other's memory, a kernel each.
 
-Every rank has an inbox, into which the others write. A message of 8 bytes is 4 bytes of values beside the number of the exchange that they
-belong to, and 8 bytes arrive as one: whoever polls a message sees by its number that the values are there, without a flag behind them or a
-barrier before them. NCCL's protocol LL does the same (`src/device/prims_ll.h` there).
-
-Two places for each message, used in turn, are enough: who sends number n has received number n - 1 of the other rank, which sent that after
-the kernel that read number n - 2 had ended.
+Every rank has an inbox. A message of 8 bytes is 4 bytes of values beside the number of its exchange, and arrives as one: whoever polls it
+needs no flag and no barrier, as in NCCL's protocol LL. Two places for each message, used in turn, are enough: who sends number n has
+received number n - 1 of the other rank, which sent that after it had read number n - 2.
 """
 
 from collections.abc import Sequence
@@ -15,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch
@@ -26,7 +24,7 @@ QUICK_POLLS = tl.constexpr(32)  # some 20 us; who is still waited for is at some
 
 
 @triton.jit
-def _begin(epochs: tl.tensor, OVERLAP: tl.constexpr) -> tl.tensor:
+def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
     """The number of this program's exchange, which is the same on all ranks."""
     if OVERLAP:
         gdc_wait()
@@ -35,21 +33,15 @@ def _begin(epochs: tl.tensor, OVERLAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _place(epoch: tl.tensor, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+def _place(epoch: tensor, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr) -> tensor:
     """Where in an inbox this program's messages of rank 0 are; those of the others lie behind."""
     return (((epoch & 1) * PROGRAMS + tl.program_id(0)) * SIZE).to(tl.int64) * BLOCK
 
 
 @triton.jit
 def _send(
-    word: tl.tensor,
-    inboxes: tl.tuple,
-    epoch: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    word: tensor, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """BLOCK uint32 to every other rank."""
     message = (epoch.to(tl.int64) << 32) | word.to(tl.int64)
     place = _place(epoch, SIZE, PROGRAMS, BLOCK) + RANK * BLOCK + tl.arange(0, BLOCK)
@@ -60,15 +52,9 @@ def _send(
 
 @triton.jit
 def _receive(
-    source: tl.constexpr,
-    inboxes: tl.tuple,
-    epoch: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NAPS: tl.constexpr,
-) -> tl.tensor:
+    source: constexpr, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
+    NAPS: constexpr,
+) -> tensor:  # fmt: skip
     """BLOCK messages that `source` has sent, or is about to send."""
     place = inboxes[RANK] + _place(epoch, SIZE, PROGRAMS, BLOCK) + source * BLOCK + tl.arange(0, BLOCK)
     message = tl.load(place, volatile=True)
@@ -84,23 +70,12 @@ def _receive(
 
 @triton.jit(do_not_specialize=["num_words"])
 def _sum(
-    stream: tl.tensor,
-    parts: tl.tensor,
-    inboxes: tl.tuple,
-    epochs: tl.tensor,
-    num_words: tl.tensor,
-    ADD: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NAPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    stream: tensor, parts: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, ADD: constexpr, PARTS: constexpr, RANK: constexpr,
+    SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: BLOCK pairs of values of the stream, to which the sum over PARTS and ranks is added, or by which they are replaced.
 
-    Each rank's sum is rounded to bfloat16; then every rank adds all of them in the same order, so that all have the same bits.
+    Each rank's sum is rounded to bfloat16; every rank adds all of them in the same order, so all have the same bits.
     """
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
@@ -132,24 +107,11 @@ def _sum(
 
 @triton.jit(do_not_specialize=["num_words", "width"])
 def _gather(
-    values: tl.tensor,
-    out: tl.tensor,
-    inboxes: tl.tuple,
-    epochs: tl.tensor,
-    num_words: tl.tensor,
-    width: tl.tensor,
-    FIRST: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NAPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie beside each other; if FIRST, those of rank 0 alone.
-
-    Also then every rank sends: what arrives says that what was sent before has been read.
-    """
+    values: tensor, out: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, width: tensor, FIRST: constexpr, RANK: constexpr,
+    SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie side by side; if FIRST, those of rank 0 alone: every
+    rank sends also then, since what arrives says that what was sent before has been read."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
     epoch = _begin(epochs, OVERLAP)

@@ -1,14 +1,12 @@
-"""Triton kernel: tokens times a float8 matrix in scaled blocks. Called by `portable.ops`, and by `hopper.fp8` for few tokens.
-
-For up to 128 tokens bound by memory: every weight is read once. cuBLAS takes up to twice as long for up to 64 tokens.
-Tests run it in Triton's interpreter.
-"""
+"""Triton kernel: tokens times a float8 matrix in scaled blocks. Up to 128 tokens are bound by memory; for up to 64 cuBLAS takes up to
+twice as long."""
 
 import math
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch
@@ -22,24 +20,11 @@ STAGES, WARPS = 4, 4
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _multiply(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    weight: tl.tensor,
-    weight_scales: tl.tensor,
-    out: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute. With OVERLAP it
-    starts while the kernel before it ends."""
+    x: tensor, x_scales: tensor, weight: tensor, weight_scales: tensor, out: tensor, num_tokens: tensor, scale_stride: tensor,
+    OUT: constexpr, WIDTH: constexpr, PADDED: constexpr, BLOCKS: constexpr, ROWS: constexpr, TOKENS: constexpr, STAGES: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     first = tl.program_id(1) * BLOCKS
@@ -58,7 +43,7 @@ def _multiply(
     tl.store(place, total.to(out.dtype.element_ty), inside[None, :])
 
 
-def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype) -> torch.Tensor:
+def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """x @ weight.T as `dtype`, for at least one token."""
     out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
     _launch(x_TK, weight_NK, out_TN[None])
@@ -84,15 +69,3 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
         ROWS=ROWS, TOKENS=tokens, STAGES=STAGES,
         num_warps=WARPS, **early_launch(out_STN),
     )  # fmt: skip
-
-
-class TritonFp8:
-    """See `Fp8Products`: any number of tokens by the kernel above."""
-
-    single = None
-
-    def multiply(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-        return multiply(x_TK, weight_NK, torch.bfloat16)
-
-    def addends(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-        return multiply_in_parts(x_TK, weight_NK) if len(x_TK) <= MOST_TOKENS else self.multiply(x_TK, weight_NK)[None]

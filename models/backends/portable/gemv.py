@@ -1,33 +1,27 @@
-"""Triton kernel for a single token: matrix times vector, with what comes before and behind it. Called by `hopper.ops`.
-
-Bound by memory: every weight is read once. Arithmetic is float32. Tests run it in Triton's interpreter.
-"""
+"""Triton kernel for a single token: matrix times vector, with norm, SwiGLU and residual. Bound by memory; arithmetic is float32."""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.portable.launch import early_launch, num_multiprocessors
 from models.backends.portable.tuned import gemv_tiles
 
+Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
+
 
 @triton.jit
-def _fetch(place: tl.tensor, row: tl.tensor, column: tl.tensor, OUT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+def _fetch(place: tensor, row: tensor, column: tensor, OUT: constexpr, WIDTH: constexpr) -> tensor:
     """Weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
     return tl.load(place, mask=(row < OUT)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def _norm(
-    value: tl.tensor,
-    weight: tl.tensor,
-    normed: tl.tensor,
-    eps: tl.tensor,
-    column: tl.tensor,
-    WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
-) -> tl.tensor:
+    value: tensor, weight: tensor, normed: tensor, eps: tensor, column: tensor, WIDTH: constexpr, KEPT: constexpr,
+) -> tensor:  # fmt: skip
     """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if KEPT:
@@ -40,27 +34,13 @@ def _norm(
 
 @triton.jit
 def _gemv(
-    x: tl.tensor,
-    norm_weight: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    normed: tl.tensor,
-    eps: tl.tensor,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    KEPT: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
+    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    BLOCKS: constexpr,
+) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values of the result; the vector stays in registers if it is one block wide.
 
-    The next weights are under way while the last ones are multiplied. With OVERLAP the program starts while the kernel before it still
-    runs: it fetches its first weights, which nobody writes, and only then waits for the vector. If KEPT, what the norm gives is stored.
+    The next weights are under way while the last are multiplied, the first before the kernel ahead has ended: nobody writes them.
     """
     column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
@@ -104,52 +84,24 @@ def _gemv(
 def gemv(
     x_1D: torch.Tensor,
     weight_ND: torch.Tensor,
-    dtype: torch.dtype,
-    norm: tuple[torch.Tensor, float] | None = None,
-    out_1N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """norm(x) @ weight.T as `dtype` for one token, in `out_1N` if that is given; `norm` is (weight, eps) of an RMSNorm, or None."""
-    if out_1N is None:
-        out_1N = x_1D.new_empty((1, len(weight_ND)), dtype=dtype)
-    _launch_gemv(x_1D, norm, weight_ND, out_1N, gated=False, add=False)
-    return out_1N
-
-
-def norm_gemv(x_1D: torch.Tensor, weight_ND: torch.Tensor, norm: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(x), and its product with the weights, both in x's dtype."""
-    out_1N, normed_1D = x_1D.new_empty((1, len(weight_ND))), torch.empty_like(x_1D)
-    _launch_gemv(x_1D, norm, weight_ND, out_1N, gated=False, add=False, normed_1D=normed_1D)
-    return normed_1D, out_1N
-
-
-def gemv_swiglu(x_1D: torch.Tensor, weight_ND: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
-    """silu(g) * u for one token, where g and u are the halves of norm(x) @ weight.T."""
-    out_1I = x_1D.new_empty((1, len(weight_ND) // 2))
-    _launch_gemv(x_1D, norm, weight_ND, out_1I, gated=True, add=False)
-    return out_1I
-
-
-def gemv_add_(x_1D: torch.Tensor, weight_ND: torch.Tensor, residual_1N: torch.Tensor) -> None:
-    """residual += x @ weight.T for one token."""
-    _launch_gemv(x_1D, None, weight_ND, residual_1N, gated=False, add=True)
-
-
-def _launch_gemv(
-    x_1D: torch.Tensor,
-    norm: tuple[torch.Tensor, float] | None,
-    weight_ND: torch.Tensor,
     out_1N: torch.Tensor,
-    gated: bool,
-    add: bool,
+    norm: Norm | None = None,
+    gated: bool = False,
+    adds: bool = False,
     normed_1D: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor:
+    """norm(x) @ weight.T for one token into `out_1N`, or added to it; if `gated`, silu(g) * u of its halves g and u.
+
+    norm(x) is left in `normed_1D`, where that is given. A norm and a gate need the whole vector at once.
+    """
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated
     tiles = gemv_tiles(num_out, width, gated, is_whole)
-    assert width <= tiles.block or not is_whole, "a norm and a gate need the whole vector at once"
+    assert width <= tiles.block or not is_whole
     _gemv[(min(tiles.programs * num_multiprocessors(x_1D.device), triton.cdiv(num_out, tiles.rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
-        OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=add,
+        OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
         ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),
     )  # fmt: skip
+    return out_1N

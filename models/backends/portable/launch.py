@@ -1,4 +1,4 @@
-"""How our Triton kernels are launched on this device. Used by the kernels beside it."""
+"""How our Triton kernels are launched on this device."""
 
 from functools import cache
 
@@ -14,10 +14,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def early_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Options of a kernel with a parameter OVERLAP: where the device can, it starts early and waits by itself for the kernel before it.
-
-    Triton's interpreter knows no `launch_pdl`, and below 9.0 the instructions do not exist.
-    """
+    """Options of a kernel with a parameter OVERLAP: from 9.0 on it starts while the kernel before it ends, and waits for it by itself."""
     return {"OVERLAP": True, "launch_pdl": True} if capability_of(x.device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
 
 

@@ -1,23 +1,18 @@
-"""Triton kernels of a mixture of SwiGLU experts: products of tokens with the matrices of those that `routing` chose. Called by `ops`.
+"""Triton kernels of a mixture of SwiGLU experts: products of tokens with the matrices of those that `routing` chose.
 
-A single token has products of its own, in `expert_gemv`. Those for few tokens are bound by memory: programs look through all choices for
-those of their expert, so that only experts that were chosen are read, once. For many tokens choices are sorted. What the experts give a
-token is left in parts for the residual. Nothing waits for the host.
-
-A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run all in Triton's interpreter.
+Programs for few tokens look through all choices for those of their expert: only chosen experts are read, once. Many choices are sorted. A
+choice (slot) is token * CHOSEN + k: the token's k-th best expert. Nothing waits for the host.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_wait
 
 from models.backends.ops import Experts
-from models.backends.portable import expert_gemv
 from models.backends.portable.launch import capability_of, early_launch
 from models.backends.portable.routing import Choices, route
 from models.backends.portable.text import quantized
@@ -28,7 +23,7 @@ TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
 
 
 @triton.jit
-def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, scale: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tensor, TURNED: constexpr) -> tensor:
     """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
     if TURNED:
         product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
@@ -38,7 +33,7 @@ def _scaled_dot(values: tl.tensor, factor: tl.tensor, input_scale: tl.tensor, sc
 
 
 @triton.jit
-def _column_scales(place: tl.tensor, column: tl.tensor, DISTANCE: tl.constexpr) -> tl.tensor:
+def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
     """The scale at `place`; if there is a DISTANCE, every other column has the one that lies so far behind it."""
     scale = tl.load(place)
     if DISTANCE:
@@ -48,35 +43,16 @@ def _column_scales(place: tl.tensor, column: tl.tensor, DISTANCE: tl.constexpr) 
 
 @triton.jit
 def _multiply(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    matrices: tl.tensor,
-    scales: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    expert: tl.tensor,
-    slot: tl.tensor,
-    inside: tl.tensor,
-    tile: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, slot: tensor,
+    inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr,
+) -> None:  # fmt: skip
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
 
-    GATED: of tokens, with rows of the gate and of the other factor in turn, so that pairs lie side by side; their SwiGLU is stored for
-    each choice. Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: few ROWS are the
-    columns of the hardware's product, which has 64 rows at least.
+    GATED: of tokens, with rows of gate and other factor in turn, so that pairs lie side by side; stores the SwiGLU of each choice.
+    Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: ROWS are the columns of the
+    hardware's product.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     source, row, first = slot, column, tile * COLUMNS
@@ -110,127 +86,42 @@ def _multiply(
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
-def _multiply_few(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    matrices: tl.tensor,
-    scales: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    chosen: tl.tensor,
-    num_slots: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    SLOTS: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same."""
-    index, every = tl.program_id(0), tl.arange(0, SLOTS)
+def _multiply_experts(
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, choices: tensor, blocks: tensor,
+    num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """With SLOTS, program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same. Else one program:
+    some columns of one block of sorted `choices`; those of one block follow each other."""
     if OVERLAP:
         gdc_wait()
-    expert_of = tl.load(chosen + every, every < num_slots, -1)
-    expert = tl.load(chosen + index)
-    mine = (expert_of == expert).to(tl.int32)
-    is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
-    count = tl.where(is_later | (expert < 0), 0, tl.sum(mine, 0))
-    rank = tl.cumsum(mine, 0) - 1
-    for start in range(0, count, ROWS):
-        row = start + tl.arange(0, ROWS)
-        is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
-        slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
-        _multiply(
-            x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
-            GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
-def _multiply_many(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    matrices: tl.tensor,
-    scales: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    slots: tl.tensor,
-    blocks: tl.tensor,
-    num_tokens: tl.tensor,
-    scale_stride: tl.tensor,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """One program: some columns of one block of sorted choices; those of one block follow each other."""
-    TILES: tl.constexpr = OUT // COLUMNS
-    block, row = tl.program_id(0) // TILES, tl.arange(0, ROWS)
-    if OVERLAP:
-        gdc_wait()
-    expert, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
-    if count > 0:
-        slot = tl.load(slots + block * ROWS + row, row < count, 0)
-        _multiply(
-            x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
-            GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
-        )  # fmt: skip
-
-
-class ExpertGemv(Protocol):
-    """A single token's products with its experts."""
-
-    def expert_swiglu(self, x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """(K, I): silu(gate) * up of a token's chosen experts, by rows of `gate_up` as `Experts` says. What lies at a choice of -1 is
-        void."""
-
-    def expert_sum(
-        self, inner_KI: torch.Tensor, down: Weight, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
-    ) -> None:
-        """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
-
-
-@dataclass(frozen=True, slots=True)
-class SingleToken:
-    """See `LateAddend`: what a single token's experts give it."""
-
-    inner_KI: torch.Tensor
-    down: Weight
-    choices: Choices
-    products: ExpertGemv
-
-    @classmethod
-    def of(cls, x_1D: torch.Tensor, choices: Choices, experts: Experts, products: ExpertGemv = expert_gemv) -> "SingleToken":
-        return cls(products.expert_swiglu(x_1D, experts.gate_up, choices.experts_TK[0], experts.count), experts.down, choices, products)
-
-    @property
-    def parts_STD(self) -> torch.Tensor:
-        out_1D = self.inner_KI.new_empty((1, len(self.down) // self.choices.num_experts))
-        self._sum_into(out_1D, adds=False)
-        return out_1D[None]
-
-    def add_to_(self, stream_TD: torch.Tensor) -> None:
-        self._sum_into(stream_TD, adds=True)
-
-    def _sum_into(self, out_1D: torch.Tensor, adds: bool) -> None:
-        self.products.expert_sum(self.inner_KI, self.down, self.choices.experts_TK[0], self.choices.weights_TK[0], out_1D, adds)
+    if SLOTS:
+        index, every = tl.program_id(0), tl.arange(0, SLOTS)
+        expert_of = tl.load(choices + every, every < num_slots, -1)
+        expert = tl.load(choices + index)
+        mine = (expert_of == expert).to(tl.int32)
+        is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
+        count = tl.where(is_later | (expert < 0), 0, tl.sum(mine, 0))
+        rank = tl.cumsum(mine, 0) - 1
+        for start in range(0, count, ROWS):
+            row = start + tl.arange(0, ROWS)
+            is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
+            slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
+            _multiply(
+                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
+                GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            )  # fmt: skip
+    else:
+        TILES: tl.constexpr = OUT // COLUMNS
+        block, row = tl.program_id(0) // TILES, tl.arange(0, ROWS)
+        expert, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+        if count > 0:
+            slot = tl.load(choices + block * ROWS + row, row < count, 0)
+            _multiply(
+                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
+                GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            )  # fmt: skip
 
 
 def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
@@ -252,19 +143,18 @@ def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor
     values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
     columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
     depth, is_scaled = math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
-    options = dict(
+    num_tiles, num_slots = rows_out // columns, num_tokens * chosen
+    if choices.slots is not None and choices.blocks is not None:
+        grid, places, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
+    else:
+        grid, places = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
+        lists = choices.experts_TK, choices.experts_TK
+    _multiply_experts[grid](
+        values, x_scales, matrices, scales, choices.weights_TK, out, *lists, num_slots, num_tokens, stride, SLOTS=places,
         GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
         CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
     )  # fmt: skip
-    tensors = values, x_scales, matrices, scales, choices.weights_TK, out
-    num_tiles = rows_out // columns
-    if choices.slots is not None and choices.blocks is not None:
-        _multiply_many[(len(choices.blocks) * num_tiles,)](*tensors, choices.slots, choices.blocks, num_tokens, stride, **options)
-        return
-    num_slots = num_tokens * chosen
-    places = next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
-    _multiply_few[num_slots, num_tiles](*tensors, choices.experts_TK, num_slots, num_tokens, stride, SLOTS=places, **options)
 
 
 def _operands(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:

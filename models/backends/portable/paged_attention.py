@@ -1,8 +1,5 @@
-"""Causal attention over paged keys and values in Triton: one kernel for chunks of prompts and for decode rows. Made by the backend.
-
-A program computes a unit of `models.attention.units`: a group of query tokens of one row, times the query heads that share a KV head, over
-a range of keys. Parts of a group are merged by a second kernel. Tests run both in Triton's interpreter.
-"""
+"""Causal attention over paged keys and values in Triton, for chunks of prompts and decode rows: a program computes a unit of
+`models.attention.units`; a second kernel merges the parts of a group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +8,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from models.attention.paged import FixedAttention, Int32s, MakeFixed, plan_on_device
 from models.attention.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
@@ -26,9 +24,9 @@ MAX_GROUP = 16  # query heads that share a KV head: they are rows of one product
 
 @triton.jit
 def _scores_update(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, keep: tl.tensor, largest: tl.tensor, total: tl.tensor, out: tl.tensor,
-    scale: tl.tensor, MASKED: tl.constexpr, EXACT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    q: tensor, k: tensor, v: tensor, keep: tensor, largest: tensor, total: tensor, out: tensor, scale: tensor, MASKED: constexpr,
+    EXACT: constexpr,
+) -> tuple[tensor, tensor, tensor]:  # fmt: skip
     """One step of the online softmax, in powers of two."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else None) * scale
     if MASKED:
@@ -43,14 +41,12 @@ def _scores_update(
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, units: tl.tensor, pages: tl.tensor, partials: tl.tensor, sums: tl.tensor,
-    scale: tl.tensor, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    q: tensor, k: tensor, v: tensor, out: tensor, units: tensor, pages: tensor, partials: tensor, sums: tensor, scale: tensor,
+    FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, PAGE: constexpr, DIM: constexpr, ROWS: constexpr, KEYS: constexpr,
+    STAGES: constexpr, EXACT: constexpr,
 ) -> None:  # fmt: skip
-    """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's.
-
-    The last key of a group is its last token's alone, the one before belongs to the last two, and so on; only its last part has them.
-    """
+    """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
+    key of a group is its last token's alone, and so on."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
     stop = tl.load(unit + 4)
     if stop == 0:
@@ -97,16 +93,9 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out: tl.tensor,
-    units: tl.tensor,
-    partials: tl.tensor,
-    sums: tl.tensor,
-    FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    out: tensor, units: tensor, partials: tensor, sums: tensor, FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
+    ROWS: constexpr,
+) -> None:  # fmt: skip
     """Program (u, h): if unit u is the first part of several, their weighted mean."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
     first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)
@@ -147,7 +136,7 @@ class Scratch:
 class PagedAttention:
     """See `AttentionBackend`, and `FixedAttention` if `num_chunks` and `num_units` say how many of each a plan may have.
 
-    Chunks of prompts are units of their own; decode rows, and the tokens of prompts if they are few, are cut along their keys.
+    Chunks of prompts are whole units; decode rows, and few tokens of prompts, are cut along their keys.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
-"""Triton kernels of the preprocessing: resampling of one axis in Pillow's fixed-point arithmetic, to pixels or to patches. See `Ops`.
-
-No size is a compile-time constant: an image of a size never seen before costs no compilation. Tests run them in Triton's interpreter.
-"""
+"""Triton kernels of the preprocessing: resampling of one axis in Pillow's fixed-point arithmetic, to pixels or to patches. No size is a
+compile-time constant: a new one costs no compilation."""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Taps
 
@@ -15,17 +14,9 @@ CHANNELS = 3
 
 @triton.jit
 def _weigh(
-    source: tl.tensor,
-    position: tl.tensor,
-    step: tl.tensor,
-    tap: tl.tensor,
-    limit: tl.tensor,
-    weights: tl.tensor,
-    row: tl.tensor,
-    taps: tl.tensor,
-    BITS: tl.constexpr,
-    mask: tl.tensor,
-) -> tl.tensor:
+    source: tensor, position: tensor, step: tensor, tap: tensor, limit: tensor, weights: tensor, row: tensor, taps: tensor, BITS: constexpr,
+    mask: tensor,
+) -> tensor:  # fmt: skip
     """The resampled values, 0 to 255: taps `tap ...` of `limit`, found at `position`, `position + step`, ..., with weights of a row."""
     total = tl.full(position.shape, 1 << (BITS - 1), tl.int32)
     for t in range(taps):
@@ -36,18 +27,9 @@ def _weigh(
 
 @triton.jit(do_not_specialize=["count", "old", "new", "inner", "taps"])
 def _resample(
-    source: tl.tensor,
-    first: tl.tensor,
-    weights: tl.tensor,
-    target: tl.tensor,
-    count: tl.tensor,
-    old: tl.tensor,
-    new: tl.tensor,
-    inner: tl.tensor,
-    taps: tl.tensor,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    source: tensor, first: tensor, weights: tensor, target: tensor, count: tensor, old: tensor, new: tensor, inner: tensor, taps: tensor,
+    BITS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """(outer, old, inner) -> (outer, new, inner). One program: BLOCK neighbouring values of the result."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = n < count
@@ -60,23 +42,10 @@ def _resample(
 
 @triton.jit(do_not_specialize=["count", "height", "width", "columns", "taps"])
 def _resample_to_patches(
-    source: tl.tensor,
-    first: tl.tensor,
-    weights: tl.tensor,
-    target: tl.tensor,
-    count: tl.tensor,
-    height: tl.tensor,
-    width: tl.tensor,
-    columns: tl.tensor,
-    taps: tl.tensor,
-    AXIS: tl.constexpr,
-    PATCH: tl.constexpr,
-    MERGE: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    source: tensor, first: tensor, weights: tensor, target: tensor, count: tensor, height: tensor, width: tensor, columns: tensor,
+    taps: tensor, AXIS: constexpr, PATCH: constexpr, MERGE: constexpr, BITS: constexpr, CHANNELS: constexpr, OFFSET: constexpr,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
     """One program: BLOCK neighbouring values of the patches, each looked up in the (height, width, CHANNELS) source."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = n < count

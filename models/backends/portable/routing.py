@@ -1,16 +1,12 @@
-"""Triton kernels of a mixture's router: which experts a token goes to, and with which weights. Called by `ops` and `moe`.
-
-For many tokens choices are sorted by expert into tiles, with atomic counts: their order within an expert may differ from run to run, which
-alters no row's numbers. Nothing waits for the host.
-
-A choice (slot) is token * CHOSEN + k: the token's k-th best expert. Tests run all in Triton's interpreter.
-"""
+"""Triton kernels of a mixture's router: which experts a token goes to, and with which weights. Many choices are sorted by expert into
+tiles, with atomic counts: their order within an expert may differ, which alters no row. A choice (slot): see `moe`."""
 
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import Experts
@@ -22,18 +18,18 @@ ROUTE_WARPS, SORT_WARPS = 1, 4
 
 
 @triton.jit
-def _in_order(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def _in_order(bits: tensor, BITS: constexpr) -> tensor:
     """The bits of floats as integers in the floats' order, and back."""
     return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
 
 
 @triton.jit
 def _best(
-    logits: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+    logits: tensor, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr, BITS: constexpr
+) -> tuple[tensor, tensor]:
     """(CHOICES,): the experts with the largest of a token's logits, of BITS bits each, and their shares of a softmax over the chosen.
 
-    A logit and its expert are one integer, so that a maximum finds both; of equal logits the first expert wins.
+    A logit and its expert are one integer; of equal logits the first expert wins.
     """
     LOW: tl.constexpr = (1 << BITS) - 1
     LEAST: tl.constexpr = -(1 << (2 * BITS - 1))
@@ -54,27 +50,10 @@ def _best(
 
 @triton.jit
 def _route(
-    logits: tl.tensor,
-    is_real: tl.tensor,
-    chosen: tl.tensor,
-    weights: tl.tensor,
-    ranks: tl.tensor,
-    counts: tl.tensor,
-    parts: tl.tensor,
-    first: tl.tensor,
-    num_experts: tl.tensor,
-    PADDED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIPE: tl.constexpr,
-    ZEROED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    logits: tensor, is_real: tensor, chosen: tensor, weights: tensor, ranks: tensor, counts: tensor, parts: tensor, first: tensor,
+    num_experts: tensor, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr,
+    BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
 
     If ZEROED, those have parts of zeros. If COUNTED, each is given a rank among the choices of its expert.
@@ -105,19 +84,9 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _sort(
-    chosen: tl.tensor,
-    ranks: tl.tensor,
-    counts: tl.tensor,
-    slots: tl.tensor,
-    blocks: tl.tensor,
-    num_slots: tl.tensor,
-    num_blocks: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SORTED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, blocks: tensor, num_slots: tensor, num_blocks: tensor, EXPERTS: constexpr,
+    BLOCK: constexpr, ROWS: constexpr, SORTED: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
     expert = tl.arange(0, BLOCK)
     slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)

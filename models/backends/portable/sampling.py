@@ -1,9 +1,8 @@
-"""Triton kernels of sampling. Tokens are drawn with two launches, one reading of the logits, nothing sorted but a few candidates.
+"""Triton kernels of sampling: two launches, one reading of the logits, nothing sorted but a few candidates.
 
-`_scan` reads every logit once. Of a row without a filter it keeps the best (score, token) of each tile; of a row with top-k the largest
-logit of each group of GROUP consecutive tokens. `_choose` ends a row. With top-k it takes the k best groups, in the order (largest logit,
-then lowest group), and finds the k best tokens in them: a token elsewhere has k groups before its own, hence k tokens before itself, also
-among equal logits, as groups are in the order of ids. Both are exact, so nothing depends on tile sizes. Tests run all in the interpreter.
+`_scan` keeps, of a row without a filter, the best (score, token) of each tile; of a row with top-k, the largest logit of each group of
+GROUP tokens. `_choose` ends a row; with top-k it takes the k best groups, in the order (largest logit, lowest group), and finds the k best
+tokens in them: a token elsewhere has k groups, hence k tokens, before it. Both are exact, whatever the tiles.
 """
 
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_wait
 
 from models.backends.portable.launch import early_launch
@@ -24,7 +24,7 @@ SORTED_ROWS = 16  # at once: each takes 10 MB of a vocabulary of 150,000
 
 
 @triton.jit
-def _noise(token: tl.tensor, key: tl.tensor) -> tl.tensor:
+def _noise(token: tensor, key: tensor) -> tensor:
     """`gumbel_noise` of the torch backend."""
     x = (token.to(tl.uint32) * 0x9E3779B1) ^ key
     x = (x ^ (x >> 16)) * 0x85EBCA6B
@@ -35,7 +35,7 @@ def _noise(token: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _rank(logit: tl.tensor, index: tl.tensor) -> tl.tensor:
+def _rank(logit: tensor, index: tensor) -> tensor:
     """int64 whose order is (logit ascending, index descending); `_logit` and `_index` get them back."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # minus zero equals zero
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -43,35 +43,22 @@ def _rank(logit: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _logit(rank: tl.tensor) -> tl.tensor:
+def _logit(rank: tensor) -> tensor:
     ordered = (rank >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _index(rank: tl.tensor) -> tl.tensor:
+def _index(rank: tensor) -> tensor:
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _scan(
-    logits: tl.tensor,
-    inverse_temperature: tl.tensor,
-    top_p: tl.tensor,
-    log_min_p: tl.tensor,
-    top_k: tl.tensor,
-    keys: tl.tensor,
-    maxima: tl.tensor,
-    best_score: tl.tensor,
-    best_token: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAX_TOP_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    logits: tensor, inverse_temperature: tensor, top_p: tensor, log_min_p: tensor, top_k: tensor, keys: tensor, maxima: tensor,
+    best_score: tensor, best_token: tensor, stride: tensor, V: constexpr, TILES: constexpr, TILE: constexpr, GROUP: constexpr,
+    MAX_TOP_K: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: a tile of a row."""
     tile, row = tl.program_id(0), tl.program_id(1)
     GROUPS: tl.constexpr = TILE // GROUP
@@ -96,27 +83,10 @@ def _scan(
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _choose(
-    logits: tl.tensor,
-    inverse_temperature: tl.tensor,
-    top_p: tl.tensor,
-    log_min_p: tl.tensor,
-    top_k: tl.tensor,
-    keys: tl.tensor,
-    maxima: tl.tensor,
-    best_score: tl.tensor,
-    best_token: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_POWER: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_POWER: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    MASS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    logits: tensor, inverse_temperature: tensor, top_p: tensor, log_min_p: tensor, top_k: tensor, keys: tensor, maxima: tensor,
+    best_score: tensor, best_token: tensor, out: tensor, stride: tensor, V: constexpr, TILES: constexpr, TILES_POWER: constexpr,
+    GROUPS: constexpr, GROUPS_POWER: constexpr, GROUP: constexpr, K: constexpr, MASS: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: a row. K is a power of two that reaches its top-k."""
     row = tl.program_id(0)
     if OVERLAP:
@@ -148,15 +118,8 @@ def _choose(
 
 @triton.jit(do_not_specialize=["stride"])
 def _penalise(
-    logits: tl.tensor,
-    index: tl.tensor,
-    counts: tl.tensor,
-    rows: tl.tensor,
-    penalties: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
+    logits: tensor, index: tensor, counts: tensor, rows: tensor, penalties: tensor, stride: tensor, V: constexpr, TILE: constexpr,
+) -> None:  # fmt: skip
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     place = logits + tl.load(index + row) * stride + token
@@ -172,7 +135,7 @@ def _penalise(
 
 @triton.jit(do_not_specialize=["stride"])
 def _mask(
-    logits: tl.tensor, index: tl.tensor, allowed: tl.tensor, stride: tl.tensor, V: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr
+    logits: tensor, index: tensor, allowed: tensor, stride: tensor, V: constexpr, WORDS: constexpr, TILE: constexpr
 ) -> None:
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -233,33 +196,13 @@ class TritonSampling:
         tiles, stride, options = self._tiles, logits_SV.stride(0), early_launch(logits_SV)
         scratch = self._maxima, self._best_score, self._best_token
         _scan[self._num_tiles, len(out_S)](
-            logits_SV,
-            *rows,
-            *scratch,
-            stride,
-            V=self._vocab_size,
-            TILES=self._num_tiles,
-            TILE=tiles.tile,
-            GROUP=tiles.group,
-            MAX_TOP_K=self.max_top_k,
-            num_warps=tiles.scan_warps,
-            **options,
-        )
+            logits_SV, *rows, *scratch, stride, V=self._vocab_size, TILES=self._num_tiles, TILE=tiles.tile, GROUP=tiles.group,
+            MAX_TOP_K=self.max_top_k, num_warps=tiles.scan_warps, **options,
+        )  # fmt: skip
         candidates = next(size for size in tiles.candidates if size >= largest_top_k)
         _choose[len(out_S),](
-            logits_SV,
-            *rows,
-            *scratch,
-            out_S,
-            stride,
-            V=self._vocab_size,
-            TILES=self._num_tiles,
-            TILES_POWER=triton.next_power_of_2(self._num_tiles),
-            GROUPS=self._num_groups,
-            GROUPS_POWER=max(triton.next_power_of_2(self._num_groups), candidates),
-            GROUP=tiles.group,
-            K=candidates,
-            MASS=2.0**MASS_BITS,
-            num_warps=tiles.choose_warps,
-            **options,
-        )
+            logits_SV, *rows, *scratch, out_S, stride, V=self._vocab_size, TILES=self._num_tiles,
+            TILES_POWER=triton.next_power_of_2(self._num_tiles), GROUPS=self._num_groups,
+            GROUPS_POWER=max(triton.next_power_of_2(self._num_groups), candidates), GROUP=tiles.group, K=candidates, MASS=2.0**MASS_BITS,
+            num_warps=tiles.choose_warps, **options,
+        )  # fmt: skip

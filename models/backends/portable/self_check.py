@@ -1,7 +1,5 @@
-"""What this GPU computes, against plain torch: once at the start, in a second at most, most of it compiling. Called by the backend.
-
-A compiler or a library may give wrong numbers on a GPU that nobody has tried, without an error; then no request must be answered by it.
-"""
+"""What this GPU computes, against plain torch, once at the start: a compiler or a library may give wrong numbers on a GPU that nobody has
+tried."""
 
 import torch
 

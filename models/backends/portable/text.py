@@ -1,13 +1,11 @@
-"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. Called by `hopper.ops`.
-
-All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
-"""
+"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. All are bound by memory."""
 
 import math
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import KVPool
@@ -21,31 +19,18 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def rounded_groups(groups: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(G, 128) as `fp8.GroupScaled.quantized` rounds groups, and their scales."""
-    scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
-    return (groups / scale[:, None]).to(tl.float8e4nv), scale
-
-
-@triton.jit
 def _store(
-    value: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    token: tl.tensor,
-    first: tl.tensor,
-    scale_stride: tl.tensor,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    value: tensor, out: tensor, scales: tensor, token: tensor, first: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
     """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
     if SCALED:
-        groups, scale = rounded_groups(tl.reshape(value, (BLOCK // 128, 128)))
+        groups = tl.reshape(value, (BLOCK // 128, 128))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
         group = first // 128 + tl.arange(0, BLOCK // 128)
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = group < WIDTH // 128
-        tl.store(out + token * WIDTH + column, groups, inside[:, None])
+        tl.store(out + token * WIDTH + column, (groups / scale[:, None]).to(tl.float8e4nv), inside[:, None])
         tl.store(scales + group * scale_stride + token, scale, inside)
     else:
         column = first + tl.arange(0, BLOCK)
@@ -54,21 +39,10 @@ def _store(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _rms_norm(
-    x: tl.tensor,
-    weight: tl.tensor,
-    addends: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    eps: tl.tensor,
-    addend_size: tl.tensor,
-    scale_stride: tl.tensor,
-    ADDENDS: tl.constexpr,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """One program: one token, to which ADDENDS values are added first. With OVERLAP it starts while the kernel before it ends."""
+    x: tensor, weight: tensor, addends: tensor, out: tensor, scales: tensor, eps: tensor, addend_size: tensor, scale_stride: tensor,
+    ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: one token, to which ADDENDS values are added first."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -91,16 +65,10 @@ def _rms_norm(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _swiglu(
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    scale_stride: tl.tensor,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """One program: BLOCK values of one token. With OVERLAP it starts while the kernel before it ends."""
+    gate_up: tensor, out: tensor, scales: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: BLOCK values of one token."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * BLOCK
@@ -118,15 +86,9 @@ def _swiglu(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _quantize(
-    x: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    scale_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """One program: one token. With OVERLAP it starts while the kernel before it ends."""
+    x: tensor, out: tensor, scales: tensor, scale_stride: tensor, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
@@ -137,16 +99,9 @@ def _quantize(
 # A slice of a staging buffer must not compile anew, wherever it begins.
 @triton.jit(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
 def _rotary_rows(
-    positions: tl.tensor,
-    axis: tl.tensor,
-    inv_freq: tl.tensor,
-    out: tl.tensor,
-    num_tokens: tl.tensor,
-    stride: tl.tensor,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    positions: tensor, axis: tensor, inv_freq: tensor, out: tensor, num_tokens: tensor, stride: tensor, HALF: constexpr, TOKENS: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: cosines and sines of TOKENS tokens, whose positions on the next axis lie `stride` behind."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
     if OVERLAP:
@@ -160,27 +115,24 @@ def _rotary_rows(
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
-    qkv: tl.tensor,
-    q_out: tl.tensor,
-    k_pool: tl.tensor,
-    v_pool: tl.tensor,
-    slots: tl.tensor,
-    cos_sin: tl.tensor,
-    q_weight: tl.tensor,
-    k_weight: tl.tensor,
-    eps: tl.tensor,
-    num_tokens: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    qkv: tensor,
+    q_out: tensor,
+    k_pool: tensor,
+    v_pool: tensor,
+    slots: tensor,
+    cos_sin: tensor,
+    q_weight: tensor,
+    k_weight: tensor,
+    eps: tensor,
+    num_tokens: tensor,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    HALF: constexpr,
+    GROUP: constexpr,
+    TOKENS: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
-    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens.
-
-    With OVERLAP it starts while the kernel before it ends, and lets the attention behind it do so.
-    """
+    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -1,15 +1,13 @@
-"""Triton kernels of the vision tower: rotation and LayerNorm. Called by `hopper.ops` and `hopper.varlen_attention`.
-
-All are bound by memory: every value is read once and written once. Arithmetic is float32. Tests run them in Triton's interpreter.
-"""
+"""Triton kernels of the vision tower: rotation and LayerNorm. Both are bound by memory."""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 
 @triton.jit
-def _rotate(kvq: tl.tensor, cos_sin: tl.tensor, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr) -> None:
+def _rotate(kvq: tensor, cos_sin: tensor, HEADS: constexpr, HALF: constexpr, BLOCK_HALF: constexpr) -> None:
     """One program: the keys or the queries of one patch."""
     row = tl.program_id(0).to(tl.int64)
     part = 2 * tl.program_id(1)  # keys are the first third, queries the last
@@ -26,16 +24,9 @@ def _rotate(kvq: tl.tensor, cos_sin: tl.tensor, HEADS: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def _layer_norm(
-    x: tl.tensor,
-    offset: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tensor, offset: tensor, weight: tensor, bias: tensor, out: tensor, eps: tensor, WIDTH: constexpr, OFFSETS: constexpr,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
     """One program: a row of WIDTH values, to which OFFSETS values are added over and over."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -85,8 +85,8 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTil
 
 @dataclass(frozen=True, slots=True)
 class ExpertGemvTiles:
-    """Of the experts' products of a single token. Gate and up: weights that a program fetches at once, warps, programs on each
-    multiprocessor; down: rows of a program, warps, experts whose weights are under way."""
+    """Of a single token's experts. Gate and up: weights that a program fetches at once, warps, programs on each multiprocessor; down: rows
+    of a program, warps, experts whose weights are under way."""
 
     up_values: int
     up_warps: int
@@ -96,10 +96,7 @@ class ExpertGemvTiles:
     down_ahead: int
 
 
-EXPERT_GEMV = {  # by whether matrices are float8
-    False: ExpertGemvTiles(4096, 4, 8, 4, 2, 3),
-    True: ExpertGemvTiles(8192, 4, 4, 4, 2, 1),
-}
+EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`VarlenAttention` on torch's own kernels, images of one size as one dense batch. Made by the backend.
+"""`VarlenAttention` on torch's own kernels, images of one size as one dense batch.
 
 In the order of KERNELS, which is that of their speed on an H200; where one does not know a shape, torch takes the next.
 """

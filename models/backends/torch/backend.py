@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, on a CPU or a GPU. Made by `models.backends.make`."""
+"""The reference backend: plain torch, on a CPU or a GPU."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,6 @@ from models.backends.torch.sampling import TorchSampling
 from models.backends.torch.tuned import STEP_SIZES
 from models.backends.torch.varlen import TorchVarlen
 from models.sampling import SamplingOps
-from models.transfers import COPIES, Transfers
 
 
 class TorchBackend:
@@ -28,7 +27,6 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ops: Ops = TorchOps()
-        self.transfers: Transfers = COPIES
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         """There is nothing to compile."""

@@ -1,4 +1,4 @@
-"""Products of any weight in plain torch. Used by the reference's other operations."""
+"""Products of any weight in plain torch."""
 
 import torch
 

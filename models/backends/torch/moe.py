@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts in plain torch, in the order of transformers' Qwen3-VL-MoE. Called by `torch.ops`."""
+"""A mixture of SwiGLU experts in plain torch, in the order of transformers' Qwen3-VL-MoE."""
 
 import torch
 import torch.nn.functional as F

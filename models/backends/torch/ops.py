@@ -3,53 +3,37 @@
 import torch
 import torch.nn.functional as F
 
-from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Addends, Experts, KVPool, LateAddend, Product, Residual, Taps
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Activation, Experts, KVPool, Normed, Residual, Taps
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu
-from models.layers.fp8 import Weight
-from models.parallel import Unsummed
-
-
-class TorchResidual:
-    """See `Residual`: added to at once."""
-
-    def __init__(self, hidden_TD: torch.Tensor) -> None:
-        self.sum_TD = hidden_TD
-
-    def add_(self, addend: Product | Addends | LateAddend | Unsummed | torch.Tensor) -> None:
-        if isinstance(addend, Product):
-            self.sum_TD.add_(linear(addend.input_TX, addend.weight_DX))
-        elif isinstance(addend, Addends | torch.Tensor):
-            self.sum_TD.add_(addend if isinstance(addend, torch.Tensor) else addend.parts_STD.sum(0))
-        else:
-            addend.add_to_(self.sum_TD)
-
-    def keep_(self, tokens_S: torch.Tensor) -> None:
-        self.sum_TD = self.sum_TD[tokens_S]
+from models.layers.fp8 import GroupScaled, Weight
 
 
 class TorchOps:
     """See `Ops`. Arithmetic is float32 inside, results have the input's dtype."""
 
-    def residual(self, hidden_TD: torch.Tensor) -> Residual:
-        return TorchResidual(hidden_TD)
+    def norm(self, x_TD: Normed) -> torch.Tensor:
+        if (parts_STD := x_TD.residual.take_parts()) is not None:
+            x_TD.residual.sum_TD.add_(parts_STD.sum(0))
+        return rms_norm(x_TD.residual.sum_TD, x_TD.weight_D, x_TD.eps)
 
-    def normed(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(residual.sum_TD, weight_D, eps)
-
-    def rms_norm(self, residual: Residual, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(residual.sum_TD, weight_D, eps)
-
-    def linear(self, x_TX: torch.Tensor, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        y_TD = linear(x_TX, weight_DX)
+    def linear(self, x_TX: Activation, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
+        assert not isinstance(x_TX, GroupScaled)
+        y_TD = linear(self.norm(x_TX) if isinstance(x_TX, Normed) else x_TX, weight_DX)
         return y_TD if out_TD is None else out_TD.copy_(y_TD)
 
-    def swiglu(self, x_TX: torch.Tensor, weight_NX: Weight) -> torch.Tensor:
-        gate, up = linear(x_TX, weight_NX).chunk(2, dim=-1)
+    def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
+        residual.sum_TD.add_(self.linear(x_TX, weight_DX))
+
+    def swiglu(self, x_TX: Activation, weight_NX: Weight) -> torch.Tensor:
+        gate, up = self.linear(x_TX, weight_NX).chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def sparse_swiglu(self, x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> Addends:
-        return Addends(sparse_swiglu(x_TD, experts, real_T))
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+        return sparse_swiglu(self.norm(x_TD), experts, real_T)
+
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> None:
+        residual.sum_TD.add_(self.sparse_swiglu(x_TD, experts, real_T).sum(0))
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
 import models.backends.torch.moe as torch_moe
-from models.backends.ops import Experts
+from models.backends.ops import Experts, Normed
 from models.backends.torch.ops import TorchOps
 from models.config import ModelConfig
 from models.hub import resolve
@@ -190,12 +190,12 @@ def test_padding_goes_to_no_expert(ours: Qwen3VLMoe, monkeypatch: pytest.MonkeyP
     given: list[torch.Tensor] = []
     compute = TorchOps.sparse_swiglu
 
-    def noted(self: TorchOps, x: torch.Tensor, experts: Experts, real: torch.Tensor | None) -> object:
+    def noted(self: TorchOps, x: Normed, experts: Experts, real: torch.Tensor | None) -> torch.Tensor:
         assert real is not None
-        addends = compute(self, x, experts, real)
-        assert not addends.parts_STD[:, ~real].any()
+        parts_STD = compute(self, x, experts, real)
+        assert not parts_STD[:, ~real].any()
         given.append(real)
-        return addends
+        return parts_STD
 
     monkeypatch.setattr(TorchOps, "sparse_swiglu", noted)
     padding = int(batch.attention.slot_mapping_T[3])

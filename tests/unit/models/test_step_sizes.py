@@ -56,17 +56,6 @@ def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
     assert sizes.for_layers(300_000_000, max_tokens=8192).chunks(few)[-1] <= 230_000_000_000 // 300_000_000
 
 
-@pytest.mark.parametrize(("num_parameters", "sizes"), HOPPER.long_prompts_by_layer.items())
-def test_known_sizes_of_long_prompts(num_parameters: int, sizes: tuple[int, ...]) -> None:
-    """Red if a table is out of order or ends before the longest prompt, or if it is taken for float8, whose products are others."""
-    bf16, float8 = (HOPPER.for_layers(num_parameters, max_tokens=8192, is_float8=is_float8) for is_float8 in (False, True))
-    assert list(sizes) == sorted(set(sizes)) and sizes[0] > HOPPER.largest_chunk and sizes[-1] >= bf16.largest_prompt
-    assert bf16.chunks(0)[-len(sizes) :] == list(sizes)
-    assert float8.chunks(0) == HOPPER.for_layers(num_parameters + 1, max_tokens=8192).chunks(0)
-    short = HOPPER.for_layers(num_parameters, max_tokens=700).chunks(0)
-    assert short[-2] < 700 <= short[-1] in sizes
-
-
 def test_sizes_around_a_number_of_tokens() -> None:
     assert [HOPPER.largest_step(count) for count in (0, 103, 104, 527, 528, 5000)] == [0, 0, 104, 480, 528, 1024]
     assert [HOPPER.smallest_step(count) for count in (0, 208, 217, 528, 529, 5000)] == [208, 208, 256, 528, 624, 1024]

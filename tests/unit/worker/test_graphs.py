@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.worker import graphs
 from engine.worker.rows import HostStep
 from engine.worker.staging import Staging
-from models.backends.ops import Addends, Experts
+from models.backends.ops import Experts, Normed
 from models.backends.torch.ops import TorchOps
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
@@ -101,8 +101,9 @@ def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     given: list[tuple[int, int]] = []
     padded: list[bool] = []
 
-    def noted(self: TorchOps, x: torch.Tensor, experts: Experts, real: torch.Tensor | None) -> Addends:
-        given.append((len(x) if real is None else int(real.sum()), len(x)))
+    def noted(self: TorchOps, x: Normed, experts: Experts, real: torch.Tensor | None) -> torch.Tensor:
+        num_tokens = len(x.residual.sum_TD)
+        given.append((num_tokens if real is None else int(real.sum()), num_tokens))
         return compute(self, x, experts, real)
 
     def note(self: graphs.StepGraphs, step: HostStep) -> object:

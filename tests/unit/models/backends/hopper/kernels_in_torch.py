@@ -27,7 +27,10 @@ class SplitKernel:
 class FusedKernel:
     """What `fused_decoding.cu` does, row by row."""
 
-    def run(self, q, k, v, rows, pages, out, page_size, splits, warps) -> None:  # type: ignore[no-untyped-def]
+    def run(self, qkv, k, v, rows, pages, out, page_size, splits, warps, *made) -> None:  # type: ignore[no-untyped-def]
+        q_weight, k_weight, eps, cos_sin, slots = made
+        pool = tuple(x.unflatten(0, (-1, page_size)) for x in (k, v))
+        q = TorchOps().norm_rope_store_(qkv.flatten(1).clone(), q_weight, k_weight, eps, cos_sin, pool, slots)
         group = q.shape[1] // k.shape[1]
         for row, (length, first_page) in enumerate(rows.tolist()):
             key = torch.arange(length)
@@ -35,12 +38,6 @@ class FusedKernel:
             keys, values = (x[slots].repeat_interleave(group, dim=1).double() for x in (k, v))
             weights = (torch.einsum("hk,shk->hs", q[row].double(), keys) * q.shape[2] ** -0.5).softmax(-1)
             out[row] = torch.einsum("hs,shk->hk", weights, values).to(out.dtype)
-
-    def run_fused(self, qkv, k, v, rows, pages, out, page_size, splits, warps, *made) -> None:  # type: ignore[no-untyped-def]
-        q_weight, k_weight, eps, cos_sin, slots = made
-        pool = tuple(x.unflatten(0, (-1, page_size)) for x in (k, v))
-        q = TorchOps().norm_rope_store_(qkv.flatten(1).clone(), q_weight, k_weight, eps, cos_sin, pool, slots)
-        self.run(q, k, v, rows, pages, out, page_size, splits, warps)
 
 
 class PrefillKernel:

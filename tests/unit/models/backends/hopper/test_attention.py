@@ -16,7 +16,7 @@ from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernels that are replaced
-from models.backends.hopper.attention import FixedMixedAttention, make_mixed_attention
+from models.backends.hopper.attention import EagerAttention, MixedAttention
 from models.backends.hopper.flash_decoding import FlashDecoding
 from models.backends.hopper.prefill_attention import PrefillAttention
 
@@ -53,8 +53,8 @@ def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int, num_deco
     backend: FixedAttention = split(3)
     if num_tokens:
         prefill = PrefillAttention.factory([pool], HEADS[0])(num_tokens, num_rows=3)
-        backend = FixedMixedAttention([pool], num_tokens, 200, prefill, backend if num_decodes else None)
-    memory, eager = Staging(1 << 16, CPU), make_mixed_attention([pool], HEADS[0])
+        backend = MixedAttention([pool], num_tokens, 200, prefill, backend if num_decodes else None)
+    memory, eager = Staging(1 << 16, CPU), EagerAttention([pool], HEADS[0])
     layouts = [step.layout if num_tokens else step.layout.decode_rows() for step in steps]
     layouts = layouts if num_decodes else [layout.prefill_rows() for layout in layouts]
     backend.read_from(*plan_into(memory, backend, layouts[0]))

@@ -117,19 +117,16 @@ def test_gemv(width: int, rows: int) -> None:
     shapes = (1, width), (rows, width), (width,), (1, rows)
     x, weight, norm, residual = (torch.randn(shape, generator=generator) for shape in shapes)
     ops = TorchOps()
-    given = torch.empty((1, rows))
-    for out in (None, given):
-        torch.testing.assert_close(gemv.gemv(x, weight, torch.float32, out_1N=out), x @ weight.t(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(given, x @ weight.t(), rtol=1e-4, atol=1e-4)
-    ours = gemv.gemv(x, weight, torch.float32, (norm, 1e-3))
-    torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
-    normed, ours = gemv.norm_gemv(x, weight, (norm, 1e-3))
+    given, normed = torch.empty((1, rows)), torch.empty_like(x)
+    torch.testing.assert_close(gemv.gemv(x, weight, given), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    for kept in (None, normed):
+        ours = gemv.gemv(x, weight, given.clone(), (norm, 1e-3), normed_1D=kept)
+        torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(normed, rms_norm(x, norm, 1e-3), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
-    ours = gemv.gemv_swiglu(x, weight, (norm, 1e-3))
+    ours = gemv.gemv(x, weight, torch.empty((1, rows // 2)), (norm, 1e-3), gated=True)
     torch.testing.assert_close(ours, ops.swiglu(rms_norm(x, norm, 1e-3), weight), rtol=1e-4, atol=1e-3)
     expected = residual + x @ weight.t()
-    gemv.gemv_add_(x, weight, residual)
+    gemv.gemv(x, weight, residual, adds=True)
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -194,7 +191,7 @@ def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gemv, "gemv_tiles", lambda *_: GemvTiles(4, 64))
     x, weight = torch.randn((1, 200)), torch.randn((22, 200))
-    torch.testing.assert_close(gemv.gemv(x, weight, torch.float32), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gemv.gemv(x, weight, torch.empty(1, 22)), x @ weight.t(), rtol=1e-4, atol=1e-4)
 
 
 @interpreted

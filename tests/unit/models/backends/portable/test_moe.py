@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.backends.ops import Addends, Experts
+from models.backends.ops import Experts, Normed, Residual
 from models.backends.portable.tuned import EXPERT_TILES, ExpertTiles
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
@@ -109,20 +109,20 @@ def test_ranks_share_the_experts(num_tokens: int) -> None:
 @pytest.mark.parametrize(("width", "inner", "chosen"), [(64, 48, 2), (96, 80, 3)])
 def test_a_single_token(width: int, inner: int, chosen: int) -> None:
     """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
-    from models.backends.portable.moe import SingleToken
-    from models.backends.portable.routing import route
+    from models.backends.portable.ops import TritonOps
 
     torch.manual_seed(width)
-    x, whole = torch.randn(1, width), replace(make_experts(width, inner), num_chosen=chosen)
-    logits, stream = linear(x, whole.router_ED), torch.randn(1, width)
-    expected = torch_sparse_swiglu(x, whole, None).sum(0)
+    whole, ops, stream = replace(make_experts(width, inner), num_chosen=chosen), TritonOps(304), torch.randn(1, width)
+    x = Normed(Residual(torch.randn(1, width)), torch.rand(width), 1e-6)
+    expected = torch_sparse_swiglu(TorchOps().norm(x), whole, None).sum(0)
 
     def added(experts: Experts, real: torch.Tensor | None = None) -> torch.Tensor:
-        found = stream.clone()
-        SingleToken.of(x, route(logits, experts, real), experts).add_to_(found)
-        return found - stream
+        found = Residual(stream.clone())
+        ops.add_experts_(found, x, experts, real)
+        assert found.parts_STD is None
+        return found.sum_TD - stream
 
-    torch.testing.assert_close(SingleToken.of(x, route(logits, whole, None), whole).parts_STD, expected[None], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ops.sparse_swiglu(x, whole, None), expected[None], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(added(whole, torch.ones(1, dtype=torch.bool)), expected, rtol=1e-4, atol=1e-4)
     assert not added(whole, torch.zeros(1, dtype=torch.bool)).any()
     shares = []
@@ -131,38 +131,6 @@ def test_a_single_token(width: int, inner: int, chosen: int) -> None:
         gate_up, down = whole.gate_up[first * 2 * inner : end * 2 * inner], whole.down[first * width : end * width]  # type: ignore[index]
         shares.append(added(replace(whole, gate_up=gate_up, down=down, first=first, count=count)))
     torch.testing.assert_close(shares[0] + shares[1], expected, rtol=1e-4, atol=1e-4)
-
-
-def exact(rows: int, width: int) -> torch.Tensor:
-    """Values that float8 keeps: the interpreter, not a GPU, loses a carry when it rounds."""
-    values = (50 * torch.randn(rows, width // 128, 128)).to(torch.float8_e4m3fn).float()
-    values[:, :, 7] = 448
-    return (values * 2.0 ** torch.randint(-9, -3, (rows, width // 128, 1))).flatten(1)
-
-
-@interpreted
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(("width", "inner", "chosen"), [(256, 128, [7, -1, 3]), (128, 256, [5, 1])])
-def test_a_single_token_in_float8(width: int, inner: int, chosen: list[int]) -> None:
-    """Red if a row gets another block's scale. The experts of -1 are another rank's."""
-    from models.backends.portable.expert_gemv import expert_sum, expert_swiglu
-
-    torch.manual_seed(width)
-    experts = make_experts(width, inner, is_float8=True)
-    assert isinstance(experts.gate_up, BlockScaled) and isinstance(experts.down, BlockScaled)
-    for matrix in (experts.gate_up, experts.down):
-        matrix.scales.mul_(torch.rand_like(matrix.scales) + 0.5)
-    gate_up, down = experts.gate_up.dequantized().view(-1, 2, inner, width), experts.down.dequantized().view(-1, width, inner)
-    x, choices, mine = exact(1, width), torch.tensor(chosen, dtype=torch.int32), [i for i, expert in enumerate(chosen) if expert >= 0]
-    found = expert_swiglu(x, experts.gate_up, choices, NUM_EXPERTS)
-    gate, up = (gate_up[chosen][mine] @ x[0]).unbind(1)
-    torch.testing.assert_close(found[mine], torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-3)
-    inner_KI, weights, stream = exact(len(chosen), inner), torch.rand(len(chosen)), torch.randn(1, width)
-    inner_KI[[i for i in range(len(chosen)) if i not in mine]] = torch.nan
-    expected = sum(weights[i] * (down[chosen[i]] @ inner_KI[i]) for i in mine)
-    out = stream.clone()
-    expert_sum(inner_KI, experts.down, choices, weights, out, adds=True)
-    torch.testing.assert_close(out - stream, expected[None], rtol=1e-4, atol=1e-3)  # type: ignore[index]
 
 
 @interpreted
@@ -200,15 +168,12 @@ def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("num_parts", [0, 1, 8])
 def test_a_single_token_takes_all_addends(num_parts: int) -> None:
     """Red if one of the parts that experts leave is lost, or added twice, where one token is normalised and multiplied in one kernel."""
-    from models.backends.portable.fp8 import TritonFp8
     from models.backends.portable.ops import TritonOps
 
     torch.manual_seed(0)
     x, parts, norm, weight = torch.randn(1, 256), torch.randn(num_parts, 1, 256), torch.randn(256), torch.randn(64, 256)
     found = []
-    for ops in (TritonOps(TritonFp8(), 304), TorchOps()):
-        residual = ops.residual(x.clone())
-        if num_parts:
-            residual.add_(Addends(parts))
-        found.append((ops.linear(ops.normed(residual, norm, 1e-6), weight), residual.sum_TD))
+    for ops in (TritonOps(304), TorchOps()):
+        residual = Residual(x.clone(), parts if num_parts else None)
+        found.append((ops.linear(Normed(residual, norm, 1e-6), weight), residual.sum_TD))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)

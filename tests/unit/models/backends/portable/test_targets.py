@@ -19,7 +19,6 @@ FLOAT8_FROM = 89
 SPECIALISED = {  # integers of a model, or of a kernel that has one token
     ("_route", "first"),
     ("_route", "num_experts"),
-    ("_down", "scale_stride"),
     ("_rms_norm", "addend_size"),  # tokens times the width, which is a multiple of 16
 }
 TYPES = {
@@ -95,10 +94,10 @@ def launch_text() -> None:
     text.norm_rope_store(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), pool, torch.zeros(2, dtype=torch.int64))
     text.rotary_rows(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), torch.zeros(64))
     norm = bf16(4096), 1e-6
-    gemv.gemv(bf16(1, 4096), bf16(6144, 4096), torch.bfloat16, norm)
-    gemv.norm_gemv(bf16(1, 4096), bf16(128, 4096), norm)
-    gemv.gemv_swiglu(bf16(1, 4096), bf16(24_576, 4096), norm)
-    gemv.gemv_add_(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096))
+    gemv.gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), norm)
+    gemv.gemv(bf16(1, 4096), bf16(128, 4096), bf16(1, 128), norm, normed_1D=bf16(1, 4096))
+    gemv.gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), norm, gated=True)
+    gemv.gemv(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096), adds=True)
 
 
 def launch_tower() -> None:
@@ -130,7 +129,7 @@ def launch_float8() -> None:
 def launch_experts(capability: int, is_float8: bool) -> None:
     """Each kind of step that has tiles of its own."""
     from models.backends.ops import Experts
-    from models.backends.portable import moe, routing
+    from models.backends.portable import expert_gemv, moe, routing
     from models.backends.portable.tuned import EXPERT_TILES
 
     def matrix(rows: int, columns: int) -> BlockScaled | torch.Tensor:
@@ -144,7 +143,9 @@ def launch_experts(capability: int, is_float8: bool) -> None:
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
             moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
         choices = routing.route(bf16(1, 128), experts, None)
-        moe.SingleToken.of(bf16(1, 512), choices, experts).add_to_(bf16(1, 512))
+        if not is_float8:
+            inner = expert_gemv.expert_swiglu(bf16(1, 512), experts.gate_up, choices.experts_TK[0], 128)
+            expert_gemv.expert_sum(inner, experts.down, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
 
 
 def launch_exchange() -> None:
@@ -172,12 +173,6 @@ def launch_sampling() -> None:
     sampling.draw(logits, DrawParams(two, two, two, ints, ints, wide=None, largest_top_k=20, is_greedy=False))
 
 
-def launch_transfers() -> None:
-    from models.backends.portable.transfers import TritonTransfers
-
-    TritonTransfers().warm_up(torch.device("cpu"))
-
-
 def launch_attention(capability: int) -> None:
     from models.backends.portable.paged_attention import PagedAttention
     from models.backends.portable.tuned import attention_tiles
@@ -194,7 +189,6 @@ def launch_all(capability: int) -> None:
     launch_tower()
     launch_sampling()
     launch_exchange()
-    launch_transfers()
     launch_attention(capability)
     launch_experts(capability, is_float8=False)
     if capability >= FLOAT8_FROM:
