@@ -1,6 +1,6 @@
 """Writes the pages that the code dictates: `python docs/generate.py`. `tests/unit/test_docs.py` compares them with what this returns.
 
-flags.md is `engine/config.py` with a word on when to change what; fields.md is `server/api/schema.py` and `server/api/fields.py`.
+flags.md is `engine/config.py` with a word on when to change what; fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
 """
 
 import json
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder stands there otherwise
 
 from engine.config import GIB, MIB, EngineConfig  # noqa: E402
+from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
-from server.api.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
 OF_THE_MACHINE = {"media_pool_size": "2 to 16, by CPUs", "processing_pool_size": "1 to 16, by CPUs"}  # defaults that no page can name
 
@@ -146,8 +146,8 @@ def fields_page() -> str:
     return "\n".join([
         "# Fields of requests",
         "",
-        "What each may hold is in `server/api/schema.py`; a bad value is a 400 that names the field. A field that is on no list here is",
-        "ignored and named once in the log. Written by `python docs/generate.py`.",
+        "What each may hold is in `server/api/chat/schema.py`; a bad value is a 400 that names the field. A field that is on no list here",
+        "is ignored and named once in the log. Written by `python docs/generate.py`.",
         "",
         "| read | fields |",
         "|---|---|",

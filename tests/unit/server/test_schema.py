@@ -11,11 +11,11 @@ import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
-from server.api.conversation import Source, read_conversation
+from server.api.chat.conversation import Source, read_conversation
+from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest
+from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
-from server.api.generation import sampling_params
 from server.api.grammar import read_grammar
-from server.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
 from server.http.scan import Scanner
@@ -202,7 +202,7 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
             parse_body(json.dumps({"messages": HELLO, "frobnicate": 1}).encode(), unknown)
         assert caplog.text.count("frobnicate") == 1
         for i in range(1000):
-            unknown.note(f"field{i}")
+            unknown.check({f"field{i}": 1})
     assert len(caplog.records) <= 100
 
 
