@@ -79,6 +79,7 @@ class Endpoint(ABC):
     takes: Any  # a body
     gives: Any  # a document
     streams: Any = None  # the data of an event, if answers may be streamed
+    last_data = ""  # what the last event holds instead
     fails: Any = ErrorAnswer
 
     def __init__(self, service: Service):
@@ -94,7 +95,7 @@ class Endpoint(ABC):
         """Answers, and gives the stream back however that ends."""
 
     def route(self, path: str) -> BodyRoute:
-        return BodyRoute(path, self, self.takes, self.gives, self.streams, self.fails)
+        return BodyRoute(path, self)
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Everything that can be told of a request by itself. RequestError 400."""

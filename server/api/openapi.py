@@ -10,7 +10,7 @@ from fastapi.utils import create_model_field
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server.http.guards import OPEN_PATHS
 
@@ -33,7 +33,7 @@ class DescribedRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, fails: Any = ErrorAnswer, **others: Any):
         responses = {"4XX": {"model": fails}, "5XX": {"model": fails}, **others.pop("responses", {})}
-        name = re.sub(r"\W+", "_", path).strip("_") or "page"
+        name = re.sub(r"(:path)?\W+", "_", path).strip("_") or "page"
         keys = [] if path in OPEN_PATHS else KEYS
         summary = (endpoint.__doc__ or "").partition("\n")[0].strip()
         super().__init__(
@@ -52,19 +52,22 @@ class DescribedRoute(APIRoute):
 
 
 class BodyRoute(DescribedRoute):
-    """A route to an application that reads its body itself, as it arrives: FastAPI has the types for the document only."""
+    """A route to an `Endpoint`, which reads its body itself, as it arrives: FastAPI has the types for the document only."""
 
-    def __init__(self, path: str, app: ASGIApp, takes: Any, gives: Any, streams: Any, fails: Any):
+    def __init__(self, path: str, app: Any):
         async def endpoint(body: Any) -> None: ...
 
-        endpoint.__annotations__ = {"body": takes}
+        endpoint.__annotations__ = {"body": app.takes}
         endpoint.__doc__ = app.__doc__
         responses: dict[int | str, Any] = {}
-        if streams is not None:
-            schema = {"$ref": f"#/components/schemas/{streams.__name__}"}
-            description = "A document; with `stream: true`, events whose data are of the other schema"
-            responses[200] = {"description": description, "content": {"text/event-stream": {"schema": schema}}}
-        super().__init__(path, endpoint, "POST", gives, fails, responses=responses)
-        if streams is not None:
-            self.response_fields["stream"] = create_model_field("stream", streams, mode="serialization")  # into the document's schemas
+        if app.streams is not None:
+            reference = {"$ref": f"#/components/schemas/{app.streams.__name__}"}
+            data: Any = {"type": "string", "contentMediaType": "application/json", "contentSchema": reference}
+            data = {"anyOf": [data, {"const": app.last_data}]} if app.last_data else data
+            event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
+            description = "A document; with `stream: true`, events, each of this schema"
+            responses[200] = {"description": description, "content": {"text/event-stream": {"schema": event}}}
+        super().__init__(path, endpoint, "POST", app.gives, app.fails, responses=responses)
+        if app.streams is not None:
+            self.response_fields["stream"] = create_model_field("stream", app.streams, mode="serialization")  # for `reference`
         self.app = app

@@ -41,10 +41,16 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 STRINGS = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}', re.DOTALL)  # at once: the others threads get their turn in between
 
 
+def _without_defaults(schema: dict[str, Any]) -> None:
+    """Generators of clients take a field with a default for one that must be there."""
+    for field in schema.get("properties", {}).values():
+        field.pop("default", None)
+
+
 class Strict(BaseModel):
     """No type is made of another one: `"5"` and `true` are no numbers. Fields that nobody knows are tolerated."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_without_defaults)
 
 
 class Open(Strict):

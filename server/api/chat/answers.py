@@ -9,7 +9,7 @@ from server.api.chat.schema import ToolCall
 
 class Usage(BaseModel):
     prompt_tokens: int
-    completion_tokens: int = 0
+    completion_tokens: int | None = None
     total_tokens: int
     prompt_tokens_details: dict[str, int] | None = None
     completion_tokens_details: dict[str, int] | None = None
@@ -19,7 +19,7 @@ class Token(BaseModel):
     token: str
     logprob: float | None
     bytes: list[int]
-    top_logprobs: list["Token"] = []
+    top_logprobs: list["Token"] | None = None
 
 
 class TokenList(BaseModel):
@@ -33,7 +33,7 @@ class AnswerMessage(BaseModel):
     refusal: None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -61,7 +61,7 @@ class ChatDelta(BaseModel):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] = []
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class ChatChunkChoice(BaseModel):

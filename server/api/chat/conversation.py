@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.messages import API_ARENA, MediaRef, Region
 from server.api.chat.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
+from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import bad_value
@@ -83,6 +84,10 @@ def _read_part(
     if not isinstance(part, ImagePart):
         return {"type": "text", "text": part.text}
     url = part.image_url.url
+    for extra, prefix in ((part.image_url.model_extra, f"{name}.image_url."), (part.model_extra, f"{name}.")):
+        check_limited(extra or {}, LIMITED_IN_IMAGES, prefix)
+    if url is None and part.uuid is None:
+        raise bad_value(f"{name}.image_url", "may be null beside a `uuid` only")
     payload = None
     if url is not None:
         check_url(url, source.scanner, f"{name}.image_url.url")

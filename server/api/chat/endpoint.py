@@ -23,6 +23,7 @@ class ChatEndpoint(GenerationEndpoint):
     takes: Any = ChatRequest
     gives: Any = ChatCompletion
     streams: Any = ChatChunk
+    last_data = "[DONE]"
     format: type[Format] = ChatFormat
     prompt_field = "messages"
 
@@ -54,6 +55,7 @@ class CompletionEndpoint(GenerationEndpoint):
     takes = CompletionRequest
     gives = Completion
     streams = Completion
+    last_data = "[DONE]"
     format = CompletionFormat
 
     def read(self, value: dict[str, Any], body: Body) -> Job:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
-from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -191,7 +190,8 @@ def _stop_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
-Stop = Annotated[list[NotEmpty], BeforeValidator(_stop_list, json_schema_input_type=NotEmpty | list[NotEmpty] | None)]
+StopList = Annotated[list[NotEmpty], Field(max_length=MAX_STOPS)]
+Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=NotEmpty | StopList | None)]
 Ids = Annotated[list[int], FIRST]
 FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
 CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
@@ -208,7 +208,7 @@ class GenerationRequest(Open):
     top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop = Field(default=[], max_length=MAX_STOPS)
+    stop: Stop = Field(default=[])
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for it
@@ -317,7 +317,6 @@ class ChatRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        check_images(self.messages)
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
@@ -390,19 +389,6 @@ class DetokenizeRequest(GenerationRequest):
         super().check_together(vocab_size)
         if max(self.tokens) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
-
-
-def check_images(messages: list[Message]) -> None:
-    """What no type says of image parts. RequestError 400."""
-    for i, message in enumerate(messages):
-        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if not isinstance(part, ImagePart):
-                continue
-            path = f"messages.{i}.content.{j}"
-            if part.image_url.url is None and part.uuid is None:
-                raise bad_value(f"{path}.image_url", "may be null beside a `uuid` only")
-            for extra, prefix in ((part.image_url.model_extra, f"{path}.image_url"), (part.model_extra, path)):
-                check_limited(extra or {}, LIMITED_IN_IMAGES, f"{prefix}.")
 
 
 def json_of(tools: list[Tool]) -> bytes:

@@ -44,6 +44,7 @@ class MessagesEndpoint(ChatEndpoint):
     """An answer to messages in Anthropic's dialect."""
 
     takes, gives, streams, fails = MessagesRequest, schema.MessageAnswer, schema.MessageEvent, schema.MessageError
+    last_data = ""
     format = MessageFormat
 
     def read(self, value: dict[str, Any], body: Body) -> Job:

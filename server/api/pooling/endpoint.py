@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from engine.messages import ChatPrompt, Event, Submit, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from server.api.chat.conversation import read_conversation, source_of
-from server.api.chat.schema import ChatRequest, Message, check_images
+from server.api.chat.schema import ChatRequest, Message
 from server.api.endpoint import Endpoint, GatheringEndpoint, Job, stages_of
 from server.api.pooling import schema
 from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
@@ -68,7 +68,6 @@ class PoolingEndpoint(GatheringEndpoint):
             rid = self.service.client.new_rid() if job.submits else body.rid
             submit = Submit(rid, TokenPrompt(prompt), [], params, OutputOptions(), stages_of(body))
             if not isinstance(prompt[0], int):
-                check_images(prompt)
                 conversation = read_conversation(prompt, source_of(body, salt), request.mm_processor_kwargs)
                 submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references

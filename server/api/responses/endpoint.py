@@ -50,6 +50,7 @@ class ResponsesEndpoint(ChatEndpoint):
     """An answer to items of OpenAI's newer dialect."""
 
     takes, gives, streams = ResponsesRequest, schema.ResponseAnswer, schema.ResponseEvent
+    last_data = ""
     prompt_field = "input"
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
@@ -74,7 +75,7 @@ def _echo(request: ResponsesRequest) -> dict[str, object]:
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": {"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
+        "tool_choice": said["tool_choice"] or "auto",
         "tools": [tool.model_dump() for tool in request.tools or ()],
     }
 

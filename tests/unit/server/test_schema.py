@@ -55,7 +55,8 @@ BAD = [
     ({"top_k": float("nan")}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"seed": 1 << 63}, "seed"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": -5}, "max_completion_tokens"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop.0"),
@@ -134,7 +135,7 @@ BAD = [
 def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], name: str) -> None:
     """Red if a validation is lost, or if its message stops naming the field."""
     with pytest.raises(RequestError) as caught:
-        parse(**fields)
+        read_conversation(parse(**fields).messages, Source(Scanner("nonce", 4), 0, b""))
     assert caught.value.info.status == 400
     assert caught.value.info.param == name
     assert name in caught.value.info.message
