@@ -80,9 +80,9 @@ class OneOf:
         members = {f"<{kind}>": handler.generate_schema(member) for member in get_args(source) for kind in _kinds(member)}
 
         def choose(value: object) -> str | None:
-            kinds: tuple[object, ...] = ("null" if value is None else "text",)
+            kinds: tuple[str, ...] = ("null" if value is None else "text",)
             if isinstance(value, dict):
-                kinds = value.get("type"), "object"
+                kinds = f"type {value.get('type')}", "object"
             elif isinstance(value, list):
                 kinds = ("numbers", "list") if value and type(value[0]) is int else ("list", "numbers")
             return next((f"<{kind}>" for kind in kinds if f"<{kind}>" in members), None if self.words else "<text>")
@@ -91,14 +91,14 @@ class OneOf:
         return core_schema.tagged_union_schema(members, choose, **error)
 
 
-def _kinds(member: Any) -> Iterator[object]:
+def _kinds(member: Any) -> Iterator[str]:
     """Angle brackets around them tell them from fields in the path of an error."""
     bare = _bare(member)
     if get_origin(bare) is list:
         yield "numbers" if _bare(get_args(bare)[0]) is int else "list"
     elif isinstance(bare, type) and issubclass(bare, BaseModel) and "type" in bare.model_fields:
         field = bare.model_fields["type"]
-        yield from (*get_args(field.annotation), *(() if field.is_required() else (None,)))
+        yield from (f"type {kind}" for kind in (*get_args(field.annotation), *(() if field.is_required() else (None,))))
     else:
         yield {str: "text", type(None): "null"}.get(bare, "object")
 

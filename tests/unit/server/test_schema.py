@@ -143,6 +143,21 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], na
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": "text"}, "response_format: must be an object of type 'text', "),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: content parts are of type 'text' or "),
+        ({"messages": [{"role": "user", "content": {"type": "list"}}]}, "messages.0.content: must be a string"),
+    ],
+)
+def test_the_type_of_an_object_is_no_kind_of_json(fields: dict[str, object], words: str) -> None:
+    """Red if a text is judged as an object whose `type` is "text"."""
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.info.message.startswith(words)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"messages": [{"role": "user", "content": [1] * 500_000}]},
