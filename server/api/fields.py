@@ -18,13 +18,14 @@ MAX_LOGGED_FIELDS = 100
 Limits = dict[str, tuple[object, ...]]
 
 
-def _limits(*rows: tuple[tuple[object, ...], str]) -> Limits:
+def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
+    """Of rows: the values that may be there, and the fields."""
     return {name: allowed for allowed, names in rows for name in names.split()}
 
 
 # The values that mean "off", or what this server does anyway. `structural_tag` is read in `response_format` and `structured_outputs`;
 # `min_pixels`, `max_pixels` and `thinking` are of no dialect, but clients flatten what belongs elsewhere.
-LIMITED = _limits(
+LIMITED = limits_of(
     ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
     ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
     ((), "structural_tag task thinking truncate_prompt_tokens web_search_options"),
@@ -45,7 +46,7 @@ LIMITED = _limits(
     (("native", "little"), "endianness"),
 )
 HARMLESS = frozenset(
-    _limits(
+    limits_of(
         ((), "add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank"),
         ((), "extra_key guided_decoding_backend metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention"),
         ((), "request_id return_mm_kwargs rid routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier"),
@@ -53,7 +54,7 @@ HARMLESS = frozenset(
     )
 )
 # Of an image part, beside its URL.
-LIMITED_IN_IMAGES = _limits(((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"), (("image",), "modalities"))
+LIMITED_IN_IMAGES = limits_of(((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"), (("image",), "modalities"))
 
 
 def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> None:

@@ -30,28 +30,36 @@ class TokenList(BaseModel):
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
-    refusal: None = None
+    refusal: None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: TokenList | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: int | str | None
-
-
-class ChatCompletion(BaseModel):
+class Head(BaseModel):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+    usage: Usage | None = None
+    timings: dict[str, float] | None = None
+
+
+class Ending(BaseModel):
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChoice(Ending):
+    index: int
+    message: AnswerMessage
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    logprobs: TokenList | None
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
-    timings: dict[str, float] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -64,24 +72,17 @@ class ChatDelta(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(Ending):
     index: int
     delta: ChatDelta
     logprobs: TokenList | None = None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
-    stop_reason: int | str | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Head):
     """One event's data; the last event is `[DONE]`."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    timings: dict[str, float] | None = None
 
 
 class TextLogprobs(BaseModel):
@@ -91,24 +92,17 @@ class TextLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
-class TextChoice(BaseModel):
+class TextChoice(Ending):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
-    stop_reason: int | str | None = None
 
 
-class Completion(BaseModel):
+class Completion(Head):
     """A document, or one event's data of a stream whose last event is `[DONE]`."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage | None = None
-    timings: dict[str, float] | None = None
 
 
 class Tokenized(BaseModel):

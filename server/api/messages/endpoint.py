@@ -13,7 +13,7 @@ from server.api.chat.conversation import check_url
 from server.api.chat.endpoint import ChatEndpoint, counted_chat
 from server.api.chat.schema import ChatRequest
 from server.api.endpoint import Endpoint, GatheringEndpoint, Job
-from server.api.fields import Limits, rest_of
+from server.api.fields import limits_of, rest_of
 from server.api.messages import schema
 from server.api.messages.format import MESSAGES_PATH, MessageFormat
 from server.api.messages.schema import Base64Source, CountRequest, ImageBlock, MessagesRequest, TextBlock, ToolResultBlock, ToolUseBlock
@@ -22,21 +22,14 @@ from server.http.scan import Scanner
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that its answers have no place for.
-LIMITED: Limits = {
-    "container": (),
-    "output_format": (),  # `output_config.format` is read
-    "context_management": (),
-    "mcp_servers": ([],),
-    "stop": (),
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (),
-    "stream_options": (),
-    "max_completion_tokens": (),
-    "parallel_tool_calls": (),
-    "enable_thinking": (),
-    "response_format": (),
-}
+# `output_config.format` is read.
+LIMITED = limits_of(
+    ((), "container context_management enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop"),
+    ((), "stream_options top_logprobs"),
+    ((False,), "logprobs"),
+    (([],), "mcp_servers"),
+    ((1,), "n"),
+)
 HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 

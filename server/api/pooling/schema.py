@@ -64,17 +64,20 @@ class ScoreRequest(PoolingRequest):
     text_2: Annotated[ItemList | str | ItemContent, OneOf()]
 
 
+class Pooled(BaseModel):
+    model: str
+    usage: Usage
+
+
 class Embedding(BaseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class Embeddings(BaseModel):
+class Embeddings(Pooled):
     object: Literal["list"]
     data: list[Embedding]
-    model: str
-    usage: Usage
 
 
 class Ranked(BaseModel):
@@ -83,11 +86,9 @@ class Ranked(BaseModel):
     document: dict[str, str] | None = None
 
 
-class Ranking(BaseModel):
+class Ranking(Pooled):
     id: str
     results: list[Ranked]
-    model: str
-    usage: Usage
 
 
 class Score(BaseModel):
@@ -96,10 +97,8 @@ class Score(BaseModel):
     score: float
 
 
-class Scores(BaseModel):
+class Scores(Pooled):
     id: str
     object: Literal["list"]
     created: int
     data: list[Score]
-    model: str
-    usage: Usage

@@ -12,7 +12,7 @@ from server.api.chat.conversation import check_url
 from server.api.chat.endpoint import ChatEndpoint
 from server.api.chat.schema import ChatRequest
 from server.api.endpoint import Endpoint, Job
-from server.api.fields import Limits, rest_of
+from server.api.fields import limits_of, rest_of
 from server.api.responses import schema
 from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import CallItem, ChosenTool, InputImage, MessageItem, ResponsesRequest, ResultItem, TextFormat, ThoughtItem
@@ -22,26 +22,15 @@ from server.http.sse import Format
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
-LIMITED: Limits = {
-    "background": (False,),
-    "background_options": (),
-    "context_management": (),
-    "conversation": (),
-    "image": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "messages": (),
-    "max_tokens": (),
-    "max_completion_tokens": (),
-    "response_format": (),
-    "n": (1,),
-    "logprobs": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-}
+LIMITED = limits_of(
+    ((), "background_options context_management conversation image max_completion_tokens max_tokens messages moderation"),
+    ((), "previous_response_id prompt response_format"),
+    ((False,), "background continue_final_message logprobs"),
+    ((True,), "add_generation_prompt"),
+    ((0,), "top_logprobs"),
+    ((1,), "n"),
+    (("disabled",), "truncation"),
+)
 # Of tools that are not here, of tokens that nobody reads, or the same for every answer.
 HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
 
