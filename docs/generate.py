@@ -1,6 +1,6 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
-flags.md is `engine/config.py` with advice on when to change a flag; fields.md is `server/api/schema.py` and `server/api/fields.py`.
+flags.md is `engine/config.py` with advice on when to change a flag; fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
 """
 
 import json
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder otherwise
 
 from engine.config import GIB, MIB, EngineConfig  # noqa: E402
+from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
-from server.api.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
 OF_THE_MACHINE = {"media_pool_size": "2 to 16, by CPUs", "processing_pool_size": "1 to 16, by CPUs"}  # defaults that depend on the machine
 
@@ -145,7 +145,7 @@ def fields_page() -> str:
     return "\n".join([
         "# Fields of requests",
         "",
-        "`server/api/schema.py` defines the values of each field; a bad value is a 400 that names the field. A field that is not on this",
+        "`server/api/chat/schema.py` defines the values of each field; a bad value is a 400 that names the field. A field that is not on this",
         "page is ignored and logged once. `python docs/generate.py` writes this page.",
         "",
         "| endpoint | fields |",

@@ -1,4 +1,4 @@
-"""Fields of the OpenAI, vLLM and SGLang dialects that the schemas do not read: what may be in them. Checked by `generation.py`.
+"""Fields of the OpenAI, vLLM and SGLang dialects that the schemas do not read, and what may be in them.
 
 A field is *read* (in a schema), *limited* (not implemented, and it would change the answer: only the values here pass, and null),
 *harmless* (it changes no answer of this server, whatever is in it) or *unknown* (the same, and named once in the log). To implement one,
@@ -7,6 +7,7 @@ move it to a schema.
 
 import json
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from server.errors import RequestError
@@ -14,103 +15,63 @@ from server.errors import RequestError
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FIELDS = 100
+Limits = dict[str, tuple[object, ...]]
 
-# The values that mean "off", or what this server does anyway.
-LIMITED: dict[str, tuple[object, ...]] = {
-    # OpenAI
-    "best_of": (1,),
-    "suffix": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "moderation": (),
-    "reasoning_effort": ("medium",),
-    "verbosity": ("medium",),
-    # vLLM, much of it SGLang's too
-    "prompt_embeds": (),
-    "prompt_logprobs": (0,),
-    "logprob_token_ids": (),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": ("left", "right"),  # of a truncation that is not asked for
-    "chat_template": (),
-    "documents": ([],),
-    "media_io_kwargs": ({},),
-    "guided_whitespace_pattern": (),
-    "logits_processors": ([],),
-    "thinking_token_budget": (-1,),
-    "include_reasoning": (True,),
-    "repetition_detection": (),
-    "watermarking": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_prompt_text": (False,),
-    "return_token_strs": (False,),
-    "structural_tag": (),  # in `response_format` and `structured_outputs` it is read
-    "normalize": (True,),
-    "use_activation": (True,),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "max_tokens_per_doc": (),
-    "return_token_offsets": (False,),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    # SGLang
-    "stop_regex": ([],),
-    "lora_path": (),
-    "session_params": ({},),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "return_cached_tokens_details": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_meta_info": (False,),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "input_ids": (),
-    "ngram_corpus_id": (),
-    "images_config": ({},),
-    "max_dynamic_patch": (),
-    "min_dynamic_patch": (),
-    "use_audio_in_video": (False,),
-    "task": (),
-    # of no dialect, but sent at the top level where clients flatten what belongs elsewhere
-    "min_pixels": (),
-    "max_pixels": (),
-    "thinking": (),
-}
 
-HARMLESS = frozenset({
-    "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "prediction", "request_id", "rid", "session_id", "add_special_tokens", "spaces_between_special_tokens", "stream_interval",
-    "extra_key", "custom_labels", "guided_decoding_backend", "routed_experts_start_len", "routed_experts_prompt_start",
-    "return_mm_kwargs", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank",
-    "data_parallel_rank",
-})  # fmt: skip
+def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
+    """Of rows: the values that may be there, and the fields."""
+    return {name: allowed for allowed, names in rows for name in names.split()}
 
+
+# The values that mean "off", or what this server does anyway. `structural_tag` is read in `response_format` and `structured_outputs`;
+# `min_pixels`, `max_pixels` and `thinking` are of no dialect, but clients flatten what belongs elsewhere.
+LIMITED = limits_of(
+    ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
+    ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
+    ((), "structural_tag task thinking truncate_prompt_tokens web_search_options"),
+    ((False,), "echo return_cached_tokens_details return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids"),
+    ((False,), "return_routed_experts return_token_ids return_token_offsets return_token_strs return_tokens_as_token_ids use_beam_search"),
+    ((False,), "use_audio_in_video watermarking"),
+    ((True,), "include_reasoning normalize separate_reasoning stream_reasoning use_activation"),
+    (([],), "documents functions logits_processors stop_regex"),
+    (({},), "custom_params ec_transfer_params images_config kv_transfer_params media_io_kwargs session_params vllm_xargs"),
+    ((0,), "prompt_logprobs"),
+    ((1,), "best_of length_penalty"),
+    ((-1,), "thinking_token_budget"),
+    (("medium",), "reasoning_effort verbosity"),
+    ((["text"],), "modalities"),
+    (("none", "auto"), "function_call"),
+    (("left", "right"), "truncation_side"),
+    (("float32",), "embed_dtype"),
+    (("native", "little"), "endianness"),
+)
+HARMLESS = frozenset(
+    limits_of(
+        ((), "add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank"),
+        ((), "extra_key guided_decoding_backend metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention"),
+        ((), "request_id return_mm_kwargs rid routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier"),
+        ((), "service_tier session_id spaces_between_special_tokens store stream_interval"),
+    )
+)
 # Of an image part, beside its URL.
-LIMITED_IN_IMAGES: dict[str, tuple[object, ...]] = {
-    "resized_height": (),
-    "resized_width": (),
-    "max_dynamic_patch": (),
-    "min_dynamic_patch": (),
-    "modalities": ("image",),
-}
+LIMITED_IN_IMAGES = limits_of(((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"), (("image",), "modalities"))
 
 
-def check_limited(name: str, value: object, allowed: tuple[object, ...], path: str) -> None:
-    """RequestError 400 that says what may be there."""
-    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-        return
-    values = " or ".join(json.dumps(one) for one in allowed)
-    words = f"may only be {values} on this server" if allowed else "is not supported by this server"
-    raise RequestError(400, f"{path}: {words}; or leave it out.", path, "unsupported_value")
+def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> None:
+    """RequestError 400 for a limited field with another value, which says what may be there."""
+    for name in fields.keys() & limits.keys():
+        value, allowed = fields[name], limits[name]
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            continue
+        values = " or ".join(json.dumps(one) for one in allowed)
+        words = f"may only be {values} on this server" if allowed else "is not supported by this server"
+        raise RequestError(400, f"{prefix}{name}: {words}; or leave it out.", f"{prefix}{name}", "unsupported_value")
+
+
+def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
+    """What another dialect's request has beside the fields of that dialect. RequestError 400 for a limited one with another value."""
+    check_limited(fields or {}, limits)
+    return {name: value for name, value in (fields or {}).items() if name not in limits and name not in harmless}
 
 
 class UnknownFields:
@@ -121,13 +82,8 @@ class UnknownFields:
 
     def check(self, extra: dict[str, Any]) -> None:
         """Looks at what a schema did not read. RequestError 400 for a limited field with another value."""
-        for name, value in extra.items():
-            if name in LIMITED:
-                check_limited(name, value, LIMITED[name], name)
-            elif name not in HARMLESS:
-                self.note(name)
-
-    def note(self, name: str) -> None:
-        if name not in self._seen and len(self._seen) < MAX_LOGGED_FIELDS:
-            self._seen.add(name)
-            logger.info("requests carry the unknown field %r, which is ignored", name[:100])
+        check_limited(extra, LIMITED)
+        for name in extra.keys() - LIMITED.keys() - HARMLESS - self._seen:
+            if len(self._seen) < MAX_LOGGED_FIELDS:
+                self._seen.add(name)
+                logger.info("requests carry the unknown field %r, which is ignored", name[:100])

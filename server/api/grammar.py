@@ -1,4 +1,4 @@
-"""What an answer must follow, as the fields of three dialects say it. Used by `generation.py`."""
+"""What an answer must follow, as the fields of three dialects say it."""
 
 import json
 from collections.abc import Iterator
@@ -6,27 +6,33 @@ from typing import Any
 
 from engine.grammar.schema import check as check_schema
 from engine.params import Grammar
-from server.api.schema import ChatRequest, GenerationRequest
+from server.api.chat.schema import ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 from server.http.validate import bad_value
 
-SIMPLE_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "json_schema")
-ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is done, or cannot come up
-KINDS = {
-    "json": "json_schema", "guided_json": "json_schema", "json_schema": "json_schema", "regex": "regex", "guided_regex": "regex",
-    "choice": "choice", "guided_choice": "choice", "grammar": "ebnf", "guided_grammar": "ebnf", "ebnf": "ebnf",
-    "json_object": "json_object", "structural_tag": "structural_tag",
+# Kinds of grammars by the names of fields, and by those of the members of `structured_outputs`.
+FIELDS = {
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf", "regex": "regex",
+    "ebnf": "ebnf", "json_schema": "json_schema",
 }  # fmt: skip
+MEMBERS = {
+    "json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}  # fmt: skip
+ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is done, or cannot come up
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
     """The grammar of a request, and the field that holds it. RequestError 400 for several, or for one that cannot be read."""
-    found = {name: getattr(request, name) for name in SIMPLE_FIELDS if getattr(request, name) is not None}
-    grammars: dict[str, Grammar | None] = {name: _grammar_of(name, value, name) for name, value in found.items()}
+    values = {name: getattr(request, name) for name in FIELDS}
+    told = {name: _grammar_of(FIELDS[name], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
-        grammars["structured_outputs"] = _of_structured_outputs(request.structured_outputs)
-    if request.response_format is not None:
-        grammars["response_format"] = _of_response_format(request.response_format)
-    told = {name: grammar for name, grammar in grammars.items() if grammar is not None}
+        members = {name: value for name, value in request.structured_outputs if value not in (None, False) and name not in ALREADY}
+        if len(members) != 1 or not members.keys() <= MEMBERS.keys():
+            raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
+        for name, value in members.items():
+            told["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
+    if (grammar := _of_response_format(request)) is not None:
+        told["response_format"] = grammar
     if len(told) > 1:
         raise bad_value(list(told)[1], f"excludes {next(iter(told))}: an answer can follow one of them only")
     return next(((grammar, name) for name, grammar in told.items()), (None, ""))
@@ -39,51 +45,26 @@ def check_strict_tools(request: ChatRequest) -> None:
             _check_schema(tool.function.parameters, "tools", f"the parameters of the strict function '{tool.function.name}': ")
 
 
-def _of_response_format(value: object) -> Grammar | None:
-    fields: dict[str, Any] = value if isinstance(value, dict) else {}
-    kind = fields.get("type")
-    if kind == "text":
-        return None
+def _of_response_format(request: GenerationRequest) -> Grammar | None:
+    shape = request.response_format
+    if shape is None or isinstance(shape, PlainFormat):
+        return Grammar("json_object") if shape is not None and shape.type == "json_object" else None
+    if isinstance(shape, StructuralTag):
+        return _grammar_of("structural_tag", shape.model_dump(), "response_format")
+    schema = shape.of if shape.json_schema is None else shape.json_schema.of
+    if schema is None:
+        raise bad_value("response_format.json_schema.schema", "is missing")
+    return _grammar_of("json_schema", schema, "response_format.json_schema.schema")
+
+
+def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
     if kind == "json_object":
-        return Grammar("json_object")
-    if kind == "json_schema":
-        inner = fields.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, dict) else fields.get("schema")
-        if schema is None:
-            raise bad_value("response_format.json_schema.schema", "is missing")
-        return _grammar_of("json_schema", schema, "response_format.json_schema.schema")
-    if kind == "structural_tag":
-        return _grammar_of("structural_tag", value, "response_format")
-    raise bad_value("response_format", "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'")
-
-
-def _of_structured_outputs(value: object) -> Grammar | None:
-    """vLLM's: one of several members is set."""
-    if not isinstance(value, dict):
-        raise bad_value("structured_outputs", "must be an object")
-    told = {name: inner for name, inner in value.items() if inner not in (None, False) and name not in ALREADY}
-    if len(told) != 1 or next(iter(told)) not in ("json", "regex", "choice", "grammar", "json_object", "structural_tag"):
-        raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
-    name, inner = next(iter(told.items()))
-    return _grammar_of(name, inner, f"structured_outputs.{name}")
-
-
-def _grammar_of(name: str, value: Any, path: str) -> Grammar:
-    kind = KINDS[name]
-    if kind == "json_object":
-        return Grammar("json_object")
-    if kind == "choice":
-        if not (isinstance(value, list) and value and all(isinstance(entry, str) and entry for entry in value)):
-            raise bad_value(path, "must be a list of texts that are not empty")
-        return Grammar("choice", json.dumps(value))
+        return Grammar(kind)
     if kind in ("json_schema", "structural_tag"):
-        told = _object_of(value, path)
-        for place, schema in _schemas_of(told, path) if kind == "structural_tag" else ((path, told),):
+        value = _object_of(value, path)
+        for place, schema in _schemas_of(value, path) if kind == "structural_tag" else ((path, value),):
             _check_schema(schema, place)
-        return Grammar(kind, json.dumps(told))  # type: ignore[arg-type]
-    if not isinstance(value, str) or not value:
-        raise bad_value(path, "must be a text that is not empty")
-    return Grammar(kind, value)  # type: ignore[arg-type]
+    return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
 
 
 def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
@@ -110,13 +91,12 @@ def _check_schema(schema: object, path: str, subject: str = "") -> None:
         raise bad_value(path, f"{subject}it is too deep") from None
 
 
-def _object_of(value: Any, path: str) -> dict[str, Any]:
+def _object_of(value: str | dict[str, Any], path: str) -> dict[str, Any]:
     """Objects come as they are, or as text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise bad_value(path, "must be an object, or the JSON of one") from None
-    if not isinstance(value, dict):
+    try:
+        told = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
         raise bad_value(path, "must be an object, or the JSON of one")
-    return value
+    return told

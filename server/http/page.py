@@ -1,12 +1,13 @@
-"""The page at `/`: `page.html` as it is, under a policy that lets it talk to this server only. Routed to by `server/http/app.py`."""
+"""The page at `/`: `page.html` as it is, under a policy that lets it talk to this server only."""
 
 import base64
 import hashlib
 import re
 from pathlib import Path
 
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
+
+from server.api.openapi import DescribedRoute
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -16,24 +17,25 @@ class Page:
 
     def __init__(self) -> None:
         self._content = PAGE.read_bytes()
+        html = self._content.decode()
+        # Nothing but the page's own script and style may run, named by their hashes; nothing is loaded from, or sent to, anywhere else.
+        policy = (
+            f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
+            "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
         self._headers = {
-            "Content-Security-Policy": content_security_policy(self._content.decode()),
+            "Content-Security-Policy": policy,
             "Cache-Control": "no-cache",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
 
-    async def show(self, request: Request) -> Response:
-        """`GET /`. Needs no API key: the page asks for it and sends it with its own requests."""
-        return Response(self._content, headers=self._headers, media_type="text/html; charset=utf-8")
+    def route(self) -> DescribedRoute:
+        return DescribedRoute("/", self.show, "GET", response_class=HTMLResponse)
 
-
-def content_security_policy(html: str) -> str:
-    """Nothing but the page's own script and style may run, named by their hashes; nothing is loaded from, or sent to, anywhere else."""
-    return (
-        f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
-        "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+    async def show(self) -> Response:
+        """A page to try the model. It needs no API key: it asks for it and sends it with its own requests."""
+        return HTMLResponse(self._content, headers=self._headers)
 
 
 def _hashes(html: str, tag: str) -> str:

@@ -1,4 +1,4 @@
-"""The answer to one accepted request: waits for its events and writes SSE or JSON. Made by `server/api`, run by the ASGI server.
+"""The answer to one accepted request: waits for its events and writes SSE or JSON.
 
     first event ──▶ error: JSON with its status
                └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
@@ -8,6 +8,7 @@ The client may leave at any time, also before the first event: a watcher listens
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,15 +17,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.messages import (
-    ErrorInfo,
-    Event,
-)
+from engine.messages import ErrorInfo, Event
 from engine.stats import Stages
+from server.api.messages.format import MESSAGES_PATH, message_error_body
 from server.errors import error_body
 from server.http.client import Client, Stream
 from server.http.log import Record, record_of
-from server.http.message_events import MESSAGES_PATH, message_error_body
 from server.http.metrics import Metrics
 from server.http.sse import Choice, Format, Usage, stage_times, timings_json
 
@@ -40,11 +38,51 @@ def error_response(info: ErrorInfo, scope: Scope) -> Response:
     return Response(body, info.status, headers, "application/json")
 
 
-async def watch_for_disconnect(receive: Receive, stream: Stream) -> None:
-    """Ends the stream's waiting when the client closes its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    stream.disconnect()
+class Answer(ABC):
+    """An ASGI response, run once. Gives its stream back to the client table however it ends."""
+
+    def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int):
+        self._stream = stream
+        self._client = client
+        self._metrics = metrics
+        self._record = Record("")
+        self._num_images = num_images
+        self._has_status = False  # a stream's headers are out
+
+    @abstractmethod
+    async def respond(self, send: Send) -> Response | ErrorInfo | None:
+        """Waits for the events. Returns what is to be sent, or None when a stream has been written. ClientDisconnect."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        self._record = record_of(scope)
+        try:
+            response = await self.respond(send)
+            if isinstance(response, ErrorInfo):
+                self._record.reason = response.message
+                self._metrics.note_refusal(response)
+                response = error_response(response, scope)
+            elif response is not None:
+                self._metrics.note_response(200)
+            if response is not None:
+                await response(scope, receive, send)
+        except ClientDisconnect:
+            if not self._has_status:
+                self._metrics.note_response(CLIENT_CLOSED_REQUEST)
+        finally:
+            watcher.cancel()
+            self._client.close(self._stream)
+            self.finish()
+
+    def finish(self) -> None:
+        """Notes what the log says of it."""
+        self._record.num_images = self._num_images
+
+    async def _watch(self, receive: Receive) -> None:
+        """Ends the stream's waiting when the client closes its connection."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._stream.disconnect()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,66 +97,47 @@ class ReplyOptions:
     include_usage: bool
     continuous_usage: bool
     timings: bool
-    num_images: int
 
 
-class Reply:
-    """An ASGI response, run once. Gives its stream back to the client table however it ends."""
+class Reply(Answer):
+    """What the model generates, as a stream or as one document."""
 
-    def __init__(self, stream: Stream, client: Client, metrics: Metrics, format: Callable[..., Format], options: ReplyOptions):
-        self._stream = stream
-        self._client = client
-        self._metrics = metrics
+    def __init__(
+        self, stream: Stream, client: Client, metrics: Metrics, num_images: int, format: Callable[..., Format], options: ReplyOptions
+    ):
+        super().__init__(stream, client, metrics, num_images)
         self._options = options
         self._format = format(options.created, options.model, options.include_usage, options.continuous_usage)
-        self._choices = {answer: Choice(number) for answer, number in stream.choices.items()}
+        self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # unless all choices end
         self._has_first_token = False
-        self._has_status = False  # a stream's headers are out
-        self._record = Record("")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
-        self._record = record_of(scope)
-        try:
-            events = await self._stream.next()
-            if events[0].error is not None:
-                await self._refuse(events[0].error, scope, receive, send)
-            elif self._options.is_streamed:
-                await self._write_stream(events, send)
-            else:
-                await self._write_document(events, scope, receive, send)
-        except ClientDisconnect:
-            if not self._has_status:
-                self._metrics.note_response(CLIENT_CLOSED_REQUEST)
-        finally:
-            watcher.cancel()
-            self._client.close(self._stream)
-            self._metrics.note_finish(self._reason, time.monotonic() - self._options.received)
-            total = self._total()
-            self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
-            self._record.num_generated, self._record.num_images = total.num_generated, self._options.num_images
+    async def respond(self, send: Send) -> Response | ErrorInfo | None:
+        events = await self._stream.next()
+        if self._options.is_streamed and events[0].error is None:
+            await self._write_stream(events, send)
+            return None
+        return await self._gather(events)
 
-    async def _refuse(self, error: ErrorInfo, scope: Scope, receive: Receive, send: Send) -> None:
-        self._reason = "error"
-        self._record.reason = error.message
-        self._metrics.note_refusal(error)
-        await error_response(error, scope)(scope, receive, send)
+    def finish(self) -> None:
+        super().finish()
+        self._metrics.note_finish(self._reason, time.monotonic() - self._options.received)
+        total = self._total()
+        self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
+        self._record.num_generated = total.num_generated
 
     async def _write_stream(self, events: list[Event], send: Send) -> None:
         self._metrics.note_response(200)
         self._has_status = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        chunks: list[bytes] = []
         while True:
             self._note_progress(events)
-            error = None
+            error = next((event.error for event in events if event.error is not None), None)
+            chunks: list[bytes] = []
             for event in events:
                 if event.error is None:
                     self._append_chunks(chunks, event)
-                else:
-                    error = event.error
             is_last = error is not None or not self._stream.open
             if error is not None:
                 self._reason = "error"
@@ -129,7 +148,6 @@ class Reply:
             await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": not is_last})
             if is_last:
                 return
-            chunks.clear()
             events = await self._stream.next()
 
     def _append_chunks(self, chunks: list[bytes], event: Event) -> None:
@@ -145,13 +163,14 @@ class Reply:
             self._reason = choice.finish_reason
             chunks.append(self._format.finish_chunk(choice, self._timings()))
 
-    async def _write_document(self, events: list[Event], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _gather(self, events: list[Event]) -> Response | ErrorInfo:
+        """The document, when all choices have ended."""
         while True:
             self._note_progress(events)
             for event in events:
                 if event.error is not None:
-                    await self._refuse(event.error, scope, receive, send)
-                    return
+                    self._reason = "error"
+                    return event.error
                 choice = self._choices[event.rid, event.index]
                 choice.note(event)
                 choice.note_text(event)
@@ -160,13 +179,11 @@ class Reply:
             events = await self._stream.next()
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
-        self._metrics.note_response(200)
         arguments = choices, self._total(), self._timings()
-        if sum(len(choice.logprobs) for choice in choices) > LARGE_LOGPROBS:
-            body = await asyncio.to_thread(self._format.document, *arguments)
-        else:
-            body = self._format.document(*arguments)
-        await Response(body, media_type="application/json")(scope, receive, send)
+        is_large = sum(len(choice.logprobs) for choice in choices) > LARGE_LOGPROBS
+        document = self._format.document
+        body = await asyncio.to_thread(document, *arguments) if is_large else document(*arguments)
+        return Response(body, media_type="application/json")
 
     def _total(self) -> Usage:
         """A prompt counts once, however many answers it gets."""
@@ -197,44 +214,19 @@ class Reply:
         return {"timings": timings_json(self._stages, self._options.started)} if self._options.timings else {}
 
 
-class GatheredReply:
-    """An ASGI response, run once: waits for the one event of every choice, then answers with what `show` makes of them, in the choices'
-    order. Gives its stream back however it ends."""
+class GatheredReply(Answer):
+    """What `show` makes of the one event of every choice, in the choices' order. An error comes at once."""
 
     def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int, show: Callable[[list[Event]], Response]):
-        self._stream = stream
-        self._client = client
-        self._metrics = metrics
-        self._num_images = num_images
+        super().__init__(stream, client, metrics, num_images)
         self._show = show
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
-        try:
-            events = await self._gather()
-        except ClientDisconnect:
-            self._metrics.note_response(CLIENT_CLOSED_REQUEST)
-            return
-        finally:
-            watcher.cancel()
-            self._client.close(self._stream)
-        record = record_of(scope)
-        record.num_images = self._num_images
-        if events[-1].error is not None:
-            record.reason = events[-1].error.message
-            self._metrics.note_refusal(events[-1].error)
-            await error_response(events[-1].error, scope)(scope, receive, send)
-            return
-        record.num_prompt = sum(event.num_prompt_tokens for event in events)
-        self._metrics.note_response(200)
-        await self._show(events)(scope, receive, send)
-
-    async def _gather(self) -> list[Event]:
-        """Of all choices; an error comes at once, and is the last."""
+    async def respond(self, send: Send) -> Response | ErrorInfo | None:
         found: dict[int, Event] = {}
         while self._stream.open:
             for event in await self._stream.next():
                 if event.error is not None:
-                    return [event]
+                    return event.error
                 found[self._stream.choices[event.rid, event.index]] = event
-        return [found[number] for number in range(len(found))]
+        self._record.num_prompt = sum(event.num_prompt_tokens for event in found.values())
+        return self._show([found[number] for number in range(len(found))])

@@ -1,10 +1,12 @@
-"""JSON to checked requests, and every mistake in it to a 400 in our own words that names the field. Called by `server/api`."""
+"""JSON to checked requests, and every mistake in it to a 400 in our own words that names the field."""
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 
 from server.errors import RequestError
 
@@ -39,10 +41,70 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 STRINGS = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}', re.DOTALL)  # at once: the others threads get their turn in between
 
 
+def _without_defaults(schema: dict[str, Any]) -> None:
+    """Generators of clients take a field with a default for one that must be there."""
+    for field in schema.get("properties", {}).values():
+        field.pop("default", None)
+
+
 class Strict(BaseModel):
     """No type is made of another one: `"5"` and `true` are no numbers. Fields that nobody knows are tolerated."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_without_defaults)
+
+
+class Open(Strict):
+    """Fields that it lacks are in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+@dataclass(frozen=True)
+class Worded:
+    """Stands beside a type: whatever is wrong with a value is said in these words."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(handler(source), "worded", custom_error_message=self.words)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Stands beside a union: the kind of JSON that a value is, of an object its `type`, chooses the member that judges it. What fits none
+    is refused in these words; without words it is judged as a text."""
+
+    words: str = ""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = {f"<{kind}>": handler.generate_schema(member) for member in get_args(source) for kind in _kinds(member)}
+
+        def choose(value: object) -> str | None:
+            kinds: tuple[str, ...] = ("null" if value is None else "text",)
+            if isinstance(value, dict):
+                kinds = f"type {value.get('type')}", "object"
+            elif isinstance(value, list):
+                kinds = ("numbers", "list") if value and type(value[0]) is int else ("list", "numbers")
+            return next((f"<{kind}>" for kind in kinds if f"<{kind}>" in members), None if self.words else "<text>")
+
+        error: dict[str, Any] = {"custom_error_type": "worded", "custom_error_message": self.words} if self.words else {}
+        return core_schema.tagged_union_schema(members, choose, **error)
+
+
+def _kinds(member: Any) -> Iterator[str]:
+    """Angle brackets around them tell them from fields in the path of an error."""
+    bare = _bare(member)
+    if get_origin(bare) is list:
+        yield "numbers" if _bare(get_args(bare)[0]) is int else "list"
+    elif isinstance(bare, type) and issubclass(bare, BaseModel) and "type" in bare.model_fields:
+        field = bare.model_fields["type"]
+        yield from (f"type {kind}" for kind in (*get_args(field.annotation), *(() if field.is_required() else (None,))))
+    else:
+        yield {str: "text", type(None): "null"}.get(bare, "object")
+
+
+def _bare(member: Any) -> Any:
+    return get_args(member)[0] if get_origin(member) is Annotated else member
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -95,7 +157,8 @@ def bad_value(name: str, words: str) -> RequestError:
 
 
 def _bad_value(details: ErrorDetails) -> RequestError:
-    words = WORDS.get(details["type"], details["msg"]).format(**details.get("ctx", {}))
+    known = WORDS.get(details["type"])
+    words = details["msg"] if known is None else known.format(**details.get("ctx", {}))
     return bad_value(_field_name(details["loc"]), words)
 
 

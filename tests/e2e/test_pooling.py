@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
 from models.scaffold import SHAPES, write_model_folder
-from server.api.pooling import EMBED, JUDGE, RERANK
+from server.api.pooling.endpoint import EMBED, JUDGE, RERANK
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from engine.messages import CallDelta, ErrorInfo, Event
-from server.api.messages import LIMITED, MessagesRequest, chat_body
-from server.api.schema import ChatRequest
+from server.api.chat.schema import ChatRequest
+from server.api.messages.endpoint import LIMITED, chat_body
+from server.api.messages.format import MessageFormat, message_error_body
+from server.api.messages.schema import MessagesRequest
 from server.errors import RequestError
-from server.http.message_events import MessageFormat, message_error_body
 from server.http.scan import Scanner
 from server.http.sse import Choice
 from server.http.validate import check

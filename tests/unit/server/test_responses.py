@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from engine.messages import CallDelta, ErrorInfo, Event
-from server.api.responses import LIMITED, ResponsesRequest, chat_body
-from server.api.schema import ChatRequest
+from server.api.chat.schema import ChatRequest
+from server.api.responses.endpoint import LIMITED, chat_body
+from server.api.responses.format import ResponseFormat
+from server.api.responses.schema import ResponsesRequest
 from server.errors import RequestError
-from server.http.response_events import ResponseFormat
 from server.http.scan import Scanner
 from server.http.sse import Choice
 from server.http.validate import check

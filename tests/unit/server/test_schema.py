@@ -11,11 +11,11 @@ import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
-from server.api.conversation import Source, read_conversation
+from server.api.chat.conversation import Source, read_conversation
+from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest
+from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
-from server.api.generation import sampling_params
 from server.api.grammar import read_grammar
-from server.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
 from server.http.scan import Scanner
@@ -55,7 +55,8 @@ BAD = [
     ({"top_k": float("nan")}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"seed": 1 << 63}, "seed"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": -5}, "max_completion_tokens"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop.0"),
@@ -134,11 +135,26 @@ BAD = [
 def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], name: str) -> None:
     """Red if a validation is lost, or if its message stops naming the field."""
     with pytest.raises(RequestError) as caught:
-        parse(**fields)
+        read_conversation(parse(**fields).messages, Source(Scanner("nonce", 4), 0, b""))
     assert caught.value.info.status == 400
     assert caught.value.info.param == name
     assert name in caught.value.info.message
     assert not re.search(r"Input should|pydantic|\bTrue\b|\bFalse\b|\bNone\b|valid (string|integer|list)", caught.value.info.message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": "text"}, "response_format: must be an object of type 'text', "),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: content parts are of type 'text' or "),
+        ({"messages": [{"role": "user", "content": {"type": "list"}}]}, "messages.0.content: must be a string"),
+    ],
+)
+def test_the_type_of_an_object_is_no_kind_of_json(fields: dict[str, object], words: str) -> None:
+    """Red if a text is judged as an object whose `type` is "text"."""
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.info.message.startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +218,7 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
             parse_body(json.dumps({"messages": HELLO, "frobnicate": 1}).encode(), unknown)
         assert caplog.text.count("frobnicate") == 1
         for i in range(1000):
-            unknown.note(f"field{i}")
+            unknown.check({f"field{i}": 1})
     assert len(caplog.records) <= 100
 
 

@@ -1,5 +1,4 @@
-"""`POST /v1/embeddings`, `/rerank` and `/score`: numbers instead of text, for checkpoints that were trained for it. Routed to by
-`server/http/app.py`.
+"""`POST /v1/embeddings`, `/rerank` and `/score`: numbers instead of text, for checkpoints that were trained for it.
 
     texts, messages ──▶ the conversation that such a checkpoint was trained on ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
 
@@ -12,25 +11,24 @@ import time
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.responses import JSONResponse, Response
 
 from engine.messages import ChatPrompt, Event, Submit, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
-from server.api.chat import source_of
-from server.api.conversation import read_conversation
-from server.api.generation import GatheringEndpoint, Job, stages_of
-from server.api.schema import MAX_MESSAGES, ChatRequest, Message, Parts, ProcessorKwargs, TokenId, check_images
+from server.api.chat.conversation import read_conversation, source_of
+from server.api.chat.schema import ChatRequest, Message
+from server.api.endpoint import Endpoint, GatheringEndpoint, Job, stages_of
+from server.api.pooling import schema
+from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
 from server.http.body import Body
-from server.http.validate import Strict, bad_value, check
+from server.http.validate import bad_value, check
 
-MAX_INPUTS = 1000  # as many as LangChain sends at once
 EMBED = "Represent the user's input."
 RERANK = "Given a search query, retrieve relevant candidates that answer the query."
 JUDGE = (
@@ -40,75 +38,6 @@ JUDGE = (
 ANSWERS = ["yes", "no"]
 
 Floats = npt.NDArray[np.float32]
-
-
-def _shape(value: object) -> str:
-    return "<list>" if isinstance(value, list) else "<object>" if isinstance(value, dict) else "<text>"
-
-
-def _is_ids(value: object) -> str:
-    return "<ids>" if isinstance(value, list) and value and type(value[0]) is int else "<list>" if isinstance(value, list) else "<text>"
-
-
-Text = Annotated[str, Tag("<text>")]
-Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), Tag("<ids>")]
-Inputs = Annotated[
-    list[Annotated[Text | Ids, Discriminator(_is_ids)]], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<list>")
-]
-
-
-class PoolingRequest(Strict):
-    """What the endpoints have in common."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    instruction: str | None = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    user: str | None = None
-
-
-class EmbeddingRequest(PoolingRequest):
-    """The body of `POST /v1/embeddings`: `input`, or `messages` with images, which are one."""
-
-    input: Annotated[Text | Ids | Inputs, Discriminator(_is_ids)] = ""
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> "EmbeddingRequest":
-        if ("input" in self.model_fields_set) == (self.messages is not None):
-            raise ValueError("needs either `input` or `messages`")
-        return self
-
-
-class Content(Strict):
-    """A query or a document with images."""
-
-    content: Annotated[Annotated[Parts, Tag("<list>")] | Text, Discriminator(_shape)]
-
-
-Item = Annotated[Text | Annotated[Content, Tag("<object>")], Discriminator(_shape)]
-ItemList = Annotated[list[Item], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<list>")]
-Items = Annotated[ItemList | Text | Annotated[Content, Tag("<object>")], Discriminator(_shape)]
-
-
-class RerankRequest(PoolingRequest):
-    """The body of `POST /rerank`."""
-
-    query: Item
-    documents: ItemList
-    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all
-    return_documents: bool | None = None
-
-
-class ScoreRequest(PoolingRequest):
-    """The body of `POST /score`: each of the second to the one first, or both in pairs."""
-
-    text_1: Items
-    text_2: Items
 
 
 class PoolingEndpoint(GatheringEndpoint):
@@ -132,27 +61,25 @@ class PoolingEndpoint(GatheringEndpoint):
 
     def job_of(self, request: PoolingRequest, field: str, prompts: Sequence[Any], words: list[str], body: Body) -> Job:
         """One Submit a prompt: messages, or token ids. Errors name the `field`. RequestError 400."""
-        chat = ChatRequest(model=request.model, messages=[Message(role="user", content="")], cache_salt=request.cache_salt)
-        job = Job(chat, [])
+        salt = request.cache_salt or ""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        job = Job(ChatRequest(model=request.model, messages=[Message(role="user", content="")]), [])
         for prompt in prompts:
-            rid = body.rid if not job.submits else self.service.client.new_rid()
-            said: ChatPrompt | TokenPrompt
-            if isinstance(prompt[0], int):
-                said, media = TokenPrompt(prompt), []
-            else:
-                check_images(prompt)
-                conversation = read_conversation(prompt, source_of(chat, body), request.mm_processor_kwargs)
-                said, media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
+            rid = self.service.client.new_rid() if job.submits else body.rid
+            submit = Submit(rid, TokenPrompt(prompt), [], params, OutputOptions(), stages_of(body))
+            if not isinstance(prompt[0], int):
+                conversation = read_conversation(prompt, source_of(body, salt), request.mm_processor_kwargs)
+                submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
-            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            options = OutputOptions(), stages_of(body)
-            salt = request.cache_salt or ""
-            job.submits.append(Submit(rid, said, media, params, *options, cache_salt=salt, prompt_field=field, pooled_words=words))
+            submit.cache_salt, submit.prompt_field, submit.pooled_words = salt, field, words
+            job.submits.append(submit)
         return job
 
 
 class EmbeddingsEndpoint(PoolingEndpoint):
-    """The hidden state of the last token, of length one."""
+    """A vector of a text, or of messages with images."""
+
+    takes, gives = EmbeddingRequest, schema.Embeddings
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request: EmbeddingRequest = self.checked(EmbeddingRequest, value)
@@ -191,7 +118,9 @@ class EmbeddingsEndpoint(PoolingEndpoint):
 
 
 class RerankEndpoint(PoolingEndpoint):
-    """How well each document answers the query, the best first."""
+    """Documents by how well they answer a query, the best first."""
+
+    takes, gives = RerankRequest, schema.Ranking
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request: RerankRequest = self.checked(RerankRequest, value)
@@ -212,7 +141,9 @@ class RerankEndpoint(PoolingEndpoint):
 
 
 class ScoreEndpoint(PoolingEndpoint):
-    """The same for pairs, in their order."""
+    """How well one text answers another."""
+
+    takes, gives = ScoreRequest, schema.Scores
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request: ScoreRequest = self.checked(ScoreRequest, value)
@@ -229,19 +160,29 @@ class ScoreEndpoint(PoolingEndpoint):
         return JSONResponse({**identity, "data": scores, **head})
 
 
+ROUTES: dict[str, type[Endpoint]] = {
+    "/v1/embeddings": EmbeddingsEndpoint,
+    "/rerank": RerankEndpoint,
+    "/v1/rerank": RerankEndpoint,
+    "/v2/rerank": RerankEndpoint,
+    "/score": ScoreEndpoint,
+    "/v1/score": ScoreEndpoint,
+}
+
+
 def probability_of_yes(logits: Floats) -> float:
     """Against "no"."""
     yes, no = (float(value) for value in logits)
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 
 
-def judged(instruction: str | None, query: str | Content, document: str | Content) -> list[Message]:
+def judged(instruction: str | None, query: str | ItemContent, document: str | ItemContent) -> list[Message]:
     """The question that a reranker answers with yes or no."""
     parts = [_text(f"<Instruct>: {instruction or RERANK}"), *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]
     return [Message(role="system", content=JUDGE), Message.model_validate({"role": "user", "content": parts})]
 
 
-def _parts(item: str | Content, opening: str) -> list[dict[str, Any]]:
+def _parts(item: str | ItemContent, opening: str) -> list[dict[str, Any]]:
     said = item if isinstance(item, str) else item.content
     if isinstance(said, str):
         return [_text(opening), _text(said or "NULL")]

@@ -1,13 +1,15 @@
-"""Messages of a request in the processor's terms, and the media that they name. Used by the other files of this folder."""
+"""Messages of a request in the processor's terms, and the media that they name."""
 
 import hashlib
 import json
 from dataclasses import dataclass
 
 from engine.messages import API_ARENA, MediaRef, Region
-from server.api.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
-from server.errors import RequestError
+from server.api.chat.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
+from server.api.fields import LIMITED_IN_IMAGES, check_limited
+from server.http.body import Body
 from server.http.scan import Scanner
+from server.http.validate import bad_value
 
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
 
@@ -30,6 +32,18 @@ class Source:
     owner: bytes
 
 
+def source_of(body: Body, salt: str | None) -> Source:
+    """Names of images are apart for each key that clients send, and for each salt."""
+    owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
+    return Source(body.scanner, body.region.offset, owner)
+
+
+def check_url(url: str, scanner: Scanner, path: str) -> None:
+    """RequestError 400 for a URL that no loader knows."""
+    if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
+        raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
+
+
 def read_conversation(messages: list[Message], source: Source, limits: PixelLimits | None = None) -> Conversation:
     """Replaces every image part by an index into the media; `limits` are of the whole request. RequestError 400 for a URL that no loader
     knows."""
@@ -39,9 +53,9 @@ def read_conversation(messages: list[Message], source: Source, limits: PixelLimi
         role = "system" if message.role == "developer" else message.role
         content: object = message.content or ""
         if isinstance(message.content, list):
-            names = (f"messages.{i}.content.{j}" for j in range(len(message.content)))
-            parts = zip(message.content, names, strict=True)
-            content = [_read_part(part, name, source, conversation, limits) for part, name in parts]
+            content = [
+                _read_part(part, f"messages.{i}.content.{j}", source, conversation, limits) for j, part in enumerate(message.content)
+            ]
         entry: dict[str, object] = {"role": role, "content": content}
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
@@ -70,15 +84,18 @@ def _read_part(
     if not isinstance(part, ImagePart):
         return {"type": "text", "text": part.text}
     url = part.image_url.url
-    index = None if url is None else source.scanner.index_of(url)
+    for extra, prefix in ((part.image_url.model_extra, f"{name}.image_url."), (part.model_extra, f"{name}.")):
+        check_limited(extra or {}, LIMITED_IN_IMAGES, prefix)
+    if url is None and part.uuid is None:
+        raise bad_value(f"{name}.image_url", "may be null beside a `uuid` only")
     payload = None
-    if index is not None:
-        reference, url = source.scanner.references[index], None
-        conversation.used_references.add(index)
-        payload = Region(API_ARENA, source.body_offset + reference.offset, reference.length)
-    elif url is not None and not url.lower().startswith(URL_SCHEMES):
-        param = f"{name}.image_url.url"
-        raise RequestError(400, f"{param}: expected a data:, http://, https:// or file:// URL.", param, "invalid_value")
+    if url is not None:
+        check_url(url, source.scanner, f"{name}.image_url.url")
+        index = source.scanner.index_of(url)
+        if index is not None:
+            reference, url = source.scanner.references[index], None
+            conversation.used_references.add(index)
+            payload = Region(API_ARENA, source.body_offset + reference.offset, reference.length)
     least, most, cap = part.limits(limits)
     image_name = None if part.uuid is None else hashlib.sha256(source.owner + part.uuid.encode()).digest()
     conversation.media.append(MediaRef(payload, url, least, most, image_name, cap))

@@ -1,4 +1,4 @@
-"""What requests may say: the fields that are read, as strict types. Used by the other files of this folder.
+"""What requests of chat and text completions may say: the fields that are read, as strict types. The other dialects build on them.
 
 None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
 """
@@ -6,11 +6,10 @@ None means that the client left it to the checkpoint's defaults. Fields that are
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
-from server.api.fields import LIMITED_IN_IMAGES, check_limited
-from server.http.validate import Strict, bad_value
+from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
@@ -23,15 +22,32 @@ MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LO
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
 
+# Lists that a client may fill with very many bad values fail at the first one.
+FIRST = Field(fail_fast=True)
+ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
+MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Salt = Annotated[str, Field(max_length=1024)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+JsonObject = Annotated[str | dict[str, Any], Worded("must be an object, or the JSON of one")]
+Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
+Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
 
 
 class PixelLimits(Strict):
     """The area of an image after resizing; None is the checkpoint's own limit."""
 
-    min_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    max_pixels: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
 
 
 class ProcessorKwargs(PixelLimits):
@@ -40,12 +56,10 @@ class ProcessorKwargs(PixelLimits):
     model_config = ConfigDict(extra="forbid")
 
 
-class ImageUrl(PixelLimits):
+class ImageUrl(PixelLimits, Open):
     """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
 
     `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
-
-    model_config = ConfigDict(extra="allow")
 
     url: str | None
     detail: Literal["auto", "low", "high"] | None = None
@@ -63,19 +77,16 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
-class ImagePart(PixelLimits):
+def _url_object(value: object) -> object:
+    return {"url": value} if isinstance(value, str | None) else value
+
+
+class ImagePart(PixelLimits, Open):
     """With a `uuid`, the URL may be null the next time."""
 
-    model_config = ConfigDict(extra="allow")
-
     type: Literal["image_url", "input_image"]
-    image_url: ImageUrl
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
     uuid: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-
-    @field_validator("image_url", mode="before")
-    @classmethod
-    def _from_bare_string(cls, value: object) -> object:
-        return {"url": value} if isinstance(value, str | None) else value
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
         """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
@@ -85,40 +96,13 @@ class ImagePart(PixelLimits):
         return least, most, LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
 
 
-TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image_url", "input_image")
-
-
-def _part_tag(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return "<text>" if kind in TEXT_PARTS else "<image>" if kind in IMAGE_PARTS else f"<{kind}>"
-
-
-# Tags stand in angle brackets so that validation can tell them from fields.
-Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")] | Annotated[ImagePart, Tag("<image>")],
-    Discriminator(_part_tag, custom_error_type="part_type", custom_error_message="content parts are of type 'text' or 'image_url'"),
-]
-
-
-def _content_tag(value: object) -> str:
-    return "<parts>" if isinstance(value, list) else "<text>"
-
-
-# Lists that a client may fill with very many bad values fail at the first one.
-Parts = Annotated[list[Part], Field(fail_fast=True), Tag("<parts>")]
-Content = Annotated[Parts | Annotated[str | None, Tag("<text>")], Discriminator(_content_tag)]
+Part = Annotated[TextPart | RefusalPart | ImagePart, OneOf("content parts are of type 'text' or 'image_url'")]
+Parts = Annotated[list[Part], FIRST]
 
 
 class CalledFunction(Strict):
     name: str
-    arguments: Any = ""
-
-    @field_validator("arguments")
-    @classmethod
-    def _text_or_object(cls, value: object) -> object:
-        if not isinstance(value, str | dict):
-            raise ValueError("must be a string of JSON")
-        return value
+    arguments: Annotated[str | dict[str, Any], Worded("must be a string of JSON")] = ""
 
 
 class ToolCall(Strict):
@@ -131,10 +115,10 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+    content: Annotated[Parts | str | None, OneOf()] = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], ToolList] | None = None
     tool_call_id: str | None = None
     function_call: None = None
 
@@ -146,7 +130,7 @@ class Message(Strict):
 
 
 class FunctionDefinition(Strict):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -157,50 +141,100 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Strict):
-    """What chat and text completions have in common. Fields that it lacks are in `model_extra`."""
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
 
-    model_config = ConfigDict(extra="allow")
+
+class NamedSchema(Strict):
+    of: JsonObject = Field(alias="schema")
+
+
+class SchemaFormat(Strict):
+    """The schema may stand in `json_schema` or beside it."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema | None = None
+    of: JsonObject | None = Field(alias="schema", default=None)
+
+
+class StructuralTag(Open):
+    type: Literal["structural_tag"]
+
+
+class StructuredOutputs(Open):
+    """vLLM's: one of several members is set."""
+
+    json_: JsonObject | None = Field(alias="json", default=None)
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    structural_tag: JsonObject | None = None
+
+
+def _stop_list(value: object) -> object:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+StopList = Annotated[list[NotEmpty], Field(max_length=MAX_STOPS)]
+Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=NotEmpty | StopList | None)]
+Ids = Annotated[list[int], FIRST]
+FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
+CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
+PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
+
+
+class GenerationRequest(Open):
+    """What chat and text completions have in common."""
 
     model: str | None = None
     max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=MAX_STOPS)
+    stop: Stop = Field(default=[])
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for it
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    json_schema: Any = None
+    response_format: Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)] = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    regex: Pattern | None = None
+    ebnf: Pattern | None = None
+    json_schema: JsonObject | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
+    bad_words: Annotated[list[NotEmpty], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: Salt | None = None
     timings: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
@@ -214,12 +248,10 @@ class GenerationRequest(Strict):
         """How many of the most likely tokens are told beside each token; None: not even its own log-probability."""
         return None
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_list(cls, value: object) -> object:
-        if value is None:
-            return []
-        return [value] if isinstance(value, str) else value
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
 
     def check_together(self, vocab_size: int) -> None:
         """What no single field shows. RequestError 400."""
@@ -239,10 +271,10 @@ class GenerationRequest(Strict):
 class ChatRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], ToolList] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool] | None = None
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
@@ -276,7 +308,7 @@ class ChatRequest(GenerationRequest):
     @property
     def called(self) -> str | None:
         """The function that must be called, if one is named."""
-        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def uses_tools(self) -> bool:
@@ -285,7 +317,6 @@ class ChatRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        check_images(self.messages)
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
@@ -293,19 +324,21 @@ class ChatRequest(GenerationRequest):
                 raise bad_value("continue_final_message", "needs a last message of the assistant with content")
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
-        self._check_tools()
-
-    def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise bad_value("tools", "must have names of their own")
-        check_tool_choice(self.tool_choice, names)
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise bad_value("tool_choice", "needs tools")
+        if self.called is not None and self.called not in names:
+            raise bad_value("tool_choice", "names a function that is not among the tools")
 
 
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
-    prompt: Any
+    prompt: Annotated[
+        str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], Field(min_length=1, fail_fast=True)], OneOf(), Worded(PROMPTS)
+    ]
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the echo
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -315,26 +348,25 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    @property
     def token_limit(self) -> int:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt. RequestError 400."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(entry) is int for entry in prompt)):
-            return [prompt]
-        is_batch = isinstance(prompt, list) and prompt and all(isinstance(entry, str) or _is_token_list(entry) for entry in prompt)
-        if not is_batch:
-            raise bad_value("prompt", "must be text, a list of token ids, or a list of either that is not empty")
-        if len(prompt) > MAX_PROMPTS:
-            raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
-        return list(prompt)
+    def prompts(self) -> list[Any]:
+        """One entry a prompt: a text, or token ids."""
+        is_batch = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
+        return list(self.prompt) if is_batch else [self.prompt]
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
         if self.max_tokens == 0 and not self.echo:
             raise bad_value("max_tokens", "must be at least 1 for requests without `echo: true`")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
         for prompt in self.prompts:
             if not prompt:
                 raise bad_value("prompt", "must not be empty")
@@ -345,7 +377,7 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(GenerationRequest):
     """The body of `POST /tokenize` without messages."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: NotEmpty
 
 
 class DetokenizeRequest(GenerationRequest):
@@ -357,40 +389,6 @@ class DetokenizeRequest(GenerationRequest):
         super().check_together(vocab_size)
         if max(self.tokens) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
-
-
-def check_tool_choice(choice: object, names: list[str]) -> None:
-    """RequestError 400 unless it is a choice that OpenAI has and that fits the tools."""
-    if choice is None or choice in ("none", "auto"):
-        return
-    named = choice.get("function", {}).get("name") if isinstance(choice, dict) and isinstance(choice.get("function"), dict) else None
-    if choice != "required" and not isinstance(named, str):
-        raise bad_value("tool_choice", "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"function\": {\"name\": ...}}")
-    if not names:
-        raise bad_value("tool_choice", "needs tools")
-    if named is not None and named not in names:
-        raise bad_value("tool_choice", "names a function that is not among the tools")
-
-
-def check_images(messages: list[Message]) -> None:
-    """What no type says of image parts. RequestError 400."""
-    for i, message in enumerate(messages):
-        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, ImagePart):
-                _check_image(part, f"messages.{i}.content.{j}")
-
-
-def _check_image(part: ImagePart, path: str) -> None:
-    if part.image_url.url is None and part.uuid is None:
-        raise bad_value(f"{path}.image_url", "may be null beside a `uuid` only")
-    for extra, prefix in ((part.image_url.model_extra, f"{path}.image_url"), (part.model_extra, path)):
-        for name, value in (extra or {}).items():
-            if name in LIMITED_IN_IMAGES:
-                check_limited(name, value, LIMITED_IN_IMAGES[name], f"{prefix}.{name}")
-
-
-def _is_token_list(entry: object) -> bool:
-    return isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
 
 
 def json_of(tools: list[Tool]) -> bytes:

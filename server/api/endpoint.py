@@ -1,7 +1,7 @@
-"""What endpoints with a body share: it is read, checked, submitted, and answered. Extended by the other files of this folder.
+"""What endpoints with a body share: it is read, checked, submitted, and answered. Every dialect extends it.
 
-    body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
-                                            events ──▶ Reply ──▶ client
+body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
+                                        events ──▶ Reply ──▶ client
 """
 
 import asyncio
@@ -19,11 +19,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.arena import Arena
 from engine.config import EngineConfig
-from engine.messages import Event, Submit
+from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from engine.stats import Stages
+from server.api.chat.schema import GenerationRequest
 from server.api.fields import UnknownFields
-from server.api.schema import GenerationRequest
+from server.api.grammar import read_grammar
+from server.api.openapi import BodyRoute, ErrorAnswer
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
@@ -37,6 +39,7 @@ from server.http.sse import Format
 from server.http.validate import check, read_object
 
 Checked = TypeVar("Checked", bound=GenerationRequest)
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
@@ -70,8 +73,14 @@ class Job:
 
 
 class Endpoint(ABC):
-    """Turns requests into streams of the engine. Called by the ASGI server; the headers of an answer wait for the first event, so that a
-    late reject is still a clean status."""
+    """Turns requests into streams of the engine; an ASGI application. The headers of an answer wait for the first event, so that a late
+    reject is still a clean status. The docstrings of endpoints and these types are what `/openapi.json` says of them."""
+
+    takes: Any  # a body
+    gives: Any  # a document
+    streams: Any = None  # the data of an event, if answers may be streamed
+    last_data = ""  # what the last event holds instead
+    fails: Any = ErrorAnswer
 
     def __init__(self, service: Service):
         self.service = service
@@ -85,6 +94,9 @@ class Endpoint(ABC):
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
         """Answers, and gives the stream back however that ends."""
 
+    def route(self, path: str) -> BodyRoute:
+        return BodyRoute(path, self)
+
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Everything that can be told of a request by itself. RequestError 400."""
         request = check(model, value)
@@ -97,24 +109,24 @@ class Endpoint(ABC):
         self._unknown.check(extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await self._accept(Request(scope, receive))
+        self.service.client.check_open()
+        try:
+            reply = await self._accept(Request(scope, receive))
+        except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
+            self.service.client.check_open()
+            raise
         await reply(scope, receive, send)
 
     async def _accept(self, request: Request) -> ASGIApp:
         service = self.service
-        service.client.check_open()
         header = request.headers.get("content-length")
         length = int(header) if header else None
         address = request.client.host if request.client is not None else ""
         with service.client.reading(), service.shares.claim(address) as claim:
-            try:
-                direct = direct_reader(request.scope)
-                body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
-                body.credentials = credentials_of(request.scope)
-                return await self._submit(body)
-            except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
-                service.client.check_open()
-                raise
+            direct = direct_reader(request.scope)
+            body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
+            body.credentials = credentials_of(request.scope)
+            return await self._submit(body)
 
     async def _submit(self, body: Body) -> ASGIApp:
         service = self.service
@@ -162,6 +174,27 @@ class GenerationEndpoint(Endpoint):
 
     format: type[Format]
 
+    def job_of(self, request: GenerationRequest, body: Body, prompts: list[Any], field: str, **output: Any) -> Job:
+        """One Submit a prompt, which stands in this field; `output` are OutputOptions. RequestError 400."""
+        grammar, grammar_field = read_grammar(request)
+        params = sampling_params(request, self.service.checkpoint.sampling)
+        options = OutputOptions(
+            stop=request.stop,
+            min_tokens=request.min_tokens or 0,
+            include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            bad_words=request.bad_words or [],
+            **output,
+        )
+        job = Job(request, [])
+        for prompt in prompts:
+            rid = self.service.client.new_rid() if job.submits else body.rid
+            submit = Submit(rid, prompt, [], params, options, stages_of(body), prompt_field=field)
+            submit.cache_salt, submit.n, submit.priority = request.cache_salt or "", request.n or 1, request.priority or 0
+            submit.grammar, submit.grammar_field = grammar, grammar_field
+            job.submits.append(submit)
+        return job
+
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
         request, service = job.request, self.service
         options = request.stream_options
@@ -174,9 +207,8 @@ class GenerationEndpoint(Endpoint):
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             timings=bool(request.timings),
-            num_images=job.num_images,
         )
-        return Reply(stream, service.client, service.metrics, self.format_of(job), reply_options)
+        return Reply(stream, service.client, service.metrics, job.num_images, self.format_of(job), reply_options)
 
     def format_of(self, job: Job) -> Callable[..., Format]:
         """How the answer to this one looks."""
@@ -187,7 +219,8 @@ class GatheringEndpoint(Endpoint):
     """Answers with one document when all choices have their one event."""
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        return GatheredReply(stream, self.service.client, self.service.metrics, job.num_images, lambda events: self.answer(job, events))
+        service = self.service
+        return GatheredReply(stream, service.client, service.metrics, job.num_images, lambda events: self.answer(job, events))
 
     @abstractmethod
     def answer(self, job: Job, events: list[Event]) -> Response:
@@ -196,34 +229,28 @@ class GatheringEndpoint(Endpoint):
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:
     """What the request says, else what the checkpoint recommends; a request without a seed gets a random one."""
-    top_k = request.top_k if request.top_k is not None else defaults.top_k
+
+    def told(name: str) -> Any:
+        value = getattr(request, name)
+        return getattr(defaults, name) if value is None else value
+
     return SamplingParams(
         max_tokens=request.token_limit,
-        temperature=request.temperature if request.temperature is not None else defaults.temperature,
-        top_p=request.top_p if request.top_p is not None else defaults.top_p,
-        top_k=max(0, top_k),
-        min_p=request.min_p if request.min_p is not None else defaults.min_p,
+        temperature=told("temperature"),
+        top_p=told("top_p"),
+        top_k=max(0, told("top_k")),
+        min_p=told("min_p"),
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
+        repetition_penalty=told("repetition_penalty"),
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         min_tokens=request.min_tokens or 0,
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=request.num_logprobs,
-    )
-
-
-def output_options(request: GenerationRequest, **others: Any) -> OutputOptions:
-    return OutputOptions(
-        stop=request.stop,
-        min_tokens=request.min_tokens or 0,
-        include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-        skip_special_tokens=request.skip_special_tokens is not False,
-        bad_words=request.bad_words or [],
-        **others,
+        prompt_logprobs=request.num_prompt_logprobs,
     )
 
 

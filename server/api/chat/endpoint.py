@@ -1,0 +1,128 @@
+"""`POST /v1/chat/completions` and `/v1/completions`; and `/tokenize` and `/detokenize`: what a request would be to the model, and back."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import JSONResponse, Response
+
+from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.params import OutputOptions, SamplingParams
+from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
+from server.api.chat.conversation import read_conversation, source_of
+from server.api.chat.format import ChatFormat, CompletionFormat
+from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, json_of
+from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, stages_of
+from server.api.grammar import check_strict_tools, read_grammar
+from server.http.body import Body
+from server.http.sse import Format
+
+
+class ChatEndpoint(GenerationEndpoint):
+    """An answer to messages with text and images."""
+
+    takes: Any = ChatRequest
+    gives: Any = ChatCompletion
+    streams: Any = ChatChunk
+    last_data = "[DONE]"
+    format: type[Format] = ChatFormat
+    prompt_field = "messages"
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        return self.job(self.check(ChatRequest, value), body)
+
+    def job(self, request: ChatRequest, body: Body) -> Job:
+        """What a checked request is to the processor. RequestError 400."""
+        conversation = read_conversation(request.messages, source_of(body, request.cache_salt), request.mm_processor_kwargs)
+        job = self.job_of(
+            request,
+            body,
+            [chat_prompt(request, conversation.messages)],
+            self.prompt_field,
+            calls="none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all",
+            must_call=request.uses_tools and request.tool_choice not in (None, "auto"),
+            called=request.called,
+        )
+        check_strict_tools(request)
+        submit = job.submits[0]
+        submit.media, job.used = conversation.media, conversation.used_references
+        submit.grammar_field = submit.grammar_field or "tools"
+        return job
+
+
+class CompletionEndpoint(GenerationEndpoint):
+    """How texts, or token ids, may go on."""
+
+    takes = CompletionRequest
+    gives = Completion
+    streams = Completion
+    last_data = "[DONE]"
+    format = CompletionFormat
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.check(CompletionRequest, value)
+        prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
+        return self.job_of(request, body, prompts, "prompt", echo=bool(request.echo))
+
+
+class TokenizeEndpoint(GatheringEndpoint):
+    """Token ids of messages, as chat completions would make them, or of a text."""
+
+    takes = ChatRequest | TokenizeRequest
+    gives = Tokenized
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        if "messages" in value:
+            return counted_chat(self.check(ChatRequest, value), body)
+        request = self.check(TokenizeRequest, value)
+        return counted(request, body, TextPrompt(request.prompt), "prompt")
+
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        ids, limit = events[0].prompt_ids, self.service.client.stats.max_model_len
+        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
+
+
+class DetokenizeEndpoint(GatheringEndpoint):
+    """The text of token ids, special ones included."""
+
+    takes = DetokenizeRequest
+    gives = Detokenized
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.check(DetokenizeRequest, value)
+        return counted(request, body, TokenPrompt(request.tokens), "tokens")
+
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        return JSONResponse({"prompt": events[0].text})
+
+
+ROUTES: dict[str, type[Endpoint]] = {
+    "/v1/chat/completions": ChatEndpoint,
+    "/v1/completions": CompletionEndpoint,
+    "/tokenize": TokenizeEndpoint,
+    "/detokenize": DetokenizeEndpoint,
+}
+
+
+def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:
+    return ChatPrompt(
+        messages=msgspec.json.encode(messages),
+        tools=json_of(request.tools or []) if request.uses_tools else None,
+        template_kwargs=request.template_kwargs,
+        ending="continue" if request.continue_final_message else "none" if request.add_generation_prompt is False else "generation",
+    )
+
+
+def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str) -> Job:
+    """A request that goes no further than the processor; `field` holds its prompt. RequestError 400."""
+    read_grammar(request)  # for what is wrong with it
+    output = OutputOptions(echo=True)
+    submit = Submit(body.rid, prompt, [], SamplingParams(), output, stages_of(body), is_counted_only=True, prompt_field=field)
+    return Job(request, [submit])
+
+
+def counted_chat(request: ChatRequest, body: Body) -> Job:
+    """The same, of messages and their images."""
+    conversation = read_conversation(request.messages, source_of(body, request.cache_salt), request.mm_processor_kwargs)
+    job = counted(request, body, chat_prompt(request, conversation.messages), "messages")
+    job.submits[0].media, job.used = conversation.media, conversation.used_references
+    return job

@@ -1,0 +1,186 @@
+"""The bytes of an answer of chat or text completions: chunks of a stream without `event:` lines, or one JSON document.
+
+The hot path is `token_chunk`: everything but the text is formatted once a choice.
+"""
+
+import secrets
+from abc import abstractmethod
+
+from engine.messages import CallDelta, ErrorInfo, Event, Logprob
+from server.errors import error_body
+from server.http.sse import Call, Choice, Format, Usage, encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+class OpenAIFormat(Format):
+    """What chat and text completions have in common."""
+
+    id_prefix: str
+    chunk_object: str
+    document_object: str
+
+    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
+        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(16)}", "object": self.chunk_object, "created": created, "model": model}
+        self._prefix = b"data: " + encode(self._head)[:-1]
+        self._continuous_usage = continuous_usage
+        self._include_usage = include_usage
+        self._plain_end = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._openings: dict[int, bytes] = {}  # of token chunks, by choice
+
+    @abstractmethod
+    def last_delta(self) -> dict[str, object]:
+        """What the chunk of a finish reason says beside it."""
+
+    @abstractmethod
+    def document_choice(self, choice: Choice) -> dict[str, object]:
+        """What a document says of a choice, log-probabilities included, but for why it ended."""
+
+    def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
+        said = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
+        return self._chunk(said, choice.usage, {} if self._include_usage else timings)
+
+    def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
+        """A chunk of usage in a stream that asked for it."""
+        if not self._include_usage:
+            return DONE
+        return b"data: " + encode({**self._head, "choices": [], "usage": usage_json(usage), **timings}) + b"\n\n" + DONE
+
+    def error_chunk(self, info: ErrorInfo) -> bytes:
+        """A chunk with a top-level `error`."""
+        return b"data: " + error_body(info) + b"\n\n"
+
+    def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
+        said = [{"index": choice.index, **self.document_choice(choice), **_ending(choice)} for choice in choices]
+        return encode({**self._head, "object": self.document_object, "choices": said, "usage": usage_json(usage), **timings})
+
+    def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
+        chunk: dict[str, object] = {**self._head, "choices": [choice]}
+        if self._include_usage or self._continuous_usage:
+            chunk["usage"] = usage_json(usage) if self._continuous_usage else None
+        return b"data: " + encode(chunk | extra) + b"\n\n"
+
+    def _end(self, usage: Usage) -> bytes:
+        return b',"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._continuous_usage else self._plain_end
+
+    def _opening(self, choice: Choice, rest: bytes) -> bytes:
+        """What stands before the text of a token of this choice."""
+        opening = self._openings.get(choice.index)
+        if opening is None:
+            opening = self._openings[choice.index] = self._prefix + b',"choices":[{"index":%d,' % choice.index + rest
+        return opening
+
+
+class ChatFormat(OpenAIFormat):
+    """Messages, with thoughts and tool calls beside the content."""
+
+    id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
+
+    def first_chunk(self, choice: Choice) -> bytes:
+        said = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._chunk(said, choice.usage, {})
+
+    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        value = encode(event.text)
+        logprobs = encode(_chat_logprobs(event.logprobs)) if event.logprobs else b"null"
+        delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
+        if event.calls:
+            calls = encode([_delta_json(choice.calls[call.index], call) for call in event.calls])
+            delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
+        end = b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+        return self._opening(choice, b'"delta":{') + delta + end
+
+    def last_delta(self) -> dict[str, object]:
+        return {"delta": {}}
+
+    def document_choice(self, choice: Choice) -> dict[str, object]:
+        """A message that thought, or called, and came to no answer has no content."""
+        content = "".join(choice.content)
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.usage.num_reasoning:
+            reasoning = "".join(choice.reasoning)
+            message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
+        if choice.calls:
+            message |= {"content": content or None, "tool_calls": [_call_json(call, call.arguments) for call in choice.calls]}
+        return {"message": message, "logprobs": _chat_logprobs(choice.logprobs) if choice.logprobs else None}
+
+
+class CompletionFormat(OpenAIFormat):
+    """Plain text."""
+
+    id_prefix, chunk_object, document_object = "cmpl", "text_completion", "text_completion"
+
+    def first_chunk(self, choice: Choice) -> bytes:
+        return b""
+
+    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        logprobs = encode(_completion_logprobs(event.logprobs, choice)) if event.logprobs else b"null"
+        text = self._opening(choice, b'"text":') + encode(event.text)
+        return text + b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+
+    def last_delta(self) -> dict[str, object]:
+        return {"text": ""}
+
+    def document_choice(self, choice: Choice) -> dict[str, object]:
+        logprobs = _completion_logprobs(choice.logprobs, choice) if choice.logprobs else None
+        return {"text": "".join(choice.content), "logprobs": logprobs}
+
+
+def usage_json(usage: Usage) -> dict[str, object]:
+    shown: dict[str, object] = {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_generated,
+        "total_tokens": usage.num_prompt + usage.num_generated,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+    return shown | {"completion_tokens_details": {"reasoning_tokens": usage.num_reasoning}} if usage.num_reasoning else shown
+
+
+def _ending(choice: Choice) -> dict[str, object]:
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+def _call_json(call: Call, arguments: str) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _delta_json(call: Call, delta: CallDelta) -> dict[str, object]:
+    """A piece of a call: its id, type and name come once."""
+    said = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
+    return {"index": delta.index, **said}
+
+
+def _chat_logprobs(entries: list[Logprob]) -> dict[str, object]:
+    content = []
+    for entry in entries:
+        top = [_token_json(token, value) for token, value in entry.top]
+        content.append({**_token_json(entry.token, entry.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:
+    return {"token": _text(token), "logprob": logprob, "bytes": list(token)}
+
+
+def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
+    """Of tokens of a text completion, in parallel lists. A token is among the likely ones of its place in any case."""
+    offsets = []
+    for entry in entries:
+        offsets.append(choice.num_characters)
+        choice.num_characters += len(_text(entry.token))
+    return {
+        "text_offset": offsets,
+        "tokens": [_text(entry.token) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [_likely(entry) for entry in entries],
+    }
+
+
+def _likely(entry: Logprob) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
+    return {_text(token): value for token, value in reversed(entry.top)} | {_text(entry.token): entry.logprob}
+
+
+def _text(token: bytes) -> str:
+    return token.decode("utf-8", "replace")

@@ -1,0 +1,146 @@
+"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions.
+
+Nothing is stored: a client sends the items of a conversation itself. What the dialect lacks and chat completions have, such as `seed` or
+a grammar, may stand in a request too and means the same.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from server.api.chat.conversation import check_url
+from server.api.chat.endpoint import ChatEndpoint
+from server.api.chat.schema import ChatRequest
+from server.api.endpoint import Endpoint, Job
+from server.api.fields import limits_of, rest_of
+from server.api.responses import schema
+from server.api.responses.format import ResponseFormat
+from server.api.responses.schema import CallItem, ChosenTool, InputImage, MessageItem, ResponsesRequest, ResultItem, TextFormat, ThoughtItem
+from server.http.body import Body
+from server.http.scan import Scanner
+from server.http.sse import Format
+from server.http.validate import bad_value, check
+
+# Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
+LIMITED = limits_of(
+    ((), "background_options context_management conversation image max_completion_tokens max_tokens messages moderation"),
+    ((), "previous_response_id prompt response_format"),
+    ((False,), "background continue_final_message logprobs"),
+    ((True,), "add_generation_prompt"),
+    ((0,), "top_logprobs"),
+    ((1,), "n"),
+    (("disabled",), "truncation"),
+)
+# Of tools that are not here, of tokens that nobody reads, or the same for every answer.
+HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
+
+
+class ResponsesEndpoint(ChatEndpoint):
+    """An answer to items of OpenAI's newer dialect."""
+
+    takes, gives, streams = ResponsesRequest, schema.ResponseAnswer, schema.ResponseEvent
+    last_data = ""
+    prompt_field = "input"
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = check(ResponsesRequest, value)
+        job = self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)
+        params = job.submits[0].params
+        job.echo = _echo(request) | {"temperature": params.temperature, "top_p": params.top_p}
+        return job
+
+    def format_of(self, job: Job) -> Callable[..., Format]:
+        return functools.partial(ResponseFormat, echo=job.echo)
+
+
+ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint}
+
+
+def _echo(request: ResponsesRequest) -> dict[str, object]:
+    """What an answer repeats of its request, whose tools and formats the client's libraries read there."""
+    shape = request.text.format if request.text else None
+    said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning"})
+    return said | {
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "text": {"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
+        "tool_choice": said["tool_choice"] or "auto",
+        "tools": [tool.model_dump() for tool in request.tools or ()],
+    }
+
+
+def chat_body(request: ResponsesRequest, scanner: Scanner) -> dict[str, Any]:
+    """The same request as chat completions have it. RequestError 400."""
+    chat = rest_of(request.model_extra, LIMITED, HARMLESS)
+    chat |= request.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls"})
+    chat["max_tokens"] = request.max_output_tokens
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    said = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
+    chat["messages"] = [*system, *said]
+    if request.tools:
+        chat["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools]
+    choice = request.tool_choice
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+    if request.text and request.text.format:
+        chat["response_format"] = _response_format(request.text.format)
+    if request.reasoning and request.reasoning.effort == "none":
+        chat["enable_thinking"] = False
+    return chat
+
+
+def _response_format(shape: TextFormat) -> dict[str, Any]:
+    if shape.type != "json_schema":
+        return {"type": shape.type}
+    if shape.json_schema is None:
+        raise bad_value("text.format.schema", "is missing")
+    return {"type": "json_schema", "json_schema": {"schema": shape.json_schema}}
+
+
+def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]]:
+    """Thoughts, what is said behind them and the calls behind that are one message of the assistant."""
+    turn: dict[str, Any] = {}
+    for i, item in enumerate(items):
+        is_new = isinstance(item, MessageItem | ThoughtItem) and (turn.get("content") or turn.get("tool_calls"))
+        is_assistants = isinstance(item, CallItem | ThoughtItem) or (isinstance(item, MessageItem) and item.role == "assistant")
+        if turn and (is_new or not is_assistants):
+            yield turn
+            turn = {}
+        if is_assistants:
+            turn = turn or {"role": "assistant", "content": ""}
+            _extend(turn, item, f"input.{i}")
+        elif isinstance(item, ResultItem):
+            content = _content(item.output, f"input.{i}.output", scanner)
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
+        else:
+            yield {"role": item.role, "content": _content(item.content, f"input.{i}.content", scanner)}
+    if turn:
+        yield turn
+
+
+def _extend(turn: dict[str, Any], item: MessageItem | CallItem | ThoughtItem, name: str) -> None:
+    if isinstance(item, CallItem):
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        turn.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, ThoughtItem):
+        turn["reasoning"] = turn.get("reasoning", "") + "".join(part.text for part in item.content or ())
+    elif isinstance(item.content, str):
+        turn["content"] = item.content
+    else:
+        if any(isinstance(part, InputImage) for part in item.content):
+            raise bad_value(f"{name}.content", "a message of role 'assistant' has no images")
+        turn["content"] = "".join(part.text for part in item.content if not isinstance(part, InputImage))
+
+
+def _content(content: str | list[Any], name: str, scanner: Scanner) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [_part(part, f"{name}.{j}", scanner) for j, part in enumerate(content)]
+
+
+def _part(part: Any, name: str, scanner: Scanner) -> dict[str, Any]:
+    if not isinstance(part, InputImage):
+        return {"type": "text", "text": part.text}
+    url = part.image_url
+    check_url(url, scanner, f"{name}.image_url")
+    detail = "high" if part.detail == "original" else part.detail
+    return {"type": "image_url", "image_url": {"url": url, "detail": detail} | part.model_dump(include={"min_pixels", "max_pixels"})}
