@@ -187,7 +187,7 @@ class _StepBuilder:
                 request.hasher.adopt(sibling.hasher, num_blocks)
         if not request.is_stateful:
             return hits, []
-        request.branch_point = len(hits) * self.state.blocks.block_size
+        self.state.note_branch(request, len(hits))
         for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
             if snapshot := self.state.blocks.snapshot(request.hasher.links[num_blocks - 1]):
                 return hits[:num_blocks], snapshot
@@ -234,6 +234,8 @@ class _StepBuilder:
             if new_blocks is not None:
                 self._add_chunk(request, fitting, new_blocks, drafts)
                 return fitting
+            if self.state.saving:
+                return 0  # blocks of snapshots come back when their steps land: nobody has to go for them
             victim = self.state.running[-1]
             self.state.preempt(victim)
             if victim is request:

@@ -112,6 +112,10 @@ class State:
         """A waiting request waits for its beginning, which an older one computes."""
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
 
+    def note_branch(self, request: Request, num_blocks: int) -> None:
+        """Of a waiting request's beginning so many blocks are cached: states behind them will be wanted again."""
+        request.branch_point = num_blocks * self.blocks.block_size
+
     def want_pixels(self, request: Request, index: int) -> None:
         """Image `index` is a file and has to be encoded: the processor is asked, once."""
         request.awaited.add(request.images[index].hash)
