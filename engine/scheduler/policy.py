@@ -148,7 +148,7 @@ class _StepBuilder:
         """Whether a request that could start has to encode a file behind what is cached of its beginning. It is asked for then."""
         if all(span.hash in request.sources for span in request.images):
             return False
-        self._want_pixels(request, len(self._beginning(request)[0]) * self.state.blocks.block_size)
+        self._want_pixels(request, len(self._with_states(request, self._beginning(request))[0]) * self.state.blocks.block_size)
         return bool(request.awaited)
 
     def _want_pixels(self, request: Request, num_computed: int) -> None:
@@ -160,7 +160,8 @@ class _StepBuilder:
 
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
-        hits, snapshot = self._beginning(request)
+        equal = self._beginning(request)
+        hits, snapshot = self._with_states(request, equal)
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
@@ -168,7 +169,7 @@ class _StepBuilder:
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no room for its next embedding beside the pinned ones: wait, nobody is preempted for a newcomer
             return False
-        self.state.start(request, hits)
+        self.state.start(request, hits, len(equal))
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]
         grammar = request.wire.grammar
@@ -176,18 +177,20 @@ class _StepBuilder:
         self.budget -= self._schedule(request, length)
         return True
 
-    def _beginning(self, request: Request) -> tuple[list[int], list[int]]:
-        """Blocks that have the beginning of a waiting request: from the prefix cache, or from a sibling, who need not have it cached. Of a
-        model with states it ends where there is a snapshot, whose blocks come second."""
+    def _beginning(self, request: Request) -> list[int]:
+        """Blocks that have the beginning of a waiting request: from the prefix cache, or from a sibling, who need not have it cached."""
         hits = self._prefix_hits(request)
         for sibling in self._running_siblings(request):
             num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
             if num_blocks > len(hits):
                 hits = sibling.blocks[:num_blocks]
                 request.hasher.adopt(sibling.hasher, num_blocks)
+        return hits
+
+    def _with_states(self, request: Request, hits: list[int]) -> tuple[list[int], list[int]]:
+        """The longest beginning of these blocks behind which there is a snapshot, whose blocks come second; all for a model without states."""
         if not request.is_stateful:
             return hits, []
-        self.state.note_branch(request, len(hits))
         for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
             if snapshot := self.state.blocks.snapshot(request.hasher.links[num_blocks - 1]):
                 return hits[:num_blocks], snapshot

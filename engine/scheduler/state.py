@@ -69,13 +69,15 @@ class State:
         request.status = Status.WAITING
         insort(self.waiting, request, key=_order)
 
-    def start(self, request: Request, hits: Sequence[int]) -> None:
-        """A waiting request gets a row, and its beginning from the blocks that have it."""
+    def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
+        """A waiting request gets a row, and its beginning from the blocks that have it. Behind `num_equal` blocks, which are cached, but not
+        their states, another sequence branched off."""
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
         request.status, request.row, request.blocks = Status.RUNNING, self.free_rows.pop(), list(hits)
         request.leader, request.num_shared_blocks = None, 0
+        request.branch_point = num_equal * self.blocks.block_size
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
         while request.first_needed < len(request.images) and request.images[request.first_needed].end <= request.num_computed:
             request.first_needed += 1
@@ -111,10 +113,6 @@ class State:
     def follow(self, request: Request, leader: Request, num_shared_blocks: int) -> None:
         """A waiting request waits for its beginning, which an older one computes."""
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
-
-    def note_branch(self, request: Request, num_blocks: int) -> None:
-        """Of a waiting request's beginning so many blocks are cached: states behind them will be wanted again."""
-        request.branch_point = num_blocks * self.blocks.block_size
 
     def want_pixels(self, request: Request, index: int) -> None:
         """Image `index` is a file and has to be encoded: the processor is asked, once."""

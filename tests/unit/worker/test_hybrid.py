@@ -9,7 +9,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.scheduler import request
-from engine.scheduler.state import State
 from engine.worker.memory import plan_memory
 from models.cache import CacheSpec, PagedGroup, StateGroup
 from models.scaffold import SHAPES, write_model_folder
@@ -110,11 +109,11 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: HybridModel, graphs: boo
     num_document = num_prompt - 70
     assert computed[1] == num_prompt - num_document // BLOCK * BLOCK, "hits the end of the images"
     assert computed[2] == num_prompt - (num_document + 40) // BLOCK * BLOCK, "hits where the second question left the first one"
-    monkeypatch.setattr(State, "note_branch", lambda *_: None)
     for rid, parts in enumerate(questions):
         cold = Engine(model, graphs=graphs, sizes=SIZES) if graphs else Engine(model)
         cold.add(0, parts, max_tokens=8, logprobs=0)
-        cold.core.state.waiting[0].branch_point = (num_document + 40) // BLOCK * BLOCK if rid else 0
+        if rid:
+            cold.core.state.waiting[0].snapshot_points += ((num_document + 40) // BLOCK * BLOCK,)
         cold.run()
         assert cold.tokens[0] == engine.tokens[rid] and logprobs_of(cold, 0) == logprobs_of(engine, rid)
 
