@@ -73,7 +73,7 @@ class Bench:
         model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
         init_dummy_weights(model, seed=0)
         self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
-        pools = allocate_pools(model.cache_spec, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
+        pools = allocate_pools(model.cache_spec.paged, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         num_seqs, vocab_size = self._config.max_num_seqs, model_config.text.vocab_size
         sampling = backend.sampling(num_seqs, vocab_size)
         sampler = Sampler(sampling, num_seqs, model_config, Path(), device)

@@ -145,7 +145,7 @@ def fields_page() -> str:
     return "\n".join([
         "# Fields of requests",
         "",
-        "`server/api/chat/schema.py` defines the values of each field; a bad value is a 400 that names the field. A field that is not on this",
+        "`server/api/chat/schema.py` defines the values of each field; a bad value is a 400 that names the field. A field not on this",
         "page is ignored and logged once. `python docs/generate.py` writes this page.",
         "",
         "| endpoint | fields |",

@@ -276,15 +276,19 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):
-    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline."""
+    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline.
+
+    `blocks` have its beginning, and `snapshot` the states behind that; both are empty where it is computed from its first token on.
+    """
 
     row: int
     prompt: Region
     output_ids: list[int]
     spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
-    blocks: list[int]  # held from the prefix cache
+    blocks: list[int]
     params: SamplingParams
     grammar: CompiledGrammar | None = None
+    snapshot: list[int] = []
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):
@@ -300,7 +304,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table.
 
     The last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the
-    model would have drawn, and one token more.
+    model would have drawn, and one token more. Behind its last token the row's states go into the blocks of `snapshot`, if there are any.
     """
 
     row: int
@@ -310,6 +314,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[int]
     visual: list[VisualRef]
     drafts: tuple[int, ...] = ()
+    snapshot: list[int] = []
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -334,7 +339,7 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """One step, executed in this order: save, evict, admit, restore, encode, forward, sample. Prefill chunks come before
+    """One step, executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Prefill chunks come before
     decode chunks, which are those of one sampled token without an image."""
 
     step: int
@@ -352,7 +357,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     image_cache_bytes: int
     bytes_per_image_token: int
     step_sizes: StepSizes  # that pay on its device
-    has_state: bool = False  # some layer's cache is a state of the whole row: no prefix can be gone on from
+    snapshot_blocks: int = 0  # that hold a snapshot of a row's states; 0: the model has none
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):

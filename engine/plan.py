@@ -1,19 +1,20 @@
-"""What fits on a GPU: weights, context and images of a model, computed in plain Python without a GPU. `python -m engine.serve --plan`.
+"""How a GPU's memory is divided, in plain Python: `python -m engine.serve --plan`, the launcher's cuts for small cards, a worker's pools.
 
     memory  x  --gpu-memory-utilization  =
-        weights + runtime   +   activations   +   captured steps   +   vision tower   +   image cache   +   KV pool
+        weights + runtime + activations + captured steps + vision tower + states of rows   +   image cache + KV pool
 
-The launcher cuts the sizes of steps by this where a card is small; a worker measures what is planned here, see `engine/worker/memory.py`.
-The formulas were fitted to what workers measured on H200s with 2B, 8B, 32B, 30B-A3B and 235B-A22B: their sums agree within 5 percent.
+A worker measures the first six (`engine/worker/memory.py`), everybody else estimates them.
+The formulas were fitted to what workers measured on H200s with 2B, 8B, 32B, 30B-A3B and 235B-A22B: sums agree within 5 percent.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 
 import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
 from models.backends.portable.tuned import STEP_SIZES
+from models.cache import CacheSpec
 from models.config import ModelConfig, VisionConfig
 from models.step_sizes import StepSizes
 
@@ -33,23 +34,43 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Bytes on each GPU; `kv_pool` is negative by what is lacking, unless a flag fixes it."""
+class Needs:
+    """Bytes on each GPU beside the image cache and the KV pool: estimated here, measured by a worker."""
 
     weights: int
     runtime: int
-    activations: int
+    activations: int  # of an encode and a step at once, at their peak
     step_graphs: int
-    tower: int
-    image_cache: int
-    kv_pool: int
-    spare: int  # what nobody has asked for; negative by what is lacking where flags fix the image cache and the KV pool
-    tokens: int  # that the KV pool holds
-    images: int  # of 720p whose embeddings the image cache holds
+    tower: int  # tables and graphs that are made when sizes come again, and an image that no plan has named yet
+    states: int  # of rows, where layers have any
 
     @property
-    def held(self) -> int:
-        return self.weights + self.runtime
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {field.name.replace("_", " "): size for field, size in zip(fields(self), astuple(self), strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a GPU's memory is divided. `kv_pool` is negative by what is lacking, unless a flag fixes it."""
+
+    needs: Needs
+    image_cache: int
+    kv_pool: int
+    block_bytes: int
+    spare: int  # what nobody has asked for; negative by what is lacking where flags fix the image cache and the KV pool
+
+    @property
+    def num_blocks(self) -> int:
+        return max(0, self.kv_pool) // self.block_bytes
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """All that memory is for, by the names of the table."""
+        return {**self.needs.parts, "image cache": self.image_cache, "KV pool": self.kv_pool}
 
 
 def vision_parameters(vision: VisionConfig) -> int:
@@ -106,13 +127,17 @@ def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
     return min(MAX_EARLY_TOKENS, max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
 
 
-def share_out(config: EngineConfig, left: int, block_bytes: int) -> tuple[int, int]:
-    """Image cache and KV pool of what a GPU has left for both, unless flags say otherwise: then, too, the rest is the other's."""
+def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
+    """What the share of `free` bytes leaves beside `needs` goes to the image cache and the KV pool; the rest of a size that a flag says is
+    the other's."""
+    left = int(free * config.gpu_memory_utilization) - needs.total
+    block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
     share = left // IMAGE_CACHE_SHARE
     rest = share if fixed is None else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
     image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest))
-    return image_cache, left - image_cache if fixed is None else fixed
+    kv_pool = left - image_cache if fixed is None else fixed
+    return Plan(needs, image_cache, kv_pool, block_bytes, left - image_cache - kv_pool)
 
 
 def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
@@ -120,27 +145,25 @@ def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
     return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
 
 
-def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
-    """For GPUs with so many bytes each."""
+def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
+    """Of each GPU, before anything is there."""
     text, tp = model.text, config.tp
     is_fp8 = text.is_fp8 or config.quantization == "fp8"
     sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens, text.moe is not None, is_fp8)
     activations = activation_bytes(model, config)
-    plan = Plan(
+    return Needs(
         weights=weight_bytes(model, tp, is_fp8),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config.max_num_seqs, config.max_num_batched_tokens, activations),
         tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
-        image_cache=0, kv_pool=0, spare=0, tokens=0, images=0,
-    )  # fmt: skip
-    left = int(gpu_memory * config.gpu_memory_utilization) - plan.held - plan.activations - plan.step_graphs - plan.tower
-    token_bytes = text.num_layers * 2 * max(1, text.num_kv_heads // tp) * text.head_dim * VALUE_BYTES
-    image_cache, kv_pool = share_out(config, left, config.block_size * token_bytes)
-    image_bytes = 880 * model.num_visual_levels * text.hidden_size * VALUE_BYTES  # of 1280 x 720
-    spare = left - image_cache - kv_pool
-    tokens, images = max(0, kv_pool) // token_bytes, image_cache // image_bytes
-    return replace(plan, image_cache=image_cache, kv_pool=kv_pool, spare=spare, tokens=tokens, images=images)
+        states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).bytes_per_row,
+    )
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
+    """For GPUs with so many bytes each."""
+    return divide(config, model.text.cache_spec(config.tp, VALUE_BYTES), estimate(config, model), gpu_memory)
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConfig:
@@ -157,7 +180,7 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConf
 
 
 def _is_enough(config: EngineConfig, plan: Plan) -> bool:
-    return plan.spare >= 0 and (fixed_kv_bytes(config, 1) is not None or plan.tokens >= ENOUGH_TOKENS)
+    return plan.spare >= 0 and (fixed_kv_bytes(config, 1) is not None or plan.num_blocks * config.block_size >= ENOUGH_TOKENS)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
@@ -166,28 +189,27 @@ def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
     return ", ".join(f"--{name.replace('_', '-')} {getattr(fitted, name)}" for name in changed)
 
 
-def rows(config: EngineConfig, model: ModelConfig, cards: tuple[int, ...]) -> Iterator[list[str]]:
-    """A line of the table for each card of so many bytes."""
+def rows(config: EngineConfig, model: ModelConfig, cards: tuple[int, ...]) -> Iterator[dict[str, str]]:
+    """A line of the table for each card of so many bytes, by the names of its columns."""
+    image_bytes = 880 * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES  # of 1280 x 720
     for memory in cards:
         fitted = fit(config, model, memory)
         plan = make_plan(fitted, model, memory)
-        parts = [getattr(plan, field.name) for field in fields(plan)[:6]]
-        text = [f"{memory / GIB:.0f}", *(f"{part / GIB:.1f}" for part in parts)]
-        if plan.tokens < config.block_size or plan.spare < 0:
-            yield [*text, f"{plan.kv_pool / GIB:.1f}", "does not fit", "", ""]
+        line = {"GPU": f"{memory / GIB:.0f}", **{name: f"{size / GIB:.1f}" for name, size in plan.parts.items()}}
+        if plan.num_blocks < 1 or plan.spare < 0:
+            yield {**line, "context": "does not fit", "720p kept": "", "smaller steps": ""}
         else:
-            largest = min(plan.tokens, model.text.max_position_embeddings)
-            yield [*text, f"{plan.kv_pool / GIB:.1f}", f"{largest:,}", str(plan.images), cuts(config, fitted)]
-
-
-HEADERS = ["GPU", "weights", "runtime", "activations", "graphs", "tower", "image cache", "KV pool", "context", "720p kept", "smaller steps"]
+            context = min(plan.num_blocks * config.block_size, model.text.max_position_embeddings)
+            kept = str(plan.image_cache // image_bytes)
+            yield {**line, "context": f"{context:,}", "720p kept": kept, "smaller steps": cuts(config, fitted)}
 
 
 def describe(config: EngineConfig, model: ModelConfig, name: str, gpu_memory: int | None) -> str:
     """The table for one card, or for usual ones; sizes in GiB on each of the --tp GPUs."""
     cards = (gpu_memory,) if gpu_memory is not None else tuple(size * GIB for size in CARDS)
-    lines = [HEADERS, *rows(config, model, cards)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADERS))]
+    table = list(rows(config, model, cards))
+    lines = [list(table[0]), *(list(line.values()) for line in table)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     is_fp8 = model.text.is_fp8 or config.quantization == "fp8"
     title = f"{name}, decoder in {'float8' if is_fp8 else 'bfloat16'}, --tp {config.tp}; sizes in GiB on each GPU, context in tokens"
     return "\n".join([title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)])

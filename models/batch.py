@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models.state import RowStates
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
@@ -63,7 +65,8 @@ class ForwardBatch:
     visual: tuple[VisualSlice, ...]
     logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
     rows: torch.Tensor  # (R,) int64 on the device: the permanent row of each sequence; rows of padding are the scratch row
-    states: tuple[torch.Tensor, ...] = ()  # for each layer with a state: (permanent rows, bytes) uint8 on the device, see `models.cache`
+    states: tuple[RowStates, ...] = ()  # one for each state group
+    row_starts: torch.Tensor | None = None  # (R + 1,) int32 on the device: `qo_indptr_cpu`, of models with states
     padding_slot: int | None = None  # tokens whose keys are written there are padding; None: there are none
 
 

@@ -1,48 +1,54 @@
-"""What a model caches of a sequence, layer by layer. Plain Python: pools, the memory plan and the scheduler's limits follow from it."""
+"""What a model caches of a sequence, in groups of equal layers. Plain Python: pools, the memory plan and the scheduler's limits follow.
+
+A layer finds its cache by its group and its ordinal in the group, never by its number in the model: in `[state, state, state, attention]`
+the attention is layer 0 of the paged group.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKV:
-    """Keys and values of every token, in pages; the heads of one rank."""
+class PagedGroup:
+    """Keys and values of every token in pages, of layers with equal heads; the heads of one rank."""
 
+    num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class RowState:
-    """A recurrent state of so many bytes a row, however long its sequence is.
+class StateGroup:
+    """A recurrent state of `layer_bytes` a row for each layer, however long the row's sequence is. See `models.state`."""
 
-    The layer finds it by the step's row ids (`ForwardBatch.rows`), reads it before a row's first token of the step and leaves in it what
-    holds behind the last one. Nobody clears it: a row begins, also anew after a preemption, where all three positions of its first token
-    are 0, and what is in the state then is another sequence's.
-    """
+    num_layers: int
+    layer_bytes: int
 
-    num_bytes: int
+    @property
+    def bytes_per_row(self) -> int:
+        return self.num_layers * self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One entry a layer, on one rank."""
+    """All groups of one rank. A block of tokens is a page of each layer of `paged`; a snapshot of a row's states lies in blocks, too."""
 
-    layers: tuple[PagedKV | RowState, ...]
-
-    @property
-    def paged(self) -> tuple[PagedKV, ...]:
-        return tuple(layer for layer in self.layers if isinstance(layer, PagedKV))
+    paged: PagedGroup
+    states: tuple[StateGroup, ...] = ()
 
     @property
-    def state_bytes(self) -> tuple[int, ...]:
-        """Of a row, for each layer that has a state. Where there is one, a cached prefix cannot be gone on from: there is no snapshot."""
-        return tuple(layer.num_bytes for layer in self.layers if isinstance(layer, RowState))
+    def bytes_per_row(self) -> int:
+        """Of all states of a row."""
+        return sum(group.bytes_per_row for group in self.states)
 
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(layer.bytes_per_token for layer in self.paged)
+    def block_bytes(self, block_size: int) -> int:
+        """Of a block of `block_size` tokens."""
+        return block_size * self.paged.bytes_per_token
+
+    def snapshot_blocks(self, block_size: int) -> int:
+        """Blocks that hold a row's states; 0 for a model without any."""
+        return -(-self.bytes_per_row // self.block_bytes(block_size))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from models.cache import CacheSpec, PagedGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
 
@@ -58,6 +59,10 @@ class TextConfig:
     def stored_layer_parameters(self) -> int:
         """Of all of them: of every expert."""
         return self._matrices(self.intermediate_size if self.moe is None else self.moe.num_experts * self.moe.intermediate_size)
+
+    def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
+        """Of each of `tp` ranks. With more ranks than KV heads each has one."""
+        return CacheSpec(PagedGroup(self.num_layers, max(1, self.num_kv_heads // tp), self.head_dim, dtype_bytes))
 
     def _matrices(self, inner: int) -> int:
         return self.hidden_size * (2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * inner)

@@ -24,7 +24,7 @@ class VisionLanguageModel(Protocol):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What each layer caches of a sequence."""
+        """What this rank's layers cache of a sequence: `TextConfig.cache_spec`, by which memory is planned."""
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         """uint8 images (H, W, 3) on the device, each resized to its grid (t, h, w) in patches -> for each its embeddings (1 + L, N, D), in

@@ -9,13 +9,13 @@ from torch import nn
 from models.attention.paged import AttentionBackend
 from models.backends.backend import Backend
 from models.batch import ForwardBatch
-from models.cache import CacheSpec, PagedKV
+from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
 from models.layers.decoder import MLP, FeedForward
 from models.layers.embedding import VocabParallelEmbedding
-from models.parallel import TensorParallel, kv_heads_of
+from models.parallel import TensorParallel
 from models.text import TextModel
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
@@ -45,9 +45,7 @@ class Qwen3VL(nn.Module):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        text = self.config.text
-        _, num_kv_heads = kv_heads_of(text.num_kv_heads, self.tp)
-        return CacheSpec((PagedKV(num_kv_heads, text.head_dim, self.dtype.itemsize),) * text.num_layers)
+        return self.config.text.cache_spec(self.tp.size, self.dtype.itemsize)
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         if not images:

@@ -64,10 +64,6 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         every = (*sizes, *more)
         return list(every[: bisect_left(every, limit) + 1])
 
-    def without_prompts(self) -> "StepSizes":
-        """For a model whose prompts no graph can take."""
-        return msgspec.structs.replace(self, mixed_decodes=(), small_chunks=(), largest_chunk=0, launch_work=0)
-
     def padded_decodes(self, num_decodes: int) -> int:
         """Decode rows of the mixed graph that takes so many."""
         return self.up_to(self.mixed_decodes, num_decodes)[-1] if self.mixed_decodes else num_decodes

@@ -11,7 +11,7 @@ from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
 from models.backends.ops import KVPool, Normed, Ops, Residual
 from models.batch import AttentionLayout
-from models.cache import CacheSpec, PagedKV
+from models.cache import PagedGroup
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
 
@@ -33,8 +33,8 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
         yield from expert_cases(text, ops, device, num_tokens)
-    spec = CacheSpec((PagedKV(text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize),) * 2)
-    pools = allocate_pools(spec, POOL_BLOCKS, PAGE, torch.bfloat16, device)
+    group = PagedGroup(2, text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize)
+    pools = allocate_pools(group, POOL_BLOCKS, PAGE, torch.bfloat16, device)
     yield norm_rope_store(config, ops, pools[0], device)
     prefill = backend.attention(pools, text.num_heads)
     for new, context in ((CHUNK, 0), (1024, CHUNK), (3681, 25_760), (200, 28_000)):  # the last two in parts

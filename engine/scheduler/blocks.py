@@ -1,5 +1,8 @@
 """The directory of KV blocks: who holds which, what a block's content is called, what is evicted next. Used by the scheduler's policy.
 
+A snapshot of a row's recurrent states lies in several blocks, too, under the name of the last block before it: one pool, one order of
+eviction. With any of its blocks all of it goes.
+
    ref > 0                      ref == 0, in `_free` from least to most recently used
 +-----------+   release    +---------------------------------------------+
 |  in use   | -----------> | cached (hash known, may be matched) or blank |
@@ -70,6 +73,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
+        self._snapshots: dict[bytes, list[int]] = {}
+        self._snapshot_names: dict[int, bytes] = {}  # of the snapshot that a block belongs to
         self._free = FreeList(num_blocks)
 
     @property
@@ -90,6 +95,20 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def snapshot(self, digest: bytes) -> list[int]:
+        """The blocks with the states behind the block of this name, from now on the most recently used; empty if there are none."""
+        blocks = self._snapshots.get(digest, [])
+        self.acquire(blocks)
+        self.release(blocks)
+        return blocks
+
+    def commit_snapshot(self, blocks: list[int], digest: bytes) -> None:
+        """Names the states in held blocks, if there are none of that name yet, and drops the hold."""
+        if digest not in self._snapshots:
+            self._snapshots[digest] = blocks
+            self._snapshot_names |= dict.fromkeys(blocks, digest)
+        self.release(blocks)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these blocks would leave the free list if they were acquired."""
@@ -120,7 +139,7 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free.add(block, last=self._hashes[block] is not None)
+                self._free.add(block, last=self._hashes[block] is not None or block in self._snapshot_names)
 
     def commit(self, block: int, digest: bytes) -> None:
         """Names the content of a full, held block. If another block already has this content, that one stays the cached one."""
@@ -131,7 +150,7 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """No content has a name any more."""
-        for block in list(self._cached.values()):
+        for block in [*self._cached.values(), *self._snapshot_names]:
             self._forget(block)
 
     def check(self) -> None:
@@ -140,6 +159,8 @@ class BlockPool:
         assert all(ref >= 0 for ref in self._refs)
         assert all(self._hashes[block] == digest for digest, block in self._cached.items())
         assert sum(digest is not None for digest in self._hashes) == len(self._cached)
+        assert self._snapshot_names == {block: name for name, blocks in self._snapshots.items() for block in blocks}
+        assert all(self._refs[block] == 0 and self._hashes[block] is None for block in self._snapshot_names), "a snapshot's block is used"
 
     def check_refs(self, held: Iterable[Sequence[int]]) -> None:
         """Asserts that the counts are exactly the holds of these block tables."""
@@ -154,6 +175,12 @@ class BlockPool:
         if digest is not None:
             del self._cached[digest]
             self._hashes[block] = None
+        if block in self._snapshot_names:
+            for other in self._snapshots.pop(self._snapshot_names[block]):
+                del self._snapshot_names[other]
+                if other in self._free:  # not the block itself, if it has just been taken: blank blocks go first
+                    self._free.remove(other)
+                    self._free.add(other, last=False)
 
 
 class BlockHasher:

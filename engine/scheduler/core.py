@@ -31,7 +31,7 @@ from engine.messages import (
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
-from engine.scheduler.request import Request, Status
+from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State
 from engine.stats import EngineStats
 
@@ -233,6 +233,7 @@ class SchedulerCore:
             sources, awaited = siblings[0].sources, siblings[0].awaited
         else:
             sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
+        is_stateful = self.state.limits.snapshot_blocks > 0
         return Request(
             wire=wire,
             token_ids=token_ids,
@@ -246,6 +247,8 @@ class SchedulerCore:
             index=index,
             sources=sources,
             awaited=awaited,
+            is_stateful=is_stateful,
+            snapshot_points=snapshot_points(len(prompt_ids), wire.images, self.state.blocks.block_size) if is_stateful else (),
         )
 
     def _live(self, rid: int) -> list[Request]:

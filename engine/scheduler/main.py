@@ -157,8 +157,8 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         mixed_step_tokens=config.mixed_step_tokens or sizes.usual,
         bytes_per_image_token=worker.bytes_per_image_token,
         step_sizes=sizes,
-        prefix_cache=config.prefix_cache and not worker.has_state,
-        has_state=worker.has_state,
+        prefix_cache=config.prefix_cache,
+        snapshot_blocks=worker.snapshot_blocks,
     )
 
 

@@ -148,7 +148,7 @@ class _StepBuilder:
         """Whether a request that could start has to encode a file behind what is cached of its beginning. It is asked for then."""
         if all(span.hash in request.sources for span in request.images):
             return False
-        self._want_pixels(request, len(self._beginning(request)) * self.state.blocks.block_size)
+        self._want_pixels(request, len(self._with_states(request, self._beginning(request))[0]) * self.state.blocks.block_size)
         return bool(request.awaited)
 
     def _want_pixels(self, request: Request, num_computed: int) -> None:
@@ -160,7 +160,8 @@ class _StepBuilder:
 
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
-        hits = self._beginning(request)
+        equal = self._beginning(request)
+        hits, snapshot = self._with_states(request, equal)
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
@@ -168,11 +169,11 @@ class _StepBuilder:
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no room for its next embedding beside the pinned ones: wait, nobody is preempted for a newcomer
             return False
-        self.state.start(request, hits)
+        self.state.start(request, hits, len(equal))
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]
         grammar = request.wire.grammar
-        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar))
+        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar, snapshot))
         self.budget -= self._schedule(request, length)
         return True
 
@@ -186,8 +187,17 @@ class _StepBuilder:
                 request.hasher.adopt(sibling.hasher, num_blocks)
         return hits
 
+    def _with_states(self, request: Request, hits: list[int]) -> tuple[list[int], list[int]]:
+        """The longest beginning of these blocks behind which there is a snapshot, whose blocks come second; without states all."""
+        if not request.is_stateful:
+            return hits, []
+        for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
+            if snapshot := self.state.blocks.snapshot(request.hasher.links[num_blocks - 1]):
+                return hits[:num_blocks], snapshot
+        return [], []
+
     def _running_siblings(self, request: Request) -> Iterator[Request]:
-        if len(request.siblings) > 1 and not self.limits.has_state:
+        if len(request.siblings) > 1:
             yield from (other for other in request.siblings if other.status is Status.RUNNING and other is not request)
 
     def _num_forkable(self, request: Request) -> int:
@@ -217,6 +227,8 @@ class _StepBuilder:
 
     def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
         """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
+        if (point := request.next_snapshot(request.num_computed, request.num_computed + length)) is not None:
+            length = point - request.num_computed
         while length > 0:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
@@ -225,6 +237,8 @@ class _StepBuilder:
             if new_blocks is not None:
                 self._add_chunk(request, fitting, new_blocks, drafts)
                 return fitting
+            if self.state.saving:
+                return 0  # blocks of snapshots come back when their steps land: nobody has to go for them
             victim = self.state.running[-1]
             self.state.preempt(victim)
             if victim is request:
@@ -273,10 +287,22 @@ class _StepBuilder:
         if request.first_needed < len(request.images):
             visual, num_images = self._take_images(request, start, end)
         sample = end - len(drafts) == request.num_tokens
-        chunk = Chunk(request.row, start, length, sample, new_blocks, visual, drafts)
+        chunk = Chunk(request.row, start, length, sample, new_blocks, visual, drafts, self._snapshot_blocks(request, start, end))
         is_decode_row = sample and length == 1 and not visual
         (self.decodes if is_decode_row else self.prefills).append((request, chunk))
         self.state.advance(request, chunk, num_images)
+
+    def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
+        """Blocks for the states behind a chunk, if they are to be kept and there is room: nobody has to go for them."""
+        is_shared = self.limits.prefix_cache or len(request.siblings) > 1
+        if not is_shared or request.next_snapshot(start, end) != end:
+            return []
+        num_blocks, links = self.limits.snapshot_blocks, request.hasher.links
+        last = end // self.state.blocks.block_size - 1
+        if last < len(links) and self.state.blocks.snapshot(links[last]):
+            return []
+        has_room = num_blocks <= self.state.blocks.num_free - self.num_reserved_blocks
+        return (self.state.blocks.alloc(num_blocks) or []) if has_room else []
 
     def _take_images(self, request: Request, start: int, end: int) -> tuple[list[VisualRef], int]:
         """Pins and, where needed, plans to restore or encode the images that overlap the chunk; lets go of those that end in it after

@@ -1,13 +1,16 @@
 """One request as the scheduler sees it: a sequence whose `num_computed` chases its `num_tokens`. Used by policy and main."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
 from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, PromptLogprobs, SamplingParams
 from engine.scheduler.blocks import BlockHasher
+
+MIN_SNAPSHOT_TOKENS = 256  # between an image's end and the next one, or the prompt's: what is kept twice within less saves little
 
 
 class Status(enum.Enum):
@@ -56,6 +59,9 @@ class Request:
     sources: dict[bytes, ImageSource] = field(default_factory=dict)  # what workers can encode, by hash: no files
     prompt_logprobs: PromptLogprobs | None = None  # of the prompt's beginning, if they are wanted
     awaited: set[bytes] = field(default_factory=set)  # hashes of files whose pixels the processor was asked for
+    is_stateful: bool = False  # the model keeps recurrent states: a beginning is of use with a snapshot behind it
+    snapshot_points: tuple[int, ...] = ()  # positions at ends of blocks behind which states are kept, if there is room
+    branch_point: int = 0  # one more: as far as blocks of another sequence are equal
 
     @property
     def rid(self) -> int:
@@ -95,12 +101,12 @@ class Request:
 
     @property
     def awaits_prefix(self) -> bool:
-        """True until the leader has committed the whole shared beginning, or does not run any more. A sibling's need only be planned: what
-        may turn out wrong in it, an image, fails all of them."""
+        """True until the leader has committed the whole shared beginning, or does not run any more. A sibling's blocks need only be
+        planned: what may turn out wrong in them, an image, fails all of them."""
         leader = self.leader
         if leader is None or leader.status is not Status.RUNNING:
             return False
-        if leader.wire is self.wire:
+        if leader.wire is self.wire and not self.is_stateful:
             return leader.num_computed < self.num_shared_blocks * self.hasher.block_size
         return leader.num_committed < self.num_shared_blocks
 
@@ -130,6 +136,11 @@ class Request:
             return "stop"
         return "length" if self.num_known - self.num_prompt >= self.max_tokens else None
 
+    def next_snapshot(self, start: int, end: int) -> int | None:
+        """The first position behind `start` and up to `end` at which states are kept."""
+        points = (*self.snapshot_points, self.branch_point) if self.is_stateful else ()
+        return min((point for point in points if start < point <= end), default=None)
+
     def name_blocks(self, end: int) -> None:
         """Hashes the full blocks up to token `end`, as far as ids are known, if that has not been done."""
         self.hasher.extend(self.known_ids()[:end])
@@ -137,3 +148,12 @@ class Request:
     def known_ids(self) -> np.ndarray:
         """int32 ids of the prompt and the known output."""
         return self.token_ids[: self.num_known]
+
+
+def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int) -> tuple[int, ...]:
+    """Where the states of a prompt are kept: at its end, before the last token, and at ends of runs of images, which other questions may
+    follow. At ends of blocks; of ends of images that are close to each other, at the last one."""
+    ends = [span.end // block_size * block_size for span in images]
+    last = (num_prompt - 1) // block_size * block_size
+    spaced = [end for end, later in pairwise([*ends, last]) if later - end >= MIN_SNAPSHOT_TOKENS]
+    return (*spaced, last)

@@ -32,7 +32,7 @@ class Limits:
     bytes_per_image_token: int
     step_sizes: StepSizes
     prefix_cache: bool = True
-    has_state: bool = False  # some layer caches a state of the row, which no other row can go on from
+    snapshot_blocks: int = 0  # that hold a snapshot of a row's recurrent states; 0: the model has none
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ class State:
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
+    saving: list[list[int]] = field(default_factory=list)  # blocks of snapshots that plans in flight make
     counters: Counters = field(default_factory=Counters)
     num_steps: int = 0
 
@@ -68,13 +69,15 @@ class State:
         request.status = Status.WAITING
         insort(self.waiting, request, key=_order)
 
-    def start(self, request: Request, hits: Sequence[int]) -> None:
-        """A waiting request gets a row, and its beginning from the blocks that have it."""
+    def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
+        """A waiting request gets a row, and its beginning from the blocks that have it. Behind `num_equal` blocks, cached but not
+        with their states, another sequence branched off."""
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
         request.status, request.row, request.blocks = Status.RUNNING, self.free_rows.pop(), list(hits)
         request.leader, request.num_shared_blocks = None, 0
+        request.branch_point = num_equal * self.blocks.block_size
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
         while request.first_needed < len(request.images) and request.images[request.first_needed].end <= request.num_computed:
             request.first_needed += 1
@@ -160,6 +163,8 @@ class State:
     def advance(self, request: Request, chunk: Chunk, num_images: int) -> None:
         """A chunk of the request, which completes so many images, is in the plan."""
         request.blocks.extend(chunk.blocks)
+        if chunk.snapshot:
+            self.saving.append(chunk.snapshot)
         request.num_computed = chunk.start + chunk.length - len(chunk.drafts)
         request.num_drawn += chunk.sample
         request.first_needed += num_images
@@ -176,6 +181,8 @@ class State:
         """The result of a chunk is in: the ids that it drew, of which all but the last one were drafts. Full blocks are offered to the
         directory. Returns the ids that count, since what follows an end is cut off, and whether the request ends."""
         request.num_in_flight -= 1
+        if chunk.snapshot:
+            self._keep_snapshot(request, chunk)
         if request.status is Status.STOPPING:
             return [], None
         kept, reason = drawn, None
@@ -199,7 +206,7 @@ class State:
         self.blocks.check()
         self.images.check()
         holders = [*self.running, *self.stopping]
-        self.blocks.check_refs(request.blocks for request in holders)
+        self.blocks.check_refs([*self.saving, *(request.blocks for request in holders)])
         for queue in (self.waiting, self.running):
             assert all(older.order < younger.order for older, younger in pairwise(queue)), "out of order"
         for request in self.waiting:
@@ -228,13 +235,23 @@ class State:
     def _commit(self, request: Request, num_computed: int) -> None:
         """Names the full blocks up to `num_computed`: never before the result of the step that computed them is in."""
         full = num_computed // self.blocks.block_size
-        if full <= request.num_committed or not self.limits.prefix_cache:
+        if full <= request.num_committed:
             return
-        request.name_blocks(num_computed)
-        full = min(full, len(request.hasher.links))
-        for i in range(request.num_committed, full):
-            self.blocks.commit(request.blocks[i], request.hasher.links[i])
-        request.num_committed = max(request.num_committed, full)
+        if self.limits.prefix_cache:
+            request.name_blocks(num_computed)
+            for i in range(request.num_committed, full):
+                self.blocks.commit(request.blocks[i], request.hasher.links[i])
+        request.num_committed = full
+
+    def _keep_snapshot(self, request: Request, chunk: Chunk) -> None:
+        """The states behind a chunk are in its snapshot's blocks, unless its request has ended or was preempted."""
+        self.saving.remove(chunk.snapshot)
+        end = chunk.start + chunk.length
+        if request.status is Status.RUNNING:
+            request.name_blocks(end)
+            self.blocks.commit_snapshot(chunk.snapshot, request.hasher.links[end // self.blocks.block_size - 1])
+        else:
+            self.blocks.release(chunk.snapshot)
 
     def _take_all(self, request: Request) -> None:
         """Takes row, blocks and pins. Plans in flight may still use them: workers execute in plan order."""

@@ -17,13 +17,13 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.plan import early_image_bytes, step_graph_bytes
+from engine.plan import Needs, early_image_bytes, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.loading import Loading
-from engine.worker.memory import Needs, allocate_host, free_bytes, plan_memory, profile_peak
+from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -37,6 +37,7 @@ from models.config import ModelConfig
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
 from models.sampling import SamplingOps
+from models.state import RowStates, Snapshots
 from models.step_sizes import StepSizes
 from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
@@ -71,18 +72,18 @@ def build_runner(
     text, is_float8 = model_config.text, model_config.text.is_fp8 or config.quantization == "fp8"
     of_rank = text.layer_parameters // tp.size
     step_sizes = backend.step_sizes.for_layers(of_rank, config.max_num_batched_tokens, text.moe is not None, is_float8)
-    if model.cache_spec.state_bytes:
-        step_sizes = step_sizes.without_prompts()  # where each row of prompts begins, a layer with a state reads on the host
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
-    memory = plan_memory(config, model.cache_spec, needs)
-    pools = allocate_pools(model.cache_spec, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
+    spec = model.cache_spec
+    memory = plan_memory(config, spec, needs, free)
+    pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     num_heads = model_config.text.num_heads // tp.size
     attention = backend.attention(pools, num_heads)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    geometry, max_top_k, state_bytes = model_config.geometry, sampling_ops.max_top_k, model.cache_spec.state_bytes
+    states = tuple(RowStates(group, config.max_num_seqs, device) for group in spec.states)
+    snapshots = Snapshots(pools, states) if states else None
     row_sizes = config.max_num_seqs, max_blocks, config.block_size
-    rows = Rows(*row_sizes, geometry, device, max_top_k, state_bytes)
+    rows = Rows(*row_sizes, model_config.geometry, device, sampling_ops.max_top_k, states, snapshots)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
@@ -93,8 +94,9 @@ def build_runner(
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
     bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    num_blocks, image_bytes = memory.num_blocks, memory.image_cache_bytes
-    return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, step_sizes, bool(state_bytes))
+    num_blocks, image_bytes = memory.num_blocks, memory.image_cache
+    snapshot_blocks = spec.snapshot_blocks(config.block_size)
+    return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, step_sizes, snapshot_blocks)
 
 
 def measure_needs(
@@ -108,13 +110,19 @@ def measure_needs(
 ) -> Needs:
     """What this rank's GPU, of which `free` bytes were free at the start, will hold beside the KV pool and the image cache. Graphs will be
     captured of these sizes, if of any."""
+    weights = torch.cuda.memory_allocated(model.device)
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     graphs = 0 if captured is None else step_graph_bytes(model.config, captured, *sizes, activations)
-    states = (config.max_num_seqs + 1) * sum(model.cache_spec.state_bytes)
-    tower = model.kept_bytes() + early_image_bytes(model.config, config.max_num_encoder_tokens)
-    return Needs(free, free - free_bytes(model.device), activations, graphs, tower, states)
+    return Needs(
+        weights=weights,
+        runtime=free - free_bytes(model.device) - weights,
+        activations=activations,
+        step_graphs=graphs,
+        tower=model.kept_bytes() + early_image_bytes(model.config, config.max_num_encoder_tokens),
+        states=(config.max_num_seqs + 1) * model.cache_spec.bytes_per_row,
+    )
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ it touches nothing that anybody reads.
 All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
 shape, with what has no fixed length behind:
 
-    ids_P | rows_R | positions_3T | slots_T | logits_indices_S | plan of the attention | pages ... | how to draw, new rows ...
+    ids_P | rows_R | positions_3T | slots_T | logits_indices_S | row_starts | plan of the attention | pages ... | how to draw, new rows ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -204,7 +204,7 @@ class StepGraphs:
         padded = self._pad(HostStep.empty(), shape)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in _fixed_arrays(padded, attention)]
-        ids_P, rows_R, positions_3T, slots_T, logits_indices_S, *plan = fixed
+        ids_P, rows_R, positions_3T, slots_T, logits_indices_S, row_starts, *plan = fixed
         pages = self._staging.rest(torch.int32)
         self._staging.put(padded.attention.pages.numpy())
         self._staging.copy()
@@ -216,7 +216,7 @@ class StepGraphs:
             drawn = self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
-            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, padding_slot)
+            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, row_starts, padding_slot)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)
@@ -256,7 +256,7 @@ def _fixed_arrays(padded: HostStep, attention: FixedAttention) -> list[npt.NDArr
     """What a graph reads but for the pages, in the order of its memory."""
     layout = padded.attention
     step: tuple[Int64s, ...] = padded.ids, padded.rows, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
-    return [*step, *attention.plan_arrays(layout)]
+    return [*step, layout.qo_indptr_cpu.numpy(), *attention.plan_arrays(layout)]
 
 
 def _round_up(sizes: Iterable[int], count: int) -> int:

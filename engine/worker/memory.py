@@ -1,10 +1,6 @@
-"""How much of a device the KV pool may take: what is left of its share after all that is there and all that is still to come.
+"""What a device has and what a step takes of it, measured; `engine.plan` divides it. Host memory for embeddings is had here, too.
 
-Called once at start by the worker. On a CPU the sizes are the configured ones. Host memory for embeddings is had here, too.
-
-    free at the start  x  --gpu-memory-utilization  =
-        held: weights, sampler, decoder of images, CUDA's own   +   peak of a step's activations   +   captured graphs
-        +   tables and graphs of the vision tower   +   image cache   +   KV pool
+On a CPU nothing is measured, and the sizes are the configured ones.
 """
 
 import logging
@@ -12,49 +8,25 @@ import mmap
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.plan import fixed_kv_bytes, share_out
+from engine.plan import Needs, Plan, divide, fixed_kv_bytes
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
 from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
 from models.sampling import DrawParams, SamplingOps
+from models.state import RowStates
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 512 * MIB
 CPU_IMAGE_CACHE_BYTES = 256 * MIB
 DEFAULT_POOL = (0, 0)  # torch's memory that belongs to no graph
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Sizes that the worker allocates or promises."""
-
-    num_blocks: int
-    image_cache_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Bytes that a GPU will have to hold beside the KV pool and the image cache; `free` is what it had before anything was there."""
-
-    free: int
-    held: int  # by now, as the driver counts
-    activations: int  # of an encode and a step at once, at their peak
-    step_graphs: int
-    tower: int  # tables and graphs that are made when sizes come again, and an image that no plan has named yet
-    states: int  # of rows, where layers have any
-
-    @property
-    def total(self) -> int:
-        return self.held + self.activations + self.step_graphs + self.tower + self.states
 
 
 def free_bytes(device: torch.device) -> int:
@@ -89,26 +61,23 @@ def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: in
     return sum(segment["total_size"] - segment["allocated_size"] for segment in mine)
 
 
-def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None) -> MemoryPlan:
-    """`needs` of a GPU, None on a CPU. ValueError if no block fits."""
-    block_bytes = config.block_size * spec.bytes_per_token
-    image_bytes = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES
-    kv_bytes = fixed_kv_bytes(config, block_bytes) or CPU_KV_BYTES
-    most = image_bytes + kv_bytes
-    if needs is not None:
-        left = int(needs.free * config.gpu_memory_utilization) - needs.total
-        most = needs.free - needs.total  # of what flags ask for
-        image_bytes, kv_bytes = share_out(config, left, block_bytes)
-        parts = (needs.free, needs.held, needs.activations, needs.step_graphs, needs.tower, needs.states, image_bytes, kv_bytes)
-        text_of = "memory in GiB: %s free at the start; held %s, activations %s, graphs %s, tower %s, states %s, image cache %s, KV pool %s"
-        logger.info(text_of, *(f"{size / GIB:.1f}" for size in parts))
-    num_blocks = kv_bytes // block_bytes
-    if num_blocks < 1 or image_bytes + kv_bytes > most:
+def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
+    """`needs` of a GPU that had `free` bytes before anything was there, None on a CPU. ValueError if no block fits."""
+    if needs is None:
+        block_bytes = spec.block_bytes(config.block_size)
+        kv_pool = fixed_kv_bytes(config, block_bytes) or CPU_KV_BYTES
+        plan = Plan(Needs(0, 0, 0, 0, 0, 0), config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES, kv_pool, block_bytes, 0)
+    else:
+        plan = divide(config, spec, needs, free)
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.parts.items())
+        logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, parts)
+    asked = plan.image_cache + plan.kv_pool  # flags may ask for more than --gpu-memory-utilization, but not for more than there is
+    if plan.num_blocks < 1 or (needs is not None and asked > free - needs.total):
         raise ValueError(
             "there is no memory for the KV pool, or not as much as was asked for: raise --gpu-memory-utilization, or lower "
             "--kv-cache-memory-bytes, --image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
         )
-    return MemoryPlan(num_blocks, image_bytes)
+    return plan
 
 
 def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -144,10 +113,10 @@ def profile_peak(
     encode_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
-    num_blocks = -(-num_tokens // config.block_size)
-    pools = allocate_pools(model.cache_spec, num_blocks, config.block_size, model.dtype, device)
+    num_blocks, spec = -(-num_tokens // config.block_size), model.cache_spec
+    pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
     attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
-    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, model.cache_spec, device)
+    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, spec, device)
     attention.plan(batch.attention)
     logits_SV = model.logits(model(batch, attention))
     sampling.draw(logits_SV, _sorted_draws(len(logits_SV), device))
@@ -174,5 +143,6 @@ def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: Cache
         num_prefill_rows=1,
     )
     logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
-    states = tuple(torch.zeros((1, size), dtype=torch.uint8, device=device) for size in spec.state_bytes)
-    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, positions[:1], states)
+    states = tuple(RowStates(group, 1, device) for group in spec.states)
+    row_starts = layout.qo_indptr_cpu.to(device)
+    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, positions[:1], states, row_starts)

@@ -18,6 +18,7 @@ from engine.worker.staging import Staging
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
+from models.state import RowStates, Snapshots
 from models.transfers import to_host
 
 Int32s = npt.NDArray[np.int32]
@@ -75,8 +76,8 @@ class StepInputs:
 
 
 class Rows:
-    """All rows of a worker: block tables on the host; last tokens, and the states of layers that have one, on the device (with one
-    scratch row more, for padded graphs)."""
+    """All rows of a worker: block tables on the host; last tokens and recurrent states on the device, with one scratch row more for padded
+    graphs."""
 
     def __init__(
         self,
@@ -86,11 +87,13 @@ class Rows:
         geometry: VisionGeometry,
         device: torch.device,
         max_top_k: int = 0,  # see `SamplingOps`
-        state_bytes: Sequence[int] = (),
+        states: tuple[RowStates, ...] = (),
+        snapshots: Snapshots | None = None,  # of the states, if there are any
     ):
         self.block_size = block_size
         self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self.states = tuple(torch.zeros((max_num_seqs + 1, size), dtype=torch.uint8, device=device) for size in state_bytes)
+        self.states = states
+        self._snapshots = snapshots
         self._geometry = geometry
         self._draws = DrawTable(max_num_seqs, max_top_k)
         self._rows: list[Row | None] = [None] * max_num_seqs
@@ -105,13 +108,24 @@ class Rows:
         self._rows[admit.row] = Row(known_ids, positions, delta, admit.params.pooled_ids, admit.params.prompt_logprobs)
         self._draws.set(admit.row, admit.params)
         self._num_blocks[admit.row] = 0
-        self.append_blocks(admit.row, admit.blocks)
+        self._append_blocks(admit.row, admit.blocks)
+        if self._snapshots is not None:
+            self._snapshots.load(admit.row, admit.snapshot)
         return known_ids
 
-    def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        count = self._num_blocks[row]
-        self._tables[row, count : count + len(blocks)] = blocks
-        self._num_blocks[row] += len(blocks)
+    def take_blocks(self, chunks: Sequence[Chunk]) -> None:
+        """The blocks that chunks are about to fill. After all rows of the plan are admitted: it may reuse the blocks of their snapshots."""
+        for chunk in chunks:
+            self._append_blocks(chunk.row, chunk.blocks)
+            if self._snapshots is not None:
+                self._snapshots.clear(chunk.blocks)
+
+    def save_snapshots(self, chunks: Sequence[Chunk]) -> None:
+        """States behind chunks that have been computed."""
+        for chunk in chunks:
+            if chunk.snapshot:
+                assert self._snapshots is not None
+                self._snapshots.save(chunk.row, chunk.snapshot)
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
         """Turns a plan's chunks into arrays: decides nothing, only looks up."""
@@ -148,11 +162,12 @@ class Rows:
         logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
         scoring = Scoring.stage(step.scored, wanted, staging) if step.scored else None
         draws, admitted = step.draws.stage(staging), staging.put(step.admitted)
+        row_starts = staging.put(layout.qo_indptr_cpu.numpy()) if self.states else None
         staging.copy()
         self.remember(admitted)
         if len(step.decode_rows):
             ids_T[num_prefill:] = self.last_token_R[rows_R[layout.num_prefill_rows :]]
-        batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states)
+        batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states, row_starts)
         return StepInputs(batch, draws, places, scoring)
 
     def remember(self, admitted: torch.Tensor) -> None:
@@ -164,6 +179,11 @@ class Rows:
         """Drawn tokens to their rows, for the next step. They will be in the memory that this returns, on the host."""
         self.last_token_R[rows_S] = tokens_S
         return to_host(tokens_S)
+
+    def _append_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        count = self._num_blocks[row]
+        self._tables[row, count : count + len(blocks)] = blocks
+        self._num_blocks[row] += len(blocks)
 
     def _row(self, row: int) -> Row:
         found = self._rows[row]

@@ -5,13 +5,14 @@ Nothing here waits for the device: a launched step is a handle that is asked lat
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, Prefetch, StepPlan, StepResult
+from engine.messages import Admit, Chunk, Prefetch, StepPlan, StepResult
 from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
@@ -123,8 +124,7 @@ class Runner:
             ids = self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
             self._sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
             self._admit_grammar(admit)
-        for chunk in plan.chunks:
-            self._rows.append_blocks(chunk.row, chunk.blocks)
+        self._rows.take_blocks(plan.chunks)
         self._images.restore(plan.restores)
         if not self._has_memory_everywhere(plan):
             return self._give_up(plan, launched)
@@ -132,7 +132,7 @@ class Runner:
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
-        sampled, scores, pooled = self._draw(step)
+        sampled, scores, pooled = self._draw(step, plan.chunks)
         scores = scores and scores.to_host()
         watch.mark()
         marks = watch.marks()
@@ -189,9 +189,10 @@ class Runner:
             data = bytes(self._prompts.view(region.offset, region.length))
         self._sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
-    def _draw(self, step: HostStep) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
+    def _draw(self, step: HostStep, chunks: Sequence[Chunk]) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
         """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
+        self._rows.save_snapshots(chunks)
         if not draws.num_rows:
             return NOTHING_DRAWN, scores, pooled
         if self._tp.rank == 0:

@@ -10,13 +10,16 @@ import torch
 
 from models.backends.ops import KVPool
 from models.batch import AttentionLayout
-from models.cache import CacheSpec, PagedKV
+from models.cache import PagedGroup
 
 Int32s = npt.NDArray[np.int32]
 
 
 class AttentionBackend(Protocol):
-    """Owns the KV pools of all layers. Once a step: `plan`; then in each layer: keys and values go into `pool(layer)`, then `run`."""
+    """Owns the KV pools of a paged group; a layer is named by its ordinal there.
+
+    Once a step: `plan`; then in each layer: keys and values go into `pool(layer)`, then `run`.
+    """
 
     def plan(self, layout: AttentionLayout) -> None:
         """Takes the rows and pages of the next step. Host work and copies only; not part of a captured graph."""
@@ -92,11 +95,12 @@ def on_device(arrays: Sequence[Int32s], device: torch.device) -> list[torch.Tens
     return [moved(array) for array in arrays]
 
 
-def allocate_pools(spec: CacheSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
-    """One (k, v) pair per layer with paged KV, zeros: a page that was never written must not hold NaN."""
+def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
+    """One (k, v) pair for each layer of the group, zeros: a page that was never written must not hold NaN."""
+    assert group.dtype_bytes == dtype.itemsize
+    shape = num_blocks, page_size, group.num_kv_heads, group.head_dim
 
-    def zeros(layer: PagedKV) -> torch.Tensor:
-        assert layer.dtype_bytes == dtype.itemsize
-        return torch.zeros((num_blocks, page_size, layer.num_kv_heads, layer.head_dim), dtype=dtype, device=device)
+    def zeros() -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
-    return [(zeros(layer), zeros(layer)) for layer in spec.paged]
+    return [(zeros(), zeros()) for _ in range(group.num_layers)]

@@ -39,8 +39,8 @@ def test_the_plan_is_what_workers_measured(
     """Red if a sum is off by more than 5 percent. The figures are of the workers' logs: weights and runtime; activations, graphs, tower."""
     config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)  # type: ignore[arg-type]
     plan = make_plan(config, config_of(tmp_path, size), int(free * GIB))
-    assert plan.held / GIB == pytest.approx(held, rel=0.05)
-    assert (plan.held + plan.activations + plan.step_graphs + plan.tower) / GIB == pytest.approx(held + others, rel=0.05)
+    assert (plan.needs.weights + plan.needs.runtime) / GIB == pytest.approx(held, rel=0.05)
+    assert plan.needs.total / GIB == pytest.approx(held + others, rel=0.05)
     pool = int(free * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
     assert plan.kv_pool == pytest.approx(pool, rel=0.05)
 
@@ -69,9 +69,10 @@ def test_small_cards_serve_with_smaller_steps(tmp_path: Path, size: str, quantiz
     model, config = config_of(tmp_path, size), EngineConfig(quantization=quantization)  # type: ignore[arg-type]
     fitted = fit(config, model, card * GIB)
     plan = make_plan(fitted, model, card * GIB)
-    assert plan.tokens > 3000 and plan.images > 0
+    tokens = plan.num_blocks * config.block_size
+    assert tokens > 3000 and plan.image_cache > 0
     assert all(SMALLEST[name] <= getattr(fitted, name) <= getattr(config, name) for name in SMALLEST)
-    assert (plan.tokens >= ENOUGH_TOKENS) or fitted.max_num_seqs == SMALLEST["max_num_seqs"]
+    assert (tokens >= ENOUGH_TOKENS) or fitted.max_num_seqs == SMALLEST["max_num_seqs"]
 
 
 def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
     small_pool = EngineConfig(kv_cache_memory_bytes=GIB)  # fewer tokens than usual, but they fit
     assert fit(small_pool, model, 80 * GIB) == small_pool
     few_blocks = EngineConfig(num_gpu_blocks_override=512)
-    assert fit(few_blocks, model, 80 * GIB) == few_blocks and make_plan(few_blocks, model, 80 * GIB).tokens == 512 * few_blocks.block_size
+    assert fit(few_blocks, model, 80 * GIB) == few_blocks and make_plan(few_blocks, model, 80 * GIB).num_blocks == 512
     usual = make_plan(EngineConfig(), model, 80 * GIB)
     large_pool = EngineConfig(kv_cache_memory_bytes=usual.kv_pool + GIB)  # what it leaves is the image cache's
     plan = make_plan(large_pool, model, 80 * GIB)

@@ -123,7 +123,7 @@ class PagedRunner:
         self.model = model
         self.page_size = page_size
         config = model.config.text
-        self.pools = allocate_pools(model.cache_spec, num_blocks, page_size, model.dtype, model.device)
+        self.pools = allocate_pools(model.cache_spec.paged, num_blocks, page_size, model.dtype, model.device)
         self.attention: AttentionBackend = backend.attention(self.pools, config.num_heads // model.tp.size)
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
 

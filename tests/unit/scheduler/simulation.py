@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from engine.messages import (
+    Chunk,
     EngineRequest,
     ErrorInfo,
     ImageSource,
@@ -25,7 +26,8 @@ from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
-from engine.scheduler.state import Limits, State
+from engine.scheduler.state import Limits
+from engine.scheduler.state import State as SchedulerState
 from engine.stats import Stages
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 
@@ -35,6 +37,8 @@ TOKEN_BYTES = 10  # of an embedding
 TURN = 16  # so many steps are quick, as many are not
 
 Key = int | tuple[int, int]
+State = tuple[int, bytes]  # tokens, and what they mean
+NOTHING: State = (0, b"")
 
 
 def make_core(
@@ -51,7 +55,7 @@ def make_core(
     }
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
     images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)
-    state = State(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
+    state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]))
 
 
@@ -89,7 +93,11 @@ class SimulatedWorker:
         self.host: list[tuple[bytes, int] | None] = [None] * host_bytes  # of each byte: which image's, and which one of its bytes
         self.lengths: dict[bytes, int] = {}  # image tokens, by hash
         self.tables: dict[int, list[int]] = {}
-        self.rows: dict[int, Sequence] = {}
+        self.states: dict[int, State] = {}  # of rows
+        self.saved: dict[int, tuple[int, int, State]] = {}  # by block: which part of how many, and of what
+        self.saved_by: dict[int, int] = {}  # by block: in which step
+        self.is_stateful = False
+        self.num_loaded = self.num_overwritten = 0
         self.num_encoded: dict[bytes, int] = {}
 
     def execute(self, step: PlannedStep, sequences: dict[Key, "Sequence"]) -> list[list[int]]:
@@ -99,6 +107,9 @@ class SimulatedWorker:
         self._move_images(plan)
         for admit in plan.admits:
             self.tables[admit.row] = list(admit.blocks)
+            self.states[admit.row] = self._load(admit.snapshot)
+        for block in (block for chunk in plan.chunks for block in chunk.blocks):
+            self.num_overwritten += self.saved.pop(block, None) is not None
         for encode in plan.encodes:
             assert encode.image_id not in self.images
             digest = step.made[encode.image_id]
@@ -114,6 +125,7 @@ class SimulatedWorker:
             self.tables[chunk.row].extend(chunk.blocks)
             end = chunk.start + chunk.length - len(chunk.drafts)
             self._compute(sequence, chunk.row, chunk.start, end)
+            self._save(plan.step, chunk)
             self._guess(sequence, chunk.row, end, chunk.drafts)
             covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
             wanted = {p: v for p, v in sequence.visual.items() if chunk.start <= p < chunk.start + chunk.length}
@@ -148,9 +160,28 @@ class SimulatedWorker:
         used = {ref.image_id for chunk in plan.chunks for ref in chunk.visual}
         assert {new.image_id for new in [*plan.encodes, *plan.restores]} <= used, "an image was encoded or restored that no chunk overlaps"
 
+    def _load(self, blocks: list[int]) -> State:
+        """What all of these blocks hold, in order."""
+        if not blocks:
+            return NOTHING
+        self.num_loaded += 1
+        state = self.saved[blocks[0]][2]
+        assert [self.saved[block] for block in blocks] == [(i, len(blocks), state) for i in range(len(blocks))], "not one snapshot"
+        return state
+
+    def _save(self, step: int, chunk: Chunk) -> None:
+        for i, block in enumerate(chunk.snapshot):
+            self.saved[block] = (i, len(chunk.snapshot), self.states[chunk.row])
+            self.saved_by[block] = step
+            for offset in range(self.block_size):
+                self.slots.pop((block, offset), None)
+
     def _compute(self, sequence: "Sequence", row: int, start: int, end: int) -> None:
         table = self.tables[row]
         meanings = sequence.meanings()
+        if self.is_stateful:
+            assert self.states[row] == ((start, meanings[start - 1]) if start else NOTHING), "goes on from another state"
+            self.states[row] = end, meanings[end - 1]
         for position in range(end):
             slot = (table[position // self.block_size], position % self.block_size)
             if position < start:
@@ -165,7 +196,10 @@ class SimulatedWorker:
         """The step was given up: nothing of it is there, unless a later one has put something else in its place."""
         later = {slot for written in self.written[step.plan.step + 1 :] for slot in written}
         for slot in self.written[step.plan.step].keys() - later:  # another request may have put the very same there
-            del self.slots[slot]
+            self.slots.pop(slot, None)  # or a snapshot is there
+        for block in (block for chunk in step.plan.chunks for block in chunk.snapshot):
+            if self.saved_by[block] == step.plan.step:
+                self.saved.pop(block, None)
         self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
 
@@ -232,6 +266,7 @@ class Simulation:
     def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
         self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
         self.worker = SimulatedWorker(core.state.blocks.block_size, core.state.images.host.budget_bytes, rng)
+        self.worker.is_stateful = core.state.limits.snapshot_blocks > 0
         self.sequences: dict[Key, Sequence] = {}
         self.in_flight: deque[tuple[PlannedStep, list[list[int]], list[int]]] = deque()
         self.terminal: dict[Key, str] = {}
@@ -352,7 +387,7 @@ class Simulation:
         rows = {admit.row for admit in step.plan.admits}
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             older = [other for other in request.siblings[: request.index] if other.status is Status.RUNNING]
-            if chunk.row in rows and older and not self.core.state.limits.has_state:
+            if chunk.row in rows and older and not self.core.state.limits.snapshot_blocks:
                 assert chunk.start >= (request.num_prompt - 1) // size * size, "computes the prompt again"
 
     def _check_budgets(self, step: PlannedStep) -> None:
@@ -375,6 +410,8 @@ class Simulation:
         worth = max(size, int(STEP_PART_WORTH_WAITING * state.limits.max_num_batched_tokens))
         rows = {admit.row: len(admit.blocks) for admit in step.plan.admits}
         for request in [request for request in state.running if request.row in rows and state.limits.prefix_cache]:
+            if request.is_stateful and request.wire.n > 1:
+                continue  # without room for a snapshot each answer computes the prompt again
             mine = self.sequences[key_of(request.rid, request.index)].meanings()[: request.num_known - 1]
             for older in [other for other in state.running if other.order < request.order and other.wire is not request.wire]:
                 theirs = self.sequences[key_of(older.rid, older.index)].meanings()[: older.num_known]

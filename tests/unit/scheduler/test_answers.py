@@ -59,12 +59,13 @@ def test_each_answer_has_a_seed_of_its_own() -> None:
     assert [admit.params.seed for admit in admits] == [7, 8, 9, 10, 11]
 
 
-def test_nothing_is_shared_where_a_layer_has_a_state() -> None:
-    """Red if an answer goes on from another row's KV without the state that belongs to it."""
-    sim = simulation(prefix_cache=False, has_state=True, max_num_batched_tokens=64, max_num_mixed_tokens=64)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_answers_share_the_states_of_the_prompt(prefix_cache: bool) -> None:
+    """Red if, of a model with recurrent states, each answer computes the prompt again."""
+    sim = simulation(prefix_cache=prefix_cache, snapshot_blocks=2, max_num_batched_tokens=64, max_num_mixed_tokens=64)
     ask(sim, 0, 14, max_tokens=1)
     sim.run()
-    assert sim.core.state.counters.computed_tokens == NUM_ANSWERS * 14
+    assert sim.core.state.counters.computed_tokens == 14 + (NUM_ANSWERS - 1) * 2 and sim.worker.num_loaded == NUM_ANSWERS - 1
 
 
 def test_one_answer_may_end_early() -> None:

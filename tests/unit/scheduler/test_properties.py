@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler import budget
 from engine.scheduler import core as core_module
+from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Simulation, make_core, make_request
@@ -102,6 +103,25 @@ def test_any_load_survives_steps_that_run_out_of_memory(prefix_cache: bool, seed
     assert sim.given_up or "error" not in sim.terminal.values()
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), forget=st.booleans(), give_up=st.booleans())
+def test_any_load_with_states_is_served_correctly(
+    prefix_cache: bool, seed: int, tight: bool, fail: bool, forget: bool, give_up: bool
+) -> None:
+    """Red if a row goes on from states of another place or sequence, if a snapshot is read in part, after its blocks hold something
+    else, or of a step that was given up, or if its blocks leak."""
+    rates = {"give_up_rate": 0.1 * give_up, "forget_rate": 0.3 * forget}
+    serve_any_load(prefix_cache, seed, tight, fail, host=False, stateful=True, **rates)
+
+
+def test_loads_load_and_evict_snapshots() -> None:
+    """Red if the test above stops to exercise snapshots: rows go on from some, and some are evicted."""
+    sims = [serve_any_load(True, seed, tight=seed % 2 == 0, fail=False, host=False, stateful=True) for seed in range(40)]
+    assert sum(sim.worker.num_loaded for sim in sims[1::2]) > 50 and sum(sim.worker.num_loaded for sim in sims[::2]) > 10
+    assert sum(sim.worker.num_overwritten for sim in sims) > 50
+
+
 def test_loads_give_steps_up() -> None:
     """Red if the test above stops to exercise what it is about: some requests fail, others are served."""
     sims = [serve_any_load(True, seed, tight=False, fail=False, host=False, give_up_rate=0.1) for seed in range(20)]
@@ -132,6 +152,7 @@ def serve_any_load(
     drafts: bool = False,
     give_up_rate: float = 0.0,
     forget_rate: float = 0.0,
+    stateful: bool = False,
 ) -> Simulation:
     rng = random.Random(seed)
     core = make_core(
@@ -142,6 +163,7 @@ def serve_any_load(
         max_num_encoder_tokens=rng.choice([9, 12, 40]),
         prefix_cache=prefix_cache,
         mixed_step_tokens=rng.choice([1, 3, 20]),
+        snapshot_blocks=rng.randint(1, 3) if stateful else 0,
         num_ranks=2,
     )
     sim = Simulation(core, rng, num_ranks=2)
@@ -150,6 +172,7 @@ def serve_any_load(
     sim.draft_rate = rng.choice([0.0, 0.5, 1.0]) if drafts else 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
+        patch.setattr(request_module, "MIN_SNAPSHOT_TOKENS", rng.choice([1, 8]))
         drive(rng, sim, 14, 8, fail, forget_rate)
     capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
     for rid, reason in sim.terminal.items():

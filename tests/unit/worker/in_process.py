@@ -44,6 +44,7 @@ from models.demo import CHECKPOINT
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.qwen3_vl_moe import Qwen3VLMoe
+from models.state import RowStates, Snapshots
 from models.step_sizes import StepSizes
 from models.weights import load_weights
 from tests.unit.scheduler.simulation import Key, key_of
@@ -111,7 +112,7 @@ class Engine:
         sizes: StepSizes = CPU_STEP_SIZES,
         **limits: int | bool,
     ):
-        config = model.config
+        config, spec = model.config, model.cache_spec
         per_token = config.num_visual_levels * config.text.hidden_size * 4
         defaults: dict[str, object] = {
             "max_num_seqs": 8,
@@ -121,6 +122,7 @@ class Engine:
             "mixed_step_tokens": 312,
             "bytes_per_image_token": per_token,
             "step_sizes": sizes,
+            "snapshot_blocks": spec.snapshot_blocks(16),
         }
         merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
         directory = ImageDirectory(image_tokens * per_token, host_tokens * per_token)
@@ -128,8 +130,10 @@ class Engine:
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids))
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
-        pools = allocate_pools(model.cache_spec, num_blocks + 1, 16, torch.float32, CPU)
-        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, state_bytes=model.cache_spec.state_bytes)
+        pools = allocate_pools(spec.paged, num_blocks + 1, 16, torch.float32, CPU)
+        states = tuple(RowStates(group, merged.max_num_seqs, CPU) for group in spec.states)
+        snapshots = Snapshots(pools, states) if states else None
+        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, states=states, snapshots=snapshots)
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = TORCH.attention(pools, config.text.num_heads)

@@ -1,0 +1,77 @@
+"""Recurrent states of rows on the device, and their snapshots in blocks of the KV pool. Owned by the worker's rows, read by layers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from models.backends.ops import KVPool
+from models.cache import StateGroup
+
+
+class RowStates:
+    """The states of one group: (layers, permanent rows + 1, bytes) uint8; the last row is scratch.
+
+    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. A row is
+    `reset_` or loaded when it is admitted, so what a layer reads is always its own row's.
+    """
+
+    def __init__(self, group: StateGroup, num_rows: int, device: torch.device) -> None:
+        self.values = torch.zeros((group.num_layers, num_rows + 1, group.layer_bytes), dtype=torch.uint8, device=device)
+
+    def layer(self, ordinal: int) -> torch.Tensor:
+        """(rows + 1, bytes) of the group's layer, to be read and written in place."""
+        return self.values[ordinal]
+
+    def reset_(self, row: int) -> None:
+        """The row begins a sequence."""
+        self.values[:, row] = 0
+
+
+class Snapshots:
+    """Copies of rows' states in blocks, whose pages hold bytes then instead of keys and values.
+
+    A block that held a snapshot is cleared before it holds values again: attention multiplies what lies behind a row's end by 0.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], states: Sequence[RowStates]) -> None:
+        self._states = states
+        self._pages = [pages.view(torch.uint8).flatten(1) for pool in pools for pages in pool]  # each (blocks, bytes)
+        self._row_bytes = sum(group.values[:, 0].numel() for group in states)
+        self._dirty: set[int] = set()
+
+    def save(self, row: int, blocks: Sequence[int]) -> None:
+        """The row's states as they are now, into these blocks."""
+        index = self._index(blocks)
+        content = torch.cat([group.values[:, row].flatten() for group in self._states])
+        room = len(blocks) * sum(pages.shape[1] for pages in self._pages)
+        content = torch.nn.functional.pad(content, (0, room - self._row_bytes)).view(len(blocks), -1)
+        for pages, part in zip(self._pages, content.split([pages.shape[1] for pages in self._pages], dim=1), strict=True):
+            pages[index] = part
+        self._dirty.update(blocks)
+
+    def load(self, row: int, blocks: Sequence[int]) -> None:
+        """The row's states become what `save` put into these blocks; with none, those of a sequence's beginning."""
+        if not blocks:
+            for group in self._states:
+                group.reset_(row)
+            return
+        index = self._index(blocks)
+        content = torch.cat([pages[index] for pages in self._pages], dim=1).flatten()[: self._row_bytes]
+        sizes = [group.values[:, row].numel() for group in self._states]
+        for group, part in zip(self._states, content.split(sizes), strict=True):
+            group.values[:, row] = part.view(len(group.values), -1)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """These blocks hold tokens from now on."""
+        dirty = [block for block in blocks if block in self._dirty]
+        if dirty:
+            index = self._index(dirty)
+            for pages in self._pages:
+                pages[index] = 0
+            self._dirty.difference_update(dirty)
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        host = torch.from_numpy(np.asarray(blocks, dtype=np.int64))
+        device = self._pages[0].device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,161 @@
+"""A made-up hybrid model through the engine: what rows, chunks, preemption, forks, graphs and the prefix cache must do for states."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.scheduler import request
+from engine.worker.memory import plan_memory
+from models.cache import CacheSpec, PagedGroup, StateGroup
+from models.scaffold import SHAPES, write_model_folder
+from models.state import RowStates, Snapshots
+from tests.unit.worker.hybrid import HybridModel, load_hybrid
+from tests.unit.worker.in_process import Engine, Picture, make_picture
+from tests.unit.worker.test_graphs import SIZES
+
+BLOCK = 16
+Parts = list[list[int] | Picture]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HybridModel]:
+    folder: Path = tmp_path_factory.mktemp("hybrid")
+    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
+    yield load_hybrid(folder)
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(length)]
+
+
+def prompts() -> list[Parts]:
+    """Two are equal but for their first token, which attention would hardly see."""
+    first = text(40, 0)
+    return [
+        [first],
+        [text(17, 1)],
+        [text(5, 2), make_picture(0, 64, 96), text(9, 3)],
+        [make_picture(1, 160, 160), make_picture(2, 64, 64), text(33, 4)],
+        [[(first[0] + 1) % 300, *first[1:]]],
+    ]
+
+
+def ask(engine: Engine, asked: Sequence[Parts], num_steps_between: int = 1, **params: object) -> list[list[int]]:
+    for rid, parts in enumerate(asked):
+        engine.add(rid, parts, max_tokens=24, **params)  # type: ignore[arg-type]
+        for _ in range(num_steps_between):
+            engine.step()
+    return list(engine.run().values())
+
+
+@pytest.fixture(scope="module")
+def alone(model: HybridModel) -> list[list[int]]:
+    """Each prompt alone in a fresh engine without a prefix cache, in one chunk."""
+    results = [ask(Engine(model, prefix_cache=False), [parts])[0] for parts in prompts()]
+    assert len({tuple(tokens) for tokens in results}) == len(results), "prompts that cannot be told apart test nothing"
+    return results
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_chunked_equals_whole(model: HybridModel, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
+    """Red if the state is lost between two chunks of a row, or if a chunk finds another row's or another layer's."""
+    engine = Engine(model, prefix_cache=prefix_cache, max_num_batched_tokens=8 + chunk, max_num_mixed_tokens=chunk)
+    assert ask(engine, prompts()) == alone
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_equals_alone(model: HybridModel, alone: list[list[int]], prefix_cache: bool) -> None:
+    """Red if a row that is given to somebody else, or begun anew after a preemption, goes on from the state that is left in it."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_num_mixed_tokens": 12}
+    engine = Engine(model, num_blocks=12, prefix_cache=prefix_cache, **limits)
+    assert ask(engine, prompts(), num_steps_between=0) == alone
+    assert engine.core.state.counters.preemptions > 0
+
+
+def test_graphs_carry_the_states(model: HybridModel, alone: list[list[int]]) -> None:
+    """Red if a graph of prompts or of decode rows reads the rows of the step that it was captured with, or if padding writes to a row that
+    somebody has."""
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "mixed_step_tokens": 32, "max_num_mixed_tokens": 24}
+    engine = Engine(model, graphs=True, sizes=SIZES, **limits)
+    assert ask(engine, prompts()) == alone
+
+
+def logprobs_of(engine: Engine, rid: int) -> list[float]:
+    return [entry.logprob for entry in engine.logprobs[rid]]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_hit_from_a_snapshot_equals_a_cold_run(model: HybridModel, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a row that goes on from a snapshot differs by a bit from one that was computed in chunks with the same ends: behind images,
+    behind the first question, and where two questions part."""
+    monkeypatch.setattr(request, "MIN_SNAPSHOT_TOKENS", 2 * BLOCK)
+    document: Parts = [make_picture(1, 160, 160), make_picture(2, 320, 320)]
+    shared = text(40, 7)
+    questions: list[Parts] = [[*document, [*shared, *text(30, seed)]] for seed in (8, 9, 10)]
+    engine = Engine(model, graphs=graphs, sizes=SIZES) if graphs else Engine(model)
+    computed = []
+    for rid, parts in enumerate(questions):
+        before = engine.core.state.counters.computed_tokens
+        engine.add(rid, parts, max_tokens=8, logprobs=0)
+        engine.run()
+        computed.append(engine.core.state.counters.computed_tokens - before - 7)
+    num_prompt = computed[0]
+    num_document = num_prompt - 70
+    assert computed[1] == num_prompt - num_document // BLOCK * BLOCK, "hits the end of the images"
+    assert computed[2] == num_prompt - (num_document + 40) // BLOCK * BLOCK, "hits where the second question left the first one"
+    for rid, parts in enumerate(questions):
+        cold = Engine(model, graphs=graphs, sizes=SIZES) if graphs else Engine(model)
+        cold.add(0, parts, max_tokens=8, logprobs=0)
+        if rid:
+            cold.core.state.waiting[0].snapshot_points += ((num_document + 40) // BLOCK * BLOCK,)
+        cold.run()
+        assert cold.tokens[0] == engine.tokens[rid] and logprobs_of(cold, 0) == logprobs_of(engine, rid)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_forks_equal_alone(model: HybridModel, prefix_cache: bool) -> None:
+    """Red if further answers go on from keys without the states that belong to them, or compute the prompt again."""
+    parts: Parts = [make_picture(0, 64, 96), text(40, 5)]
+    engine = Engine(model, prefix_cache=prefix_cache)
+    engine.add(0, parts, max_tokens=12, n=3, temperature=1.0, seed=5)
+    engine.run()
+    rest = engine.core.state.counters.computed_tokens - 3 * 11
+    for index, tokens in enumerate(engine.tokens.values()):
+        single = Engine(model, prefix_cache=False)
+        single.add(0, parts, max_tokens=12, temperature=1.0, seed=5 + index)
+        assert single.run()[0] == tokens
+        assert rest < 2 * (single.core.state.counters.computed_tokens - 11)
+
+
+def test_blocks_hold_what_the_groups_say() -> None:
+    """Red if the pool is planned for layers that have no KV, or for other heads than it is allocated with."""
+    spec = CacheSpec(PagedGroup(3, 2, 64, 2), (StateGroup(4, 1 << 20),))
+    config = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=16)
+    assert spec.block_bytes(16) == 16 * 2 * 3 * 2 * 64 * 2
+    assert plan_memory(config, spec, None, 0).num_blocks == (1 << 20) // spec.block_bytes(16)
+    assert spec.snapshot_blocks(16) == -(-(4 << 20) // spec.block_bytes(16))
+
+
+def test_a_snapshot_comes_back_and_leaves_nothing_behind() -> None:
+    """Red if states of several groups and layers are mixed up in blocks, or if bytes that are no numbers stay where keys and values go."""
+    states = [RowStates(StateGroup(2, 40), 3, torch.device("cpu")), RowStates(StateGroup(1, 100), 3, torch.device("cpu"))]
+    pools = [(torch.zeros(9, 4, 1, 2), torch.zeros(9, 4, 1, 2)) for _ in range(2)]
+    snapshots = Snapshots(pools, states)
+    for group in states:
+        group.values.random_(0, 256)
+        group.values[:, 1] = 255  # NaN as float32
+    kept = [group.values[:, 1].clone() for group in states]
+    snapshots.save(1, [5, 2])
+    snapshots.load(1, [])
+    assert not any(group.values[:, 1].any() for group in states)
+    snapshots.load(2, [5, 2])
+    assert all(bool((group.values[:, 2] == values).all()) for group, values in zip(states, kept, strict=True))
+    assert all(bool((pages[[0, 1, 3, 4, 6, 7, 8]] == 0).all()) for pool in pools for pages in pool), "writes beside its blocks"
+    snapshots.clear([2, 3])
+    assert all(bool((pages[2] == 0).all()) for pool in pools for pages in pool) and pools[0][0][5].isnan().any()
