@@ -10,11 +10,8 @@ Grid = tuple[int, int, int]  # (t, h, w): frame pairs, patch rows, patch columns
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in pixels to which an image is resized: multiples of `factor`, area within the limits, ratio nearly kept.
-
-    The formula, including Python's round-half-to-even, is that of transformers' `qwen2_vl` image processor. Raises ValueError for an
-    empty image or an aspect ratio above 200.
-    """
+    """(height, width) in pixels to which an image is resized: multiples of `factor`, area within the limits, ratio nearly kept, as
+    transformers' `qwen2_vl` image processor. ValueError for an empty image or an aspect ratio above 200."""
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel, got {width}x{height}")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:

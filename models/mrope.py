@@ -13,9 +13,9 @@ Positions = npt.NDArray[np.int64]
 def mrope_positions(num_tokens: int, spans: Sequence[tuple[int, Grid]]) -> tuple[Positions, int]:
     """Positions (3, num_tokens) in (time, height, width) and the delta of what follows: token i >= num_tokens is at i + delta on all axes.
 
-    `spans` are (index of the first placeholder token, grid in tokens (t, h, w)), ascending and not overlapping; a span has t * h * w
-    tokens. Text counts up on all three axes together. An item starts at the next position p: its tokens are at (p + t, p + h, p + w), and
-    text goes on at p + max(h, w), as in transformers' `Qwen3VLModel.get_rope_index`. ValueError if the spans do not fit.
+    `spans` are (first placeholder token, grid in tokens (t, h, w)), ascending and not overlapping. Text counts up on all three axes. An
+    item starts at the next position p: its tokens are at (p + t, p + h, p + w), and text goes on at p + max(h, w), as in transformers'
+    `Qwen3VLModel.get_rope_index`. ValueError if the spans do not fit.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     token, position = 0, 0

@@ -13,10 +13,8 @@ from models.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAMES
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`model` is `module:class`, see `models.contract`; workers import it. Tensors are renamed by the first rule that matches.
-
-    `weight_files` are patterns of paths below the folder: an index is followed, where there is one, instead of a pattern.
-    """
+    """`model` is `module:class`, which workers import. `renames`: tensors are renamed by the rules in turn. `weight_files` are patterns of
+    paths below the folder; an index is followed instead, where there is one."""
 
     model: str
     weight_files: tuple[str, ...] = ("model*.safetensors",)

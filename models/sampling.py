@@ -40,11 +40,11 @@ class SamplingOps(Protocol):
     def penalise_(
         self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_RV: torch.Tensor, rows_A: torch.Tensor, penalties_A3: torch.Tensor
     ) -> None:
-        """Penalties are (repetition, frequency, presence), float32. `counts_RV[rows_A]` (int32) says how often each token was drawn, plus
+        """Penalties are (repetition, frequency, presence), float32. `counts_RV[rows_A]` (int32): how often each token was drawn, plus
         IN_PROMPT if it is in the prompt.
 
-        First a logit of a token that was drawn or is in the prompt is divided by the repetition penalty, or multiplied if negative; then it
-        loses the frequency penalty for each time it was drawn, and the presence penalty if it was drawn at all.
+        A logit of a token that was drawn or is in the prompt is divided by the repetition penalty, or multiplied if negative; then it loses
+        the frequency penalty for each time it was drawn, and the presence penalty if it was drawn at all.
         """
 
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:

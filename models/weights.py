@@ -102,11 +102,8 @@ def _present(part: CheckpointPart, source: WeightSource) -> tuple[CheckpointTens
 
 
 def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
-    """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero.
-
-    What is whole on every rank is equal on all of them; what is cut over the ranks differs, and depends on their number. Float8 matrices
-    are made a stripe at a time: as bfloat16 those of a large model would not fit.
-    """
+    """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is
+    equal on all."""
 
     def seeded(name: str) -> torch.Generator:
         rank = 0 if name.startswith("visual.") or name.endswith(".gate.weight") else model.tp.rank

@@ -9,7 +9,7 @@ from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
 from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
-from models.backends.ops import KVPool, Normed, Ops, Residual
+from models.backends.ops import KVPool, NewHeads, Normed, Ops, Residual
 from models.batch import AttentionLayout
 from models.cache import PagedGroup
 from models.config import ModelConfig
@@ -101,7 +101,7 @@ def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, tor
     weight = torch.ones(text.head_dim, dtype=torch.bfloat16, device=device)
     tables = torch.randn((CHUNK, text.head_dim), device=device)
     slots = torch.arange(CHUNK, device=device)
-    calls = [lambda: ops.norm_rope_store_(qkv, weight, weight, EPS, tables, pool, slots)]
+    calls = [lambda: ops.norm_rope_store_(NewHeads(qkv, weight, weight, EPS, tables, slots), pool)]
     return Case("q/k norm, rope, store", f"{CHUNK} x {width}", 0, 2 * qkv.nbytes + tables.nbytes, calls)
 
 

@@ -1,14 +1,13 @@
 """Causal attention over a paged KV cache, behind one Protocol. A worker has one from its backend, plans each step and hands it on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.backends.ops import KVPool
+from models.backends.ops import KVPool, NewHeads
 from models.batch import AttentionLayout
 from models.cache import PagedGroup
 
@@ -32,18 +31,6 @@ class AttentionBackend(Protocol):
 
         Query heads share KV heads in groups of H / KV heads; the scale is K ** -0.5. The step's keys must be in the pool already.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class NewHeads:
-    """The new tokens' heads as a layer's product leaves them, with what `Ops.norm_rope_store_` takes beside the pool."""
-
-    qkv_TX: torch.Tensor
-    q_weight_K: torch.Tensor
-    k_weight_K: torch.Tensor
-    eps: float
-    cos_sin_TK: torch.Tensor
-    slots_T: torch.Tensor
 
 
 @runtime_checkable

@@ -17,10 +17,8 @@ class VarlenAttention(Protocol):
         """The patches of the coming `run` calls are segments of these lengths, one after the other."""
 
     def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
-        """Rotates keys and queries, then every patch attends to all of its segment: (P, H * K). The scale is K ** -0.5.
-
-        `cos_sin_PK` is float32, one row per patch, K / 2 cosines then K / 2 sines. `kvq_P3HK` may be overwritten.
-        """
+        """Rotates keys and queries, then every patch attends to all of its segment: (P, H * K). The scale is K ** -0.5. `cos_sin_PK`: see
+        `rotary`; `kvq_P3HK` may be overwritten."""
 
 
 def varlen_tiles(lengths: npt.NDArray[np.int64], tile_rows: int) -> Int32s:

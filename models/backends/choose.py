@@ -71,10 +71,8 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu]) -> Choice:
-    """The backend for `--backend requested --device device --tp tp`. ValueError, in one line, for what cannot be had.
-
-    With `auto` the best that works; the demo can always be served on a CPU.
-    """
+    """The backend for `--backend requested --device device --tp tp`; with `auto` the best that works. ValueError, in one line, for what
+    cannot be had."""
     if device == "cpu" or (device == "auto" and not gpus):
         if requested not in ("auto", "torch"):
             raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "there is none"))

@@ -62,6 +62,18 @@ Activation = torch.Tensor | Normed | GroupScaled  # (T, X)
 
 
 @dataclass(frozen=True, slots=True)
+class NewHeads:
+    """The new tokens' heads as a layer's product leaves them, to be normalised, rotated and stored."""
+
+    qkv_TX: torch.Tensor
+    q_weight_K: torch.Tensor
+    k_weight_K: torch.Tensor
+    eps: float
+    cos_sin_TK: torch.Tensor
+    slots_T: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """SwiGLU experts `first : first + count` of all, with the router's matrix. Rows of `gate_up` are an expert's gate, then its other
     factor, then the next expert's; `inner` values lie between an expert's two products."""
@@ -111,16 +123,7 @@ class Ops(Protocol):
     def rotary_rows(self, positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
         """(T, K) float32, K / 2 cosines then K / 2 sines: the j-th of the token's position on axis `axis_J[j]` times `inv_freq_J[j]`."""
 
-    def norm_rope_store_(
-        self,
-        qkv_TX: torch.Tensor,
-        q_weight_K: torch.Tensor,
-        k_weight_K: torch.Tensor,
-        eps: float,
-        cos_sin_TK: torch.Tensor,
-        pool: KVPool,
-        slots_T: torch.Tensor,
-    ) -> torch.Tensor:
+    def norm_rope_store_(self, heads: NewHeads, pool: KVPool) -> torch.Tensor:
         """RMSNorm and rotation of every query and key head, then keys and values into the pool. Returns the queries (T, H, K).
 
         `qkv_TX` (T, (H + 2 * KV heads) * K) may be overwritten; `cos_sin_TK`: see `rotary_rows`; token t goes to slot block * page_size +

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention.paged import AttentionBackend, FusedAttention, NewHeads
-from models.backends.ops import Normed, Ops, Residual
+from models.attention.paged import AttentionBackend, FusedAttention
+from models.backends.ops import NewHeads, Normed, Ops, Residual
 from models.config import TextConfig
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, even_part, quantize_
 from models.layers.moe import SparseMoe
@@ -51,8 +51,7 @@ class SelfAttention(nn.Module):
 
     def store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
         """Writes the tokens' keys and values into the cache and returns their queries (T, H, K), normalised and rotated."""
-        norms = heads.q_weight_K, heads.k_weight_K, heads.eps
-        return self.ops.norm_rope_store_(heads.qkv_TX, *norms, heads.cos_sin_TK, context.attention.pool(self.layer), heads.slots_T)
+        return self.ops.norm_rope_store_(heads, context.attention.pool(self.layer))
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * K): what `o_proj` takes."""

@@ -84,10 +84,8 @@ Weight = torch.Tensor | BlockScaled
 
 @dataclass(frozen=True, slots=True)
 class GroupScaled:
-    """Inputs (T, K) of a product: float8_e4m3fn values, each to be multiplied by its group's scale, float32 (T, K / 128), column-major.
-
-    `padded` are the values with up to three rows more, which hold anything, as do their scales: columns of scales are so far apart.
-    """
+    """Inputs (T, K) of a product: float8_e4m3fn values, each times its group's scale, float32 (T, K / 128), column-major. `padded`: the
+    values with up to three rows more, which hold anything, as do their scales."""
 
     padded: torch.Tensor
     scales: torch.Tensor

@@ -75,7 +75,7 @@ def _blocks(values: slice) -> slice:
 
 
 class FusedColumnParallelLinear(nn.Module):
-    """Several matrices of the checkpoint with the same input as one matrix, their rows one after the other; its user multiplies."""
+    """Several matrices of the checkpoint with the same input as one; its user multiplies."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def add_sum_(
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank holds some input columns; the outputs are summed over the ranks and join the residual: (T, in / size) -> (T, out)."""
+    """Each rank holds some input columns; the sum of outputs over the ranks joins the residual."""
 
     def __init__(
         self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype | None, device: torch.device

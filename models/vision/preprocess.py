@@ -27,10 +27,7 @@ class Preprocessor:
         self._taps = lru_cache(MAX_CACHED_TAPS)(self._upload_taps)
 
     def write_patches(self, image_HWC: torch.Tensor, grid: Grid, out_PX: torch.Tensor) -> None:
-        """Fills `out_PX` (h * w of `grid`, C * patch_size ** 2) from a uint8 image, as `Ops.resample_to_patches_` says.
-
-        That is the reference's order, without its second, equal frame.
-        """
+        """Fills `out_PX` (h * w of `grid`, C * patch_size ** 2) from a uint8 image, as `Ops.resample_to_patches_` says."""
         patch, merge = self._geometry.patch_size, self._geometry.merge_size
         *first, (axis, size) = _passes(image_HWC.shape[0], image_HWC.shape[1], grid[1] * patch, grid[2] * patch)
         for earlier_axis, earlier_size in first:
@@ -56,10 +53,8 @@ def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tu
 
 
 def make_taps(old: int, new: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """First source pixel (new,) and weights (new, taps) of an antialiased bicubic resampling from `old` to `new` pixels.
-
-    The formula, its order of operations and its rounding are those of Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc`.
-    """
+    """First source pixel (new,) and weights (new, taps) of an antialiased bicubic resampling from `old` to `new` pixels: Pillow's
+    `precompute_coeffs` and `normalize_coeffs_8bpc`, operation by operation."""
     if old == new:
         return np.arange(new, dtype=np.int32), np.full((new, 1), 1 << TAP_BITS, dtype=np.int32)
     scale = old / new

@@ -1,4 +1,4 @@
-"""What the vision tower needs to know about a patch grid: position embeddings and rotary rows, made once per grid and kept."""
+"""Position embeddings and rotary rows of a patch grid, made once per grid and kept."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch.Tensor, inv_freq: torch.Tensor) -> GridTables:
-    """The tables of a patch grid (1, h, w); `offset_D` is added to every position embedding, `inv_freq` is as in `vision_rows`."""
+    """The tables of a patch grid (1, h, w). `offset_D` is added to every position embedding."""
     _, rows, columns = grid
     position_PD = _merge_block_order(positions.interpolate(rows, columns), merge) + offset_D
     device = offset_D.device

@@ -1,9 +1,8 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out.
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. It is whole on every rank; images of one call share every
+GEMM and every attention launch.
 
-The tower is whole on every rank. Images of one call, of whatever sizes, share every GEMM and every attention launch.
-
-The residual stream carries products only: the biases of the layers that end in it are constants, so their running sum ("offset") is
-added where the stream is read. A product then joins the stream in its own GEMM.
+The residual stream carries products only: the biases of the layers that end in it are constants, so their running sum ("offset") is added
+where the stream is read. A product then joins the stream in its own GEMM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class PatchEmbed(nn.Module):
-    """The Conv3d of the checkpoint as a GEMM. A still image is two equal frames, so their kernels are summed and one frame is used."""
+    """The Conv3d of the checkpoint as a GEMM. A still image is two equal frames, so their kernels are summed."""
 
     def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Joins the patches of a merge block into one token of the decoder. The main merger normalises each patch, the others the joint."""
+    """Joins the patches of a merge block into one token. The main merger normalises each patch, the others the joint."""
 
     def __init__(self, config: VisionConfig, ops: Ops, norm_after_join: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -185,10 +184,7 @@ class VisionTower(nn.Module):
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
 
     def forward(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Patches as `models.vision.preprocess` writes them -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels.
-
-        `grids` are the images' patch grids in the order of the patches.
-        """
+        """Patches of images of these grids -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
         self.plan(grids)
         return self.compute(patches_PX, self.tables(grids))
 
@@ -206,7 +202,7 @@ class VisionTower(nn.Module):
         return MAX_CACHED_PATCHES * (self.config.hidden_size * self.merger.norm.weight.itemsize + 4 * self.config.head_dim)
 
     def patch_bytes(self) -> int:
-        """Of one patch's way through the tower: the widest activations that are there at once, and its part of the result."""
+        """Of one patch: the widest activations that are there at once, and its part of the result."""
         widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize

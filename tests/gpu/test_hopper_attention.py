@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention.paged import HostPlan, NewHeads, plan_on_device
+from models.attention.paged import HostPlan, plan_on_device
+from models.backends.ops import NewHeads
 from models.batch import AttentionLayout
 from tests.gpu.test_kernels import DEVICE, close, normal
 from tests.unit.models.backends.hopper.attention_step import Step
@@ -107,7 +108,7 @@ def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page
         )
         new.qkv_TX[0, -5] = torch.inf
         ours, theirs = (tuple(part.clone() for part in step.pool) for _ in range(2))
-        q = norm_rope_store(new.qkv_TX, new.q_weight_K, new.k_weight_K, new.eps, new.cos_sin_TK, (theirs[0], theirs[1]), slots)
+        q = norm_rope_store(new, (theirs[0], theirs[1]))
         expected = replace(step, pool=(theirs[0], theirs[1]), q=q).expected()
         no_pages = layout.pages.new_full((16,), 1 << 30)
         layout = replace(layout, pages=torch.cat((layout.pages, no_pages)))

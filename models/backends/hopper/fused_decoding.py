@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from models.attention.paged import Int32s, NewHeads, plan_on_device
+from models.attention.paged import Int32s, plan_on_device
 from models.backends.hopper.compile import FUSED_HEAD_DIM, load_kernel
 from models.backends.hopper.tuned import ANY_SPLITS, FUSED_ROWS, WHOLE_GPU, Cluster, fused_cluster
-from models.backends.ops import KVPool
+from models.backends.ops import KVPool, NewHeads
 from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout
 

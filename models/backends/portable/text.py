@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.ops import KVPool
+from models.backends.ops import KVPool, NewHeads
 from models.backends.portable.launch import early_launch
 from models.layers.fp8 import GroupScaled
 
@@ -244,16 +244,9 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
     return out_TK
 
 
-def norm_rope_store(
-    qkv_TX: torch.Tensor,
-    q_weight_K: torch.Tensor,
-    k_weight_K: torch.Tensor,
-    eps: float,
-    cos_sin_TK: torch.Tensor,
-    pool: KVPool,
-    slots_T: torch.Tensor,
-) -> torch.Tensor:
+def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
     """As `Ops.norm_rope_store_`, for contiguous tensors and a head_dim that is a power of two; `qkv_TX` is left as it is."""
+    qkv_TX, cos_sin_TK = heads.qkv_TX, heads.cos_sin_TK
     k_pool, v_pool = pool
     kv_heads, head_dim = k_pool.shape[2:]
     num_heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
@@ -263,7 +256,7 @@ def norm_rope_store(
     q_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
     grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
     _norm_rope_store[grid](
-        qkv_TX, q_THK, k_pool, v_pool, slots_T, cos_sin_TK, q_weight_K, k_weight_K, eps, num_tokens,
+        qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
         HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, TOKENS=tokens,
         num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
     )  # fmt: skip

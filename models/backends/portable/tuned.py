@@ -101,8 +101,8 @@ EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Of the experts' products, up to so many tokens: rows (a token's choices of experts), columns of gate and up, which are as many of
-    each factor, and of down, inputs at once, warps, stages. In float8 columns of a factor are 128 at most."""
+    """Of the experts' products, up to so many tokens: rows (choices), columns of gate and up (as many of each factor) and of down, inputs
+    at once, warps, stages. In float8 columns of a factor are 128 at most."""
 
     num_tokens: int
     rows: int

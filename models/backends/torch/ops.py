@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Activation, Experts, KVPool, Normed, Residual, Taps
+from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Activation, Experts, KVPool, NewHeads, Normed, Residual, Taps
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu
 from models.layers.fp8 import GroupScaled, Weight
@@ -49,24 +49,15 @@ class TorchOps:
         angles_TJ = positions_AT.index_select(0, axis_J).t().float() * inv_freq_J
         return torch.cat((angles_TJ.cos(), angles_TJ.sin()), dim=-1)
 
-    def norm_rope_store_(
-        self,
-        qkv_TX: torch.Tensor,
-        q_weight_K: torch.Tensor,
-        k_weight_K: torch.Tensor,
-        eps: float,
-        cos_sin_TK: torch.Tensor,
-        pool: KVPool,
-        slots_T: torch.Tensor,
-    ) -> torch.Tensor:
+    def norm_rope_store_(self, heads: NewHeads, pool: KVPool) -> torch.Tensor:
         k_pool, v_pool = pool
         num_kv_heads, head_dim = k_pool.shape[2:]
-        heads_THK = qkv_TX.unflatten(-1, (-1, head_dim))
+        heads_THK = heads.qkv_TX.unflatten(-1, (-1, head_dim))
         num_heads = heads_THK.shape[1] - 2 * num_kv_heads
         q_THK, k_THK, v_THK = heads_THK.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        k_pool.view(-1, num_kv_heads, head_dim)[slots_T] = rotate(rms_norm(k_THK, k_weight_K, eps), cos_sin_TK)
-        v_pool.view(-1, num_kv_heads, head_dim)[slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
-        return rotate(rms_norm(q_THK, q_weight_K, eps), cos_sin_TK)
+        k_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = rotate(rms_norm(k_THK, heads.k_weight_K, heads.eps), heads.cos_sin_TK)
+        v_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
+        return rotate(rms_norm(q_THK, heads.q_weight_K, heads.eps), heads.cos_sin_TK)
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         last = image_HWC.shape[axis] - 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from models.backends.ops import NewHeads
 from models.backends.torch.ops import TorchOps
 
 
@@ -28,9 +29,8 @@ class FusedKernel:
     """What `fused_decoding.cu` does, row by row."""
 
     def run(self, qkv, k, v, rows, pages, out, page_size, splits, warps, *made) -> None:  # type: ignore[no-untyped-def]
-        q_weight, k_weight, eps, cos_sin, slots = made
         pool = tuple(x.unflatten(0, (-1, page_size)) for x in (k, v))
-        q = TorchOps().norm_rope_store_(qkv.flatten(1).clone(), q_weight, k_weight, eps, cos_sin, pool, slots)
+        q = TorchOps().norm_rope_store_(NewHeads(qkv.flatten(1).clone(), *made), pool)
         group = q.shape[1] // k.shape[1]
         for row, (length, first_page) in enumerate(rows.tolist()):
             key = torch.arange(length)

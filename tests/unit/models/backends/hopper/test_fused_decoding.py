@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention.paged import FusedAttention, NewHeads
+from models.attention.paged import FusedAttention
+from models.backends.ops import NewHeads
 from models.backends.torch.attention import TorchAttention
 from models.backends.torch.ops import TorchOps
 from models.qwen3_vl import Qwen3VL
@@ -41,7 +42,7 @@ def test_rows(torch_kernels: None, lengths: list[int]) -> None:
     slots, weight, angles = slots_of(step, 16), torch.rand(128), torch.rand(len(lengths), 128)
     new = NewHeads(torch.randn(len(lengths), 8 * 128), weight, weight + 1, 1e-6, angles, slots)
     theirs = step.pool[0].clone(), step.pool[1].clone()
-    q = TorchOps().norm_rope_store_(new.qkv_TX.clone(), weight, weight + 1, 1e-6, angles, theirs, slots)
+    q = TorchOps().norm_rope_store_(replace(new, qkv_TX=new.qkv_TX.clone()), theirs)
     expected = replace(step, pool=theirs, q=q).expected()
     torch.testing.assert_close(backend.run_fused(0, new).double(), expected, rtol=1e-5, atol=1e-5)
     for mine, other in zip(step.pool, theirs, strict=True):
@@ -70,8 +71,7 @@ def test_a_decoder_asks_for_all_at_once_where_it_can(tiny: Qwen3VL, monkeypatch:
     class Fused(TorchAttention):
         def run_fused(self, layer: int, new: NewHeads) -> torch.Tensor:
             asked.append(layer)
-            norms = new.q_weight_K, new.k_weight_K, new.eps
-            return self.run(layer, TorchOps().norm_rope_store_(new.qkv_TX, *norms, new.cos_sin_TK, self.pool(layer), new.slots_T))
+            return self.run(layer, TorchOps().norm_rope_store_(new, self.pool(layer)))
 
     runner = PagedRunner(tiny)
     runner.attention = Fused(runner.pools)

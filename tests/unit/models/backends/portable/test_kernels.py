@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from models.backends.ops import Taps
+from models.backends.ops import NewHeads, Taps
 from models.backends.torch.ops import TorchOps, rms_norm, rotate
 from models.layers.fp8 import BlockScaled, GroupScaled
 from models.layers.rotary import inverse_frequencies
@@ -34,10 +34,10 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
     slots = torch.randperm(blocks * page, generator=generator)[:count]
     args = (normal(head_dim), normal(head_dim), 1e-3, tables)
     pools = [(torch.zeros(blocks, page, kv_heads, head_dim), torch.zeros(blocks, page, kv_heads, head_dim)) for _ in range(2)]
-    expected = TorchOps().norm_rope_store_(qkv.clone(), *args, pools[0], slots)
+    expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args, slots), pools[0])
     from models.backends.portable import text
 
-    ours = text.norm_rope_store(qkv, *args, pools[1], slots)
+    ours = text.norm_rope_store(NewHeads(qkv, *args, slots), pools[1])
     assert pools[1][1].isfinite().all()
     for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models.backends.make import notify_compilation
+from models.backends.ops import NewHeads
 from models.layers.fp8 import BlockScaled, GroupScaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -91,7 +92,8 @@ def launch_text() -> None:
     pool = bf16(4, 16, 8, 128), bf16(4, 16, 8, 128)
     text.rms_norm(bf16(2, 4096), bf16(4096), 1e-6, torch.zeros(2, 2, 4096))
     text.swiglu(bf16(2, 24_576))
-    text.norm_rope_store(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), pool, torch.zeros(2, dtype=torch.int64))
+    slots = torch.zeros(2, dtype=torch.int64)
+    text.norm_rope_store(NewHeads(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), slots), pool)
     text.rotary_rows(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), torch.zeros(64))
     norm = bf16(4096), 1e-6
     gemv.gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), norm)
