@@ -79,13 +79,16 @@ class OneOf:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = {f"<{kind}>": handler.generate_schema(member) for member in get_args(source) for kind in _kinds(member)}
 
+        known = {tag: tag for tag in members}.get
+        otherwise = None if self.words else "<text>"
+
         def choose(value: object) -> str | None:
-            kinds: tuple[str, ...] = ("null" if value is None else "text",)
+            first = second = "<null>" if value is None else "<text>"
             if isinstance(value, dict):
-                kinds = f"type {value.get('type')}", "object"
+                first, second = f"<type {value.get('type')}>", "<object>"
             elif isinstance(value, list):
-                kinds = ("numbers", "list") if value and type(value[0]) is int else ("list", "numbers")
-            return next((f"<{kind}>" for kind in kinds if f"<{kind}>" in members), None if self.words else "<text>")
+                first, second = ("<numbers>", "<list>") if value and type(value[0]) is int else ("<list>", "<numbers>")
+            return known(first) or known(second) or otherwise
 
         error: dict[str, Any] = {"custom_error_type": "worded", "custom_error_message": self.words} if self.words else {}
         return core_schema.tagged_union_schema(members, choose, **error)
