@@ -1,4 +1,4 @@
-"""Tool calls in a text that comes in pieces: what is said goes on as text, what is called becomes deltas. Used by `reasoning.py`.
+"""Tool calls in a text that comes in pieces: what is said goes on as text, what is called becomes deltas.
 
     text ── <tool_call> ──▶ { ──▶ JSON: {"name": ..., "arguments": {...}}               (Hermes; Qwen3-VL)
       ▲                     └──▶ XML: <function=name><parameter=x>...</parameter>...    (the coder models)
@@ -20,6 +20,10 @@ from server.processor.detokenize import possible_start
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"<function=([^>\n]*)>")
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+ESCAPE_OR_MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)
+NAME = re.compile(r'"name"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
+ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
+STRING_OF_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
 XML_MARK, XML_END = "<function=", "</function>"
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameters by name
@@ -36,116 +40,78 @@ class CallBody(ABC):
         """Whether the text so far ends within a string of JSON, of which a marker would be a part."""
         return False
 
-    @abstractmethod
-    def close(self, is_cut: bool) -> str | None:
-        """The rest of the arguments' JSON at the end; None if there was no whole call. `is_cut`: the text ends where a stop string was."""
+    def close(self, is_cut: bool) -> str:
+        """The rest of the arguments' JSON at the end. `is_cut`: the text ends where a stop string was."""
+        return ""
 
 
 class JsonBody(CallBody):
     """`{"name": ..., "arguments": {...}}`, whose arguments are passed on as they are written."""
 
     def __init__(self) -> None:
-        self._text = ""
-        self._read = 0  # characters of it that were looked at
-        self._depth = 0
-        self._start: int | None = None  # of the string or value at depth 1
-        self._in_string = False
-        self._is_escaped = False
-        self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
-        self._key: str | None = None  # whose value comes
+        self._top = ""  # of the object, without the objects and arrays in it
         self._name: str | None = None
-        self._sent = 0  # characters of the arguments' value
-        self._arguments: tuple[int, int] | None = None  # where the value is; its end grows
+        self._arguments: str | None = None  # read and not passed on; None: they have not begun
+        self._is_argument = False  # what comes is part of them
+        self._depth = 0
+        self._in_string = False
+        self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
         self._is_whole = False
+        self._held = ""  # a backslash, before what it escapes
 
     def push(self, text: str) -> tuple[str | None, str]:
-        before = self._name
-        self._text += text
-        while self._read < len(self._text) and not self._is_whole:
-            self._step(self._text[self._read])
-            self._read += 1
-        if self._key == "arguments" and self._start is not None and self._text[self._start] == "{":
-            self._arguments = (self._start, self._read)
-        return (self._name if before is None else None), self._take()
+        before, text, start, end = self._name, self._held + text, 0, 0
+        for mark in ESCAPE_OR_MARK.finditer(text):
+            end = mark.end()
+            if mark[1] is None or self._is_whole:
+                continue
+            if self._in_string or mark[1] in '"\n':
+                self._quote(mark[1])
+            else:
+                border = mark.start() if mark[1] in "{[" else end
+                self._keep(text[start:border])
+                self._bracket(mark[1])
+                start = border
+        self._held = "\\" if end < len(text) and text.endswith("\\") else ""
+        self._keep(text[start : len(text) - len(self._held)])
+        if self._name is None and '"' in text and (found := NAME.search(self._top)):
+            self._name = _text_of(found[1])
+        if self._name is None or self._arguments is None:
+            return None if before else self._name, ""
+        piece, self._arguments = self._arguments, ""
+        return None if before else self._name, piece
 
     def is_in_string(self) -> bool:
         return self._in_string and self._depth > 0 and not self._is_broken
 
-    def close(self, is_cut: bool) -> str | None:
-        return self._take() if self._is_whole and self._name is not None else None
+    def _quote(self, char: str) -> None:
+        self._is_broken |= self._in_string and char == "\n"
+        self._in_string ^= char == '"'
 
-    def _take(self) -> str:
-        """What the client has not got of the arguments."""
-        if self._name is None or (self._arguments is None and (self._sent or not self._is_whole)):
-            return ""
-        if self._arguments is None:
-            self._sent = len("{}")
-            return "{}"
-        start, end = self._arguments
-        piece = self._text[start + self._sent : end]
-        self._sent += len(piece)
-        return piece
+    def _bracket(self, char: str) -> None:
+        self._depth += 1 if char in "{[" else -1
+        if char == "{" and self._depth == 2 and self._arguments is None and ARGUMENTS.search(self._top):
+            self._is_argument, self._arguments = True, ""
+        elif self._depth == 1:
+            self._is_argument = False
+        elif self._depth == 0:
+            self._is_whole = True
+            if self._arguments is None:
+                found = STRING_OF_ARGUMENTS.search(self._top)
+                self._arguments = (found and _text_of(found[1])) or "{}"
 
-    def _step(self, char: str) -> None:
-        if self._in_string:
-            self._is_broken |= char == "\n"
-            if self._is_escaped:
-                self._is_escaped = False
-            elif char == "\\":
-                self._is_escaped = True
-            elif char == '"':
-                self._in_string = False
-                if self._depth == 1:
-                    self._end_value(self._read + 1)
-            return
-        if char == '"':
-            self._in_string = True
-            self._begin()
-        elif char in "{[":
-            if self._depth == 1:
-                self._begin()
-            self._depth += 1
-        elif char in "}]":
-            if self._depth == 1:
-                self._end_scalar()
-                self._is_whole = True
-            self._depth -= 1
-            if self._depth == 1:
-                self._end_value(self._read + 1)
-        elif char == ",":
-            self._end_scalar()
-        elif self._depth == 1 and self._key is not None and not char.isspace() and char != ":":
-            self._begin()
+    def _keep(self, text: str) -> None:
+        if self._is_argument:
+            self._arguments = (self._arguments or "") + text
+        elif self._depth < 2:
+            self._top += text
 
-    def _begin(self) -> None:
-        if self._depth == 1 and self._start is None:
-            self._start = self._read
 
-    def _end_scalar(self) -> None:
-        if self._depth == 1 and self._start is not None:
-            self._end_value(self._read)
-
-    def _end_value(self, end: int) -> None:
-        """A key or a value at depth 1 lies in `_start : end`."""
-        if self._start is None:
-            return
-        start, self._start = self._start, None
-        if self._key == "arguments" and self._text[start] == "{":  # as it is written, whatever that is
-            self._key, self._arguments = None, (start, end)
-            return
-        try:
-            value = json.loads(self._text[start:end])
-        except ValueError:
-            value = None
-        key, self._key = self._key, None
-        if key is None:
-            self._key = str({"parameters": "arguments"}.get(value, value)) if isinstance(value, str) else "?"
-        elif key == "name" and isinstance(value, str):
-            self._name = value
-        elif key == "arguments" and isinstance(value, str):  # JSON in a string
-            self._text = self._text[: self._read + 1] + value + self._text[self._read + 1 :]
-            self._arguments = (self._read + 1, self._read + 1 + len(value))
-            self._read += len(value)
+def _text_of(literal: str) -> str | None:
+    try:
+        return str(json.loads(literal))
+    except ValueError:
+        return None
 
 
 class XmlBody(CallBody):
@@ -175,9 +141,9 @@ class XmlBody(CallBody):
             self._num_sent += 1
         return found, "".join(pieces)
 
-    def close(self, is_cut: bool) -> str | None:
+    def close(self, is_cut: bool) -> str:
         if self._name is None or (is_cut and not self._text.lstrip().startswith(XML_END)):
-            return None
+            return ""
         return "}" if self._num_sent else "{}"
 
     def _value(self, parameter: str, text: str) -> str:
