@@ -46,7 +46,7 @@ WHEN = {
     "max_image_pixels": "Lower where clients are not trusted: a camera has 40 million.",
     "max_request_pixels": "Lower where clients are not trusted.",
     "max_decode_bytes": "Lower where memory is short: an image takes 8 bytes a pixel; one that takes more than all of it is refused.",
-    "decode_timeout": "Higher on slow machines with very large images.",
+    "decode_timeout": "Higher on slow machines with very large images; of processor time one has 2 s and a second for each 4 megapixels.",
     "max_request_downloads": "Higher where requests of many addresses come alone.",
     "download_connect_timeout": "Higher for slow servers.",
     "download_timeout": "Higher for slow servers; it is also how long a client can keep one of the 64.",

@@ -6,7 +6,7 @@
 | processor -> api       | Events                               | text, terminal events, bodies of the api arena that may be reused        |
 | processor -> scheduler | EngineRequest, Pixels, Abort, Forget | prompt ids as a region, image spans with their bytes as regions          |
 | scheduler -> processor | EngineOutputs                        | token ids, terminal events, regions that may be reused, images to decode |
-| processor -> rank 0    | Prefetch                             | a plain JPEG as a region: a hint                                         |
+| processor -> rank 0    | Prefetch                             | a plain JPEG that a plan may name: a hint                                |
 | scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
 | worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
 
@@ -24,6 +24,7 @@ from models.step_sizes import StepSizes
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
+MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits behind it. What it keeps for steps is for so many
 
 FinishReason = Literal["stop", "length"]
@@ -262,14 +263,13 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten.
+    """From the processor: encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused.
 
-    `grid` is what the plan will probably say, too; None: it has to be awaited.
+    `grid`, of at most MAX_EARLY_TOKENS, is what the plan will probably say, too.
     """
 
     source: ImageSource
-    ticket: int
-    grid: tuple[int, int, int] | None = None
+    grid: tuple[int, int, int]
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------

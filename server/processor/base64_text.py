@@ -17,20 +17,12 @@ URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 def decode_base64(text: memoryview | bytes) -> bytes:
     """The bytes of base64 that stood in a JSON string, escapes included. RequestError 400."""
-    data = decode_usual_base64(text)
-    if data is None:
-        data = _decode_unusual(bytes(text))
-    if not data:
-        raise RequestError(400, "it has no payload", code="invalid_image")
-    return data
-
-
-def decode_usual_base64(text: memoryview | bytes) -> bytes | None:
-    """None if it is not as the standard has it; in a millisecond for four megabytes."""
     try:
         data: bytes = pybase64.b64decode(text, validate=True)
     except ValueError:
-        return None
+        data = _decode_unusual(bytes(text))
+    if not data:
+        raise RequestError(400, "it has no payload", code="invalid_image")
     return data
 
 

@@ -82,9 +82,9 @@ class Intake:
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
 
     @property
-    def num_arriving(self) -> int:
-        """Requests without a Submit that hold memory."""
-        return len(self._early)
+    def num_holders(self) -> int:
+        """Requests that hold memory, also those without a Submit."""
+        return len(self._requests) + len(self._early)
 
     async def close(self) -> None:
         await self._grammars.close()
@@ -92,6 +92,7 @@ class Intake:
 
     def begin(self, message: Payload) -> None:
         """An image of a body that still arrives. A Submit follows, or an Abort with the body."""
+        self._note_arrival(message.rid)
         image = Image(self._tools, MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
@@ -100,6 +101,7 @@ class Intake:
         if len(self._requests) >= self._max_requests:
             self._give_up(submit.rid, submit.body, overloaded("The server has as many requests as it can queue.").info)
             return
+        self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
         images = [self._image(ref, early) for ref in submit.media]
         schemas = self._schemas(submit)
@@ -121,6 +123,10 @@ class Intake:
                 self._scheduler.send(Abort(rid))
             elif request.task is not None:
                 request.task.cancel()
+
+    def _note_arrival(self, rid: int) -> None:
+        if rid not in self._early:
+            self._tools.early.arm(is_idle=not self.num_holders)
 
     def _image(self, ref: MediaRef, early: dict[int, Image]) -> Image:
         return (early.pop(ref.payload.offset, None) if ref.payload is not None else None) or Image(self._tools, ref)

@@ -139,8 +139,8 @@ async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.Monk
 
 
 async def test_a_name_that_moves_inside(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a name server that first tells an outer address and then an inner one, or an outer host that redirects to an inner one, gets us
-    to ask the inner one: here 127.0.0.2 counts as outer."""
+    """Red if a name server that first tells an outer address and then an inner one, or an outer host that redirects to an inner one, gets
+    us to ask the inner one: here 127.0.0.2 counts as outer."""
     told = iter(["127.0.0.2", "127.0.0.1"])
     outer = socket.create_server(("127.0.0.2", 0))
     runner = web.AppRunner(web.Application())
