@@ -110,6 +110,7 @@ class Submit(msgspec.Struct, tag=True):
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
     grammar_field: str = ""  # of the client's request, for errors
+    client: bytes = b""  # tells clients apart, by key and address
     prompt_field: str = "messages"  # the same
     deadline: float | None = None  # when nobody waits for an answer any more
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the prompt is framed by the tokenizer

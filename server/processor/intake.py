@@ -86,6 +86,10 @@ class Intake:
         """Requests that hold memory, also those without a Submit."""
         return len(self._requests) + len(self._early)
 
+    def start(self) -> None:
+        """What requests would have to wait for otherwise."""
+        self._tasks.create_task(self._grammars.start())
+
     async def close(self) -> None:
         await self._grammars.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
@@ -220,7 +224,7 @@ class Intake:
         if grammar is None:
             return None
         try:
-            return await self._grammars.compile(grammar)
+            return await self._grammars.compile(grammar, submit.client)
         except GrammarError as error:
             field = submit.grammar_field
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None

@@ -66,6 +66,7 @@ class Processor:
 
     async def run(self) -> None:
         """Handles messages until it is cancelled."""
+        self._intake.start()
         try:
             while True:
                 message = await self._inbox.recv()
