@@ -101,7 +101,8 @@ class GrammarCompiler:
 
     async def start(self) -> None:
         """What the first grammar would have to wait for: seconds."""
-        await self._small.start()
+        with contextlib.suppress(RuntimeError):  # it is closed meanwhile, or the first grammar tells its client
+            await self._small.start()
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
         """The compiled grammar for rank 0. GrammarError if it is none, or takes too long; RuntimeError if no process starts."""

