@@ -6,7 +6,8 @@
 | processor -> api       | Events                               | text, terminal events, bodies of the api arena that may be reused        |
 | processor -> scheduler | EngineRequest, Pixels, Abort, Forget | prompt ids as a region, image spans with their bytes as regions          |
 | scheduler -> processor | EngineOutputs                        | token ids, terminal events, regions that may be reused, images to decode |
-| processor -> rank 0    | Prefetch                             | a plain JPEG that a plan may name: a hint                                |
+| processor -> rank 0    | Prefetch, LoadGrammar                | what a plan may name, as a region: it may be begun with                  |
+| rank 0 -> processor    | GrammarLoaded                        | a large grammar may be planned with                                      |
 | scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
 | worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
 
@@ -273,6 +274,19 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
     grid: tuple[int, int, int]
 
 
+class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
+    """From the processor: read this compiled grammar beside the steps, which would have to wait for it. Answered by a GrammarLoaded."""
+
+    region: Region
+    ticket: int
+
+
+class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
+    """The answer to the LoadGrammar with this ticket."""
+
+    ticket: int
+
+
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +403,6 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     since: float
 
 
-ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs
+ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
 ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Beat
-ToWorker = StepPlan | Prefetch
+ToWorker = StepPlan | Prefetch | LoadGrammar

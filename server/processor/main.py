@@ -22,6 +22,7 @@ from engine.messages import (
     EngineOutputs,
     Events,
     Forget,
+    GrammarLoaded,
     Payload,
     Prefetch,
     Submit,
@@ -30,6 +31,7 @@ from engine.messages import (
 )
 from server.checkpoint import read_checkpoint
 from server.processor.early import EarlyReads
+from server.processor.grammar import GrammarLoads
 from server.processor.image import ImageTools
 from server.processor.intake import Intake
 from server.processor.output import Output
@@ -61,7 +63,8 @@ class Processor:
         self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker, checkpoint.geometry), gpu_decodes)
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
-        self._intake = Intake(child.config, folder, max_model_len, requests, self._tools, prompts, api, scheduler, tasks)
+        self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
+        self._intake = Intake(child.config, folder, max_model_len, requests, self._tools, prompts, self._loads, api, scheduler, tasks)
         self._output = Output(requests, self._tools, api, scheduler, tasks)
 
     async def run(self) -> None:
@@ -77,6 +80,8 @@ class Processor:
                         self._intake.accept(message)
                     case Abort():
                         self._intake.abort(message)
+                    case GrammarLoaded():
+                        self._loads.note(message)
                     case Forget():
                         self._scheduler.send(message)
                     case EngineOutputs():

@@ -1,5 +1,6 @@
 """A grammar's way through the real processor: compiled by its child, handed to the scheduler in the arena, refused where it is none."""
 
+import json
 import os
 import signal
 import time
@@ -10,17 +11,21 @@ import pytest
 import xgrammar
 
 from engine.grammar.vocabulary import read_vocabulary
-from engine.ipc import Outbox
+from engine.ipc import Inbox, Outbox
 from engine.messages import (
     ChatPrompt,
     EngineRequest,
+    GrammarLoaded,
+    LoadGrammar,
     Region,
     RequestOutput,
     Stages,
     Submit,
     ToProcessor,
+    ToWorker,
 )
 from engine.params import Grammar, OutputOptions, SamplingParams
+from server.processor.grammar import LARGE_BYTES
 from tests.unit.server.stack import FakeScheduler, Stack
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
@@ -76,6 +81,24 @@ def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
     while Path(f"/proc/{compiler}/stat").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{compiler}/stat").exists()
+
+
+def test_a_large_grammar_is_read_before_there_is_a_plan(model_folder: Path) -> None:
+    """Red if the step that admits its request has to read it: streams of others stood still for a second."""
+    stack = Stack(model_folder)
+    worker: Inbox[ToWorker] = Inbox(stack.run_dir, "worker-0", ToWorker)
+    try:
+        submit(stack, FIRST_RID, Grammar("json_schema", json.dumps({"properties": {f"k{i}": {"type": "string"} for i in range(60)}})))
+        message = worker.recv(timeout=60)
+        assert isinstance(message, LoadGrammar) and message.region.length >= LARGE_BYTES and not stack.scheduler.requests
+        processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
+        processor.send(GrammarLoaded(message.ticket))
+        stack.wait_until(lambda: len(stack.scheduler.requests) == 1)
+        assert region_of(stack.scheduler.requests[0])[1] == message.region.offset
+        processor.close()
+    finally:
+        stack.close()
+        worker.close()
 
 
 def region_of(request: EngineRequest) -> tuple[int, int, int]:

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from engine.grammar import client
@@ -193,6 +196,17 @@ async def test_wrong_grammars_are_refused() -> None:
             assert len(await compiler.compile(GRAMMARS["regex"])) > 100
     finally:
         await compiler.close()
+
+
+def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a step reads a grammar that a thread has read, or if damage leaves somebody waiting."""
+    grammars, done = Grammars(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    for data in (compiled["schema"], b"damaged"):
+        grammars.load_ahead(data, done.release)
+        assert done.acquire(timeout=60)
+    monkeypatch.setattr(Grammars, "_read", None)
+    grammars.admit(0, compiled["schema"], None, ())
+    assert grammars.masks(np.array([0])) is not None
 
 
 SLOW = "(a|b|c|d){1,3000}x(e|f){3,9000}"
