@@ -22,7 +22,7 @@ MAX_WHITESPACE = 1  # in a row, as models write JSON
 
 
 class GrammarLoads:
-    """Large grammars are read by rank 0 before there is a plan that names them. `worker` is its inbox."""
+    """Large grammars, and the first one, are read by rank 0 before there is a plan that names them. `worker` is its inbox."""
 
     def __init__(self, worker: Outbox[LoadGrammar]):
         self._worker = worker
@@ -31,6 +31,8 @@ class GrammarLoads:
 
     async def load(self, region: Region) -> None:
         """Waits for so long that it should be read; if it is not, the plan's step has to wait."""
+        if self._num_sent and region.length < LARGE_BYTES:
+            return
         self._num_sent += 1
         ticket, loaded = self._num_sent, asyncio.Event()
         self._awaited[ticket] = loaded

@@ -38,7 +38,7 @@ from engine.messages import (
 from server.errors import RequestError, forget_frames, overloaded
 from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
-from server.processor.grammar import LARGE_BYTES, GrammarLoads, answer_grammar
+from server.processor.grammar import GrammarLoads, answer_grammar
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.inspect import Allowance
 from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
@@ -232,8 +232,7 @@ class Intake:
 
         region = request.grammar = self._tools.room.take(len(data))
         region.append(data)
-        if len(data) >= LARGE_BYTES:
-            await self._loads.load(Region(PROCESSOR_ARENA, region.offset, region.used))
+        await self._loads.load(Region(PROCESSOR_ARENA, region.offset, region.used))
 
     def _grammar_of(self, request: Request) -> CompiledGrammar | None:
         """It holds behind the thoughts if the answer begins with some."""

@@ -11,18 +11,16 @@ import pytest
 import xgrammar
 
 from engine.grammar.vocabulary import read_vocabulary
-from engine.ipc import Inbox, Outbox
+from engine.ipc import Outbox
 from engine.messages import (
     ChatPrompt,
     EngineRequest,
     GrammarLoaded,
-    LoadGrammar,
     Region,
     RequestOutput,
     Stages,
     Submit,
     ToProcessor,
-    ToWorker,
 )
 from engine.params import Grammar, OutputOptions, SamplingParams
 from server.processor.grammar import LARGE_BYTES
@@ -84,21 +82,23 @@ def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
 
 
 def test_a_large_grammar_is_read_before_there_is_a_plan(model_folder: Path) -> None:
-    """Red if the step that admits its request has to read it: streams of others stood still for a second."""
+    """Red if the step that admits its request, or the first grammar's, has to read it: streams of others stood still for a second."""
     stack = Stack(model_folder)
-    worker: Inbox[ToWorker] = Inbox(stack.run_dir, "worker-0", ToWorker)
+    processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
+    large = Grammar("json_schema", json.dumps({"properties": {f"k{i}": {"type": "string"} for i in range(60)}}))
     try:
-        submit(stack, FIRST_RID, Grammar("json_schema", json.dumps({"properties": {f"k{i}": {"type": "string"} for i in range(60)}})))
-        message = worker.recv(timeout=60)
-        assert isinstance(message, LoadGrammar) and message.region.length >= LARGE_BYTES and not stack.scheduler.requests
-        processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
-        processor.send(GrammarLoaded(message.ticket))
-        stack.wait_until(lambda: len(stack.scheduler.requests) == 1)
-        assert region_of(stack.scheduler.requests[0])[1] == message.region.offset
-        processor.close()
+        for rid, grammar in enumerate((Grammar("regex", "a"), Grammar("regex", "b"), large), FIRST_RID):
+            stack.scheduler.reads_grammars = grammar is not large
+            submit(stack, rid, grammar)
+            stack.wait_until(lambda: len(stack.scheduler.requests) + len(stack.scheduler.loads) == (2, 3, 4)[rid - FIRST_RID], 60)  # noqa: B023
+        load = stack.scheduler.loads[-1]
+        assert len(stack.scheduler.requests) == 2 and load.region.length >= LARGE_BYTES
+        processor.send(GrammarLoaded(load.ticket))
+        stack.wait_until(lambda: len(stack.scheduler.requests) == 3)
+        assert region_of(stack.scheduler.requests[-1])[1] == load.region.offset
     finally:
+        processor.close()
         stack.close()
-        worker.close()
 
 
 def region_of(request: EngineRequest) -> tuple[int, int, int]:
