@@ -14,7 +14,7 @@ from server.http.validate import Strict, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
-MAX_STOPS = 4
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
 MAX_TOOLS = 1024
 MAX_PROMPTS = 128
@@ -174,7 +174,7 @@ class GenerationRequest(Strict):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=MAX_STOPS)
+    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]] = Field(default=[], max_length=MAX_STOPS)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for it

@@ -163,6 +163,8 @@ class CallSplitter:
         self._schemas = schemas
         self._is_single = is_single
         self._held = ""  # not decided
+        self._shown = ""  # decided, and not returned
+        self._deltas: list[CallDelta] = []  # the same
         self._body: CallBody | None = None
         self.is_inside = False  # a call has begun and not ended
         self._raw = ""  # of the call so far, in case it is none
@@ -173,70 +175,67 @@ class CallSplitter:
     def push(self, text: str) -> tuple[str, list[CallDelta], bool]:
         """Text to show, pieces of calls, and whether the answer ends here."""
         self._held += text
-        shown: list[str] = []
-        deltas: list[CallDelta] = []
-        while self._held:
-            is_done = self._read_call(shown, deltas) if self.is_inside else self._read_text(shown)
-            if self._is_single and self.num_calls and not self.is_inside:
-                self._held = ""
-                return "".join(shown), deltas, True
-            if is_done:
-                break
-        return "".join(shown), deltas, False
+        goes_on, is_done = True, False
+        while self._held and goes_on and not is_done:
+            goes_on = self._read_call() if self.is_inside else self._read_text()
+            is_done = self._is_single and self.num_calls > 0 and not self.is_inside
+        if is_done:
+            self._held = ""
+        return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
         """At the end, or where a stop string cuts. A call without its closing marker counts if it is whole; one without a name is text."""
-        shown: list[str] = []
-        deltas: list[CallDelta] = []
-        if self.is_inside:
-            if self._held.startswith(CLOSE):
-                self._raw += self._held
-            else:
-                self._feed(self._held, deltas)
-            self._end_call(shown, deltas, is_cut)
+        held, self._held = self._held, ""
+        if not self.is_inside:
+            self._shown += held
         else:
-            shown.append(self._held)
-        self._held = ""
-        return "".join(shown), deltas
+            if held.startswith(CLOSE):
+                self._raw += held
+            else:
+                self._feed(held)
+            self._end_call(is_cut)
+        return self._take()
 
-    def _read_text(self, shown: list[str]) -> bool:
-        """Up to the next call. Returns whether the rest must wait."""
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
-        found = self._held.find(OPEN)
-        if found >= 0:
-            shown.append(self._held[:found].rstrip())
-            self._held = self._held[found + len(OPEN) :]
+    def _take(self) -> tuple[str, list[CallDelta]]:
+        taken = self._shown, self._deltas
+        self._shown, self._deltas = "", []
+        return taken
+
+    def _read_text(self) -> bool:
+        """Up to the next call. Whether one begins; else what is held must wait."""
+        held = self._held.lstrip() if self._is_behind_call else self._held
+        said, begins, behind = held.partition(OPEN)
+        if begins:
+            self._shown, self._held = self._shown + said.rstrip(), behind
             self.is_inside, self._has_name, self._body, self._raw = True, False, None, OPEN
-            return False
-        keep = possible_start(self._held, OPEN)
-        keep = len(self._held[:keep].rstrip())
-        shown.append(self._held[:keep])
-        self._held = self._held[keep:]
-        return True
+        else:
+            end = len(held[: possible_start(held, OPEN)].rstrip())
+            self._shown, self._held = self._shown + held[:end], held[end:]
+        self._is_behind_call = self._is_behind_call and not held
+        return bool(begins)
 
-    def _read_call(self, shown: list[str], deltas: list[CallDelta]) -> bool:
+    def _read_call(self) -> bool:
+        """Up to its end. Whether it has come, or what looked like it; else what is held must wait."""
         found = self._held.find(CLOSE)
         end = found if found >= 0 else possible_start(self._held, CLOSE)
-        self._feed(self._held[:end], deltas)
+        self._feed(self._held[:end])
         self._held = self._held[end:]
         if found < 0:
-            return True
+            return False
         behind = self._held[len(CLOSE) :]
         if self._body is not None and self._body.is_in_string():
             if not behind.strip(" "):
-                return True  # no string goes on behind a line break, or the text's end
+                return False  # no string goes on behind a line break, or the text's end
             if not behind.lstrip(" ").startswith("\n"):
                 self._held = behind
-                self._feed(CLOSE, deltas)
-                return False
+                self._feed(CLOSE)
+                return True
         self._held = behind
         self._raw += CLOSE
-        self._end_call(shown, deltas)
-        return False
+        self._end_call()
+        return True
 
-    def _feed(self, text: str, deltas: list[CallDelta]) -> None:
+    def _feed(self, text: str) -> None:
         self._raw += text
         if self._body is None:
             said = self._raw[len(OPEN) :].lstrip()
@@ -247,18 +246,17 @@ class CallSplitter:
         name, arguments = self._body.push(text)
         if name is not None:
             self._has_name = True
-            deltas.append(CallDelta(self.num_calls, arguments, name))
-        elif arguments:
-            deltas.append(CallDelta(self.num_calls, arguments))
+        if name is not None or arguments:
+            self._deltas.append(CallDelta(self.num_calls, arguments, name))
 
-    def _end_call(self, shown: list[str], deltas: list[CallDelta], is_cut: bool = False) -> None:
+    def _end_call(self, is_cut: bool = False) -> None:
         """A call that never said its name is text."""
-        rest = self._body.close(is_cut) if self._body is not None else None
+        rest = self._body.close(is_cut) if self._body is not None else ""
         self.is_inside = False
         if self._has_name:
             if rest:
-                deltas.append(CallDelta(self.num_calls, rest))
+                self._deltas.append(CallDelta(self.num_calls, rest))
             self.num_calls += 1
             self._is_behind_call = True
         else:
-            shown.append(self._raw)
+            self._shown += self._raw
