@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         str | None, "demand this bearer token; better told as ENGINE_API_KEY, which no list of processes shows; default: none"
     ] = None
-    api_key_file: Annotated[str | None, "file with further bearer tokens, one a line; those that begin with # are none"] = None
+    api_key_file: Annotated[str | None, "file with further bearer tokens, one a line; lines that begin with # are comments"] = None
     metrics_port: Annotated[
         int | None, "serve /metrics on this port of --host, to anybody who reaches it, instead of on --port, behind the key; 0 picks one"
     ] = None

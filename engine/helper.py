@@ -1,4 +1,4 @@
-"""A process that answers one question at a time and may be ended at any time: the compiler of grammars, the decoders of large images.
+"""A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images.
 
     asking process:   helper = Helper("engine.grammar.compile", folder);   answer = await helper.ask(question, seconds)
     the helper:       answer_questions(lambda question: answer)

@@ -170,10 +170,8 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8).
-
-    "file" is any other format, known to be good: workers cannot read it, the processor makes "rgb" of it if the scheduler wants pixels.
-    """
+    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
+    is any other format, known to be good: workers cannot read it, the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
@@ -205,11 +203,9 @@ class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
-
-    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
-    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
-    """
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena. It gets `n` answers, of which each is drawn with
+    a seed of its own, `params.seed` + index, and has one last output. Requests of a lower `priority` come first, in the order of their
+    arrival. After `deadline`, if there is one, nobody waits for the answers any more."""
 
     rid: int
     prompt: Region
@@ -265,10 +261,8 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """From the processor: encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused.
-
-    `grid`, of at most MAX_EARLY_TOKENS, is what the plan will probably say, too.
-    """
+    """From the processor: encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused. `grid`,
+    of at most MAX_EARLY_TOKENS, is what the plan will probably say, too."""
 
     source: ImageSource
     grid: tuple[int, int, int]
@@ -312,11 +306,9 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table.
-
-    The last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the
-    model would have drawn, and one token more.
-    """
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. The
+    last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the model
+    would have drawn, and one token more."""
 
     row: int
     start: int

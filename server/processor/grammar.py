@@ -1,4 +1,4 @@
-"""Grammars of requests with tools: calls in the notation of the model's template, beside what else an answer may be. Used by `intake.py`.
+"""Grammars of requests with tools: calls in the notation of the model's template, beside what else an answer may be.
 
     required, named ──▶ calls, nothing else
     auto, strict    ──▶ text with calls in it, each by its schema

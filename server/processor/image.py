@@ -1,4 +1,4 @@
-"""Images of requests, each owned by one object from its payload to its release. Used by `server/processor/{intake,output}.py`.
+"""Images of requests, each owned by one object from its payload to its release.
 
     payload, URL ──▶ encoded ─┬▶ jpeg: a plain one stays as it is
       (media pool: fetch,     ├▶ file: decoded before, only the scheduler can tell whether its pixels are needed ──▶ rgb

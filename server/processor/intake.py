@@ -1,4 +1,4 @@
-"""Requests on their way in: images and prompt are prepared, then the scheduler takes over. Driven by `server/processor/main.py`.
+"""Requests on their way in: images and prompt are prepared, then the scheduler takes over.
 
     Payload ──▶ image.start ─┐
     Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler

@@ -1,4 +1,4 @@
-"""What the scheduler says, on its way out: tokens become text, wanted pixels are made. Driven by `server/processor/main.py`.
+"""What the scheduler says, on its way out: tokens become text, wanted pixels are made.
 
     EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
                  ├──▶ wanted ──▶ image.make_pixels ──▶ Pixels ──▶ scheduler

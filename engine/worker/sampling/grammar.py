@@ -1,4 +1,4 @@
-"""Which tokens the grammars of rows, and their lists of allowed tokens, leave next. Used by the sampler of rank 0.
+"""Which tokens the grammars of rows, and their lists of allowed tokens, leave next.
 
 The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
 before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
