@@ -112,7 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G"] = None
     processor_arena_bytes: Annotated[int | None, "shared memory for images and token ids; default: 1/8 of the host's, at most 2G"] = None
     media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
-    processing_pool_size: Annotated[int, "threads that decode images other than baseline JPEGs; on CPUs also JPEGs"] = max(
+    processing_pool_size: Annotated[int, "processes, at least two, for images other than baseline JPEGs; on CPUs threads for those"] = max(
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
@@ -128,7 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
-    decode_timeout: Annotated[int, "seconds to decode one of those"] = 30
+    decode_timeout: Annotated[int, "seconds that an image other than a baseline JPEG may take"] = 30
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5

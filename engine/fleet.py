@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 
+from engine import tethered
 from engine.config import EngineConfig, share_environment
-from engine.ipc import die_with_parent
 from models.backends.choose import Gpu
 
 logger = logging.getLogger(__name__)
@@ -121,17 +121,11 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def _engine(self, member: Member) -> AsyncIterator[tuple[asyncio.subprocess.Process, "asyncio.Task[None]"]]:
         """A started engine, and its output, which ends with the last of its processes. Leaving stops it in order."""
-
-        def before_exec() -> None:
-            die_with_parent(signal.SIGTERM)
-            os.sched_setaffinity(0, member.cpus)
-
-        command = [sys.executable, "-m", "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}"]
+        command = tethered.command(member.cpus, "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=pipe, stderr=pipe, limit=MAX_LINE, env=member.environment, pass_fds=(member.config_fd,), process_group=0,
-            preexec_fn=before_exec,
-        )  # fmt: skip
+            *command, stdout=pipe, stderr=pipe, limit=MAX_LINE, env=member.environment, pass_fds=(member.config_fd,), process_group=0
+        )
         assert process.stdout is not None and process.stderr is not None
         self._engines.add(process)
         log = asyncio.create_task(_copy(process.stderr, f"engine-{member.index} "))
@@ -158,12 +152,11 @@ class Fleet:
         """Runs the proxy as soon as every engine serves; it is the last to end. Raises Ended when it ends by itself."""
         await self._all_ready.wait()
         config, fd = self._config, self._listener.fileno()
-        command = [sys.executable, "-m", "server.route", "--fd", str(fd), "--backends", *(member.url for member in members)]
+        cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
+        command = tethered.command(cpus, "server.route", "--fd", str(fd), "--backends", *urls)
         for flag, value in (("--ssl-certfile", config.ssl_certfile), ("--ssl-keyfile", config.ssl_keyfile)):
             command += [flag, value] if value else []
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), process_group=0, preexec_fn=lambda: die_with_parent(signal.SIGTERM)
-        )
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), process_group=0)
         self._listener.close()  # ours: when the proxy has ended, nobody listens
         assert process.stdout is not None
         try:

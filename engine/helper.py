@@ -1,4 +1,4 @@
-"""A process that answers one question at a time and may be ended at any time: the compiler of grammars, the decoders of large images.
+"""A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images.
 
     asking process:   helper = Helper("engine.grammar.compile", folder);   answer = await helper.ask(question, seconds)
     the helper:       answer_questions(lambda question: answer)
@@ -36,7 +36,7 @@ class Helper:
         nothing is written any more. RuntimeError if it does not start."""
         if self._process is not None and self._process.returncode is not None:  # it has ended with nothing to do, not over this question
             await self.close()
-        process = self._process or await self._start()
+        process = self._process or await self.start()
         assert process.stdin is not None
         try:
             async with asyncio.timeout(timeout):
@@ -56,7 +56,8 @@ class Helper:
         if process is not None:
             await _end(process)
 
-    async def _start(self) -> Process:
+    async def start(self) -> Process:
+        """RuntimeError if it does not start."""
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True, pass_fds=self._fds
         )

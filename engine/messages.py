@@ -6,7 +6,8 @@
 | processor -> api       | Events                               | text, terminal events, bodies of the api arena that may be reused        |
 | processor -> scheduler | EngineRequest, Pixels, Abort, Forget | prompt ids as a region, image spans with their bytes as regions          |
 | scheduler -> processor | EngineOutputs                        | token ids, terminal events, regions that may be reused, images to decode |
-| processor -> rank 0    | Prefetch                             | a plain JPEG as a region: a hint                                         |
+| processor -> rank 0    | Prefetch, LoadGrammar                | what a plan may name, as a region: it may be begun with                  |
+| rank 0 -> processor    | GrammarLoaded                        | a large grammar may be planned with                                      |
 | scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
 | worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
 
@@ -17,13 +18,24 @@ from typing import Literal
 
 import msgspec
 
-from engine.params import Grammar, Logprob, OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.params import (
+    ChatPrompt,
+    Grammar,
+    Logprob,
+    OutputOptions,
+    PromptLogprobs,
+    SamplingParams,
+    TextPrompt,
+    TokenLogprobs,
+    TokenPrompt,
+)
 from engine.stats import EngineStats, Stages
 from models.step_sizes import StepSizes
 
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
+MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits behind it. What it keeps for steps is for so many
 
 FinishReason = Literal["stop", "length"]
@@ -72,27 +84,6 @@ class Payload(msgspec.Struct, tag=True, frozen=True):
     payload: Region
 
 
-class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
-    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
-
-    messages: bytes
-    tools: bytes | None = None
-    template_kwargs: dict[str, bool] = {}
-    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
-
-
-class TextPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
-
-    text: str
-
-
-class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Token ids, within the vocabulary."""
-
-    ids: list[int]
-
-
 class Submit(msgspec.Struct, tag=True):
     """A validated request."""
 
@@ -109,6 +100,7 @@ class Submit(msgspec.Struct, tag=True):
     is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
     grammar: Grammar | None = None
     grammar_field: str = ""  # of the client's request, for errors
+    client: bytes = b""  # tells clients apart, by key and address
     prompt_field: str = "messages"  # the same
     deadline: float | None = None  # when nobody waits for an answer any more
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the prompt is framed by the tokenizer
@@ -167,10 +159,8 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8).
-
-    "file" is any other format, known to be good: workers cannot read it, the processor makes "rgb" of it if the scheduler wants pixels.
-    """
+    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
+    is any other format, known to be good: workers cannot read it, the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
@@ -202,11 +192,9 @@ class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena.
-
-    It gets `n` answers, of which each is drawn with a seed of its own, `params.seed` + index, and has one last output. Requests of a lower
-    `priority` come first, in the order of their arrival. After `deadline`, if there is one, nobody waits for the answers any more.
-    """
+    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena. It gets `n` answers, of which each is drawn with
+    a seed of its own, `params.seed` + index, and has one last output. Requests of a lower `priority` come first, in the order of their
+    arrival. After `deadline`, if there is one, nobody waits for the answers any more."""
 
     rid: int
     prompt: Region
@@ -262,24 +250,32 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """From the processor: read this plain JPEG now, a plan may name `ticket`. If its request ends before, its region may be overwritten.
-
-    `grid` is what the plan will probably say, too; None: it has to be awaited.
-    """
+    """From the processor: encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused. `grid`,
+    of at most MAX_EARLY_TOKENS, is what the plan will probably say, too."""
 
     source: ImageSource
+    grid: tuple[int, int, int]
+
+
+class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
+    """From the processor: read this compiled grammar beside the steps, which would have to wait for it. Answered by a GrammarLoaded."""
+
+    region: Region
     ticket: int
-    grid: tuple[int, int, int] | None = None
+
+
+class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
+    """The answer to the LoadGrammar with this ticket."""
+
+    ticket: int
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):
-    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline.
-
-    `blocks` have its beginning, and `snapshot` the states behind that; both are empty where it is computed from its first token on.
-    """
+    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline. `blocks` have its beginning
+    and `snapshot` the states behind that; both are empty if it is computed from its first token on."""
 
     row: int
     prompt: Region
@@ -301,11 +297,9 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table.
-
-    The last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the
-    model would have drawn, and one token more. Behind its last token the row's states go into the blocks of `snapshot`, if there are any.
-    """
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. The
+    last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the model
+    would have drawn, and one token more. Behind the last token the row's states go into the blocks of `snapshot`."""
 
     row: int
     start: int
@@ -393,6 +387,6 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     since: float
 
 
-ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs
+ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
 ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Beat
-ToWorker = StepPlan | Prefetch
+ToWorker = StepPlan | Prefetch | LoadGrammar

@@ -104,3 +104,24 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: bytes
     logprob: float | None
     top: list[tuple[bytes, float]]
+
+
+class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
+    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
+
+    messages: bytes
+    tools: bytes | None = None
+    template_kwargs: dict[str, bool] = {}
+    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
+
+
+class TextPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
+
+    text: str
+
+
+class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
+    """Token ids, within the vocabulary."""
+
+    ids: list[int]

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, fields
 import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
+from engine.messages import MAX_EARLY_TOKENS
 from models.backends.portable.tuned import STEP_SIZES
 from models.cache import CacheSpec
 from models.config import ModelConfig, VisionConfig
@@ -26,7 +27,6 @@ TOWER_BYTES = 9 * MIB // 10  # for each value of the tower's width: tables, and 
 LOGITS_BYTES = 24  # at once for each row and entry of the vocabulary, while rows are drawn by sorting
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
-MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
 IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
 ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
 SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}  # of what is halved for that

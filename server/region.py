@@ -1,4 +1,4 @@
-"""A region of an arena that is filled piece by piece and may have to grow or move meanwhile. Used by the api (bodies) and the processor."""
+"""A region of an arena that is filled piece by piece and may have to grow or move meanwhile."""
 
 from engine.arena import Arena, ArenaFull
 

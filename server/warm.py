@@ -1,4 +1,4 @@
-"""Maps the arenas' pages in the background at start. Called by `server/http/app.py` and `server/processor/main.py`.
+"""Maps the arenas' pages in the background at start.
 
 The memory is reserved, but the first touch of a page still costs 1-9 us: 30 ms and more for the first request of 30 MB.
 """

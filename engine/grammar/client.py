@@ -1,15 +1,17 @@
-"""Asks the compiler process for grammars. Used by the processor, one object in its event loop:
+"""Asks compiler processes for grammars. One object in the processor's event loop:
 
     grammars = GrammarCompiler(model_folder)
-    data = await grammars.compile(Grammar("json_schema", text))    # GrammarError (a ValueError) is the client's fault: a 400
+    data = await grammars.compile(Grammar("json_schema", text), client)    # GrammarError (a ValueError) is the client's fault: a 400
     await grammars.close()
 
-`data` goes into the processor arena; its Region, with the token behind which the grammar holds (`</think>`, if the answer begins with
-thoughts), is the `grammar` of the EngineRequest. The process starts with the first grammar and is ended if a compilation takes too long.
+Small grammars have a process of their own, which starts at once; the other one starts with the first that is large, or slow.
 """
 
 import asyncio
-from collections import OrderedDict
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -17,9 +19,18 @@ import msgspec
 from engine.helper import Helper, HelperDied
 from engine.params import Grammar
 
-COMPILE_S = 5.0
+COMPILE_S, QUICK_S = 5.0, 1.0
+GRACE_S = 10.0  # for a process that is to end its compilation in time
+SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES = 1 << 12  # what an entry counts beside its data
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar, and the seconds that its compilation may take."""
+
+    grammar: Grammar
+    seconds: float
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -27,25 +38,75 @@ class Compiled(msgspec.Struct, frozen=True):
 
     data: bytes = b""
     error: str | None = None
+    is_late: bool = False  # it took longer than it was allowed
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be had; its text is for the client."""
 
 
+class Lane:
+    """A process for one compilation at a time. Next is the client that has had the least of its time since it was last idle, and of its
+    grammars the smallest."""
+
+    def __init__(self, model_folder: Path, seconds: float):
+        self.helper = Helper("engine.grammar.compile", str(model_folder))
+        self._seconds = seconds
+        self._is_taken = False
+        self._used: Counter[bytes] = Counter()  # milliseconds by client
+        self._waiting: list[tuple[bytes, int, asyncio.Future[None]]] = []
+
+    async def start(self) -> None:
+        """Before the first question."""
+        async with self.turn(b"", 0):
+            await self.helper.start()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: bytes, size: int) -> AsyncIterator[None]:
+        """For whoever is not cancelled."""
+        if self._is_taken:
+            came = asyncio.get_running_loop().create_future()
+            self._waiting.append((client, size, came))
+            await came
+        self._is_taken, started = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._used[client] += int(1e3 * (time.monotonic() - started))
+            if self._waiting:
+                following = min(self._waiting, key=lambda waiting: (self._used[waiting[0]], waiting[1]))
+                self._waiting.remove(following)
+                following[2].set_result(None)
+            else:
+                self._is_taken = False
+                self._used.clear()
+
+    async def ask(self, grammar: Grammar) -> Compiled:
+        """In a turn."""
+        question = msgspec.msgpack.encode(Question(grammar, self._seconds))
+        try:
+            return msgspec.msgpack.decode(await self.helper.ask(question, self._seconds + GRACE_S), type=Compiled)
+        except (TimeoutError, HelperDied):
+            return Compiled(error="it cannot be compiled")
+
+
 class GrammarCompiler:
-    """One compilation at a time; results, refusals too, are kept."""
+    """Results, refusals too, are kept."""
 
     def __init__(self, model_folder: Path):
-        self._helper = Helper("engine.grammar.compile", str(model_folder))
-        self._lock = asyncio.Lock()
+        self._small, self._large = Lane(model_folder, QUICK_S), Lane(model_folder, COMPILE_S)
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._tasks: set[asyncio.Task[Compiled]] = set()
 
-    async def compile(self, grammar: Grammar) -> bytes:
-        """The compiled grammar for rank 0. GrammarError if it is none, or takes too long; RuntimeError if the process does not start."""
-        task = asyncio.create_task(self._compile(grammar))
+    async def start(self) -> None:
+        """What the first grammar would have to wait for: seconds."""
+        with contextlib.suppress(RuntimeError):  # it is closed meanwhile, or the first grammar tells its client
+            await self._small.start()
+
+    async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
+        """The compiled grammar for rank 0. GrammarError if it is none, or takes too long; RuntimeError if no process starts."""
+        task = asyncio.create_task(self._compile(grammar, client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         compiled = await asyncio.shield(task)  # whoever asked may leave, but the answer has to be read
@@ -54,30 +115,25 @@ class GrammarCompiler:
         return compiled.data
 
     async def close(self) -> None:
-        """Ends the process."""
-        await self._helper.close()
+        """Ends the processes."""
+        await self._small.helper.close()
+        await self._large.helper.close()
 
-    async def _compile(self, grammar: Grammar) -> Compiled:
-        async with self._lock:
-            if grammar in self._cache:
-                self._cache.move_to_end(grammar)
-                return self._cache[grammar]
-            compiled = await self._ask(grammar)
-            self._remember(grammar, compiled)
-            return compiled
-
-    async def _ask(self, grammar: Grammar) -> Compiled:
-        try:
-            return msgspec.msgpack.decode(await self._helper.ask(msgspec.msgpack.encode(grammar), COMPILE_S), type=Compiled)
-        except TimeoutError:
-            return Compiled(error=f"it takes longer than {COMPILE_S:.0f} s to compile")
-        except HelperDied:
-            return Compiled(error="it is too deep or too large to compile")
+    async def _compile(self, grammar: Grammar, client: bytes) -> Compiled:
+        for lane in (self._small, self._large):
+            if grammar not in self._cache and (lane is self._large or len(grammar.text) <= SMALL_CHARACTERS):
+                async with lane.turn(client, len(grammar.text)):
+                    if grammar not in self._cache:  # by somebody who asked for the same
+                        compiled = await lane.ask(grammar)
+                        if lane is self._large or not compiled.is_late:
+                            self._remember(grammar, compiled)
+        self._cache.move_to_end(grammar)
+        return self._cache[grammar]
 
     def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
         self._cache[grammar] = compiled
         self._cached_bytes += _cost(grammar, compiled)
-        while self._cached_bytes > CACHE_BYTES:
+        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
             self._cached_bytes -= _cost(*self._cache.popitem(last=False))
 
 

@@ -1,4 +1,4 @@
-"""What a JSON schema may not say, because the compiler of grammars would silently leave it out. Used by `engine/grammar/compile.py`."""
+"""What a JSON schema may not say, because the compiler of grammars would silently leave it out."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.messages import Encode, Prefetch, Restore, Save
-from engine.plan import MAX_EARLY_TOKENS
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Marks, Stopwatch
 from models.contract import VisionLanguageModel
-from models.geometry import Grid
 from models.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -54,14 +52,13 @@ NOTHING_ENCODED = Encoded([], [], 0.0, ())
 class EarlyImage:
     """One that was encoded before a plan named it."""
 
-    ticket: int
-    grid: Grid
-    pixels: torch.Tensor  # the reader's
+    of: Prefetch
+    read: tuple[torch.Tensor, bytes]  # pixels and what they were decoded from, while the device may read either
     embedding: torch.Tensor
     marks: Marks
 
     def is_of(self, encode: Encode) -> bool:
-        return (encode.source.ticket, encode.grid) == (self.ticket, self.grid)
+        return (encode.source.ticket, encode.grid) == (self.of.source.ticket, self.of.grid)
 
 
 class ImageCache:
@@ -121,18 +118,18 @@ class ImageCache:
             self._let_current_stream_wait()
 
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Reads an image for a plan that names its ticket and, if its grid can be told and is small, encodes it; in place of the one
-        before. Without memory, nothing is done: the plan may find some."""
+        """Encodes an image for a plan that names its ticket, in place of the one before. Without memory, nothing is done: the plan may
+        find some."""
         if self._early is not None and self._stream is not None:
             self._stream.synchronize()  # nobody wanted it, so perhaps the tower still reads its pixels
         self._early = None
         with torch.cuda.stream(self._stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
-            pixels, grid = self._reader.prefetch(prefetch), prefetch.grid
-            if pixels is not None and grid is not None and self._model.config.geometry.num_tokens(grid) <= MAX_EARLY_TOKENS:
+            read = self._reader.read_copy(prefetch.source)
+            if read is not None:
                 watch = self._stopwatch()
-                (embedding,) = self._model.encode([pixels], [grid])
+                (embedding,) = self._model.encode([read[0]], [prefetch.grid])
                 watch.mark()
-                self._early = EarlyImage(prefetch.ticket, grid, pixels, embedding, watch.marks())
+                self._early = EarlyImage(prefetch, read, embedding, watch.marks())
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
@@ -195,7 +192,7 @@ class ImageCache:
         for encode in share:
             if early is not None and early.is_of(encode):
                 self._early = None
-                kept += [pixels for pixels in self._reader.read([encode.source]) if pixels is not None]
+                kept.append(early.read[0])
                 done[encode.image_id] = early.embedding
                 marks.append(early.marks)
         read_ms = 0.0

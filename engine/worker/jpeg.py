@@ -4,13 +4,12 @@ Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG
 engine.
 """
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import ImageSource, Prefetch
+from engine.messages import ImageSource
 from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
 from models.backends.jpeg import JpegDecoder
 
@@ -25,36 +24,27 @@ class ImageReader:
         self._decoder = decoder
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._early: dict[int, tuple[torch.Tensor | None, bytes]] = {}  # by ticket, at most one: pixels, and what they are decoded from
 
-    def prefetch(self, prefetch: Prefetch) -> torch.Tensor | None:
-        """Reads an image for a plan that names its ticket; in place of the one before. Its pixels as `read` gives them, which are read
-        once more when the plan comes; None if nothing was read.
+    def read_copy(self, source: ImageSource) -> tuple[torch.Tensor, bytes] | None:
+        """Pixels of a JPEG as `read` gives them, and the copy that they are decoded from: the caller keeps both.
 
         Its bytes may be another upload's by now, which nobody has checked: to decode such could take any time and memory. So they are
         copied, and the copy is decoded only if it is a plain JPEG of the size that was announced.
         """
-        if self._early and self._stream is not None:
-            self._stream.synchronize()  # nobody wanted it, so perhaps it is still being read
-        self._early.clear()
-        source, copy = prefetch.source, bytes(self._bytes(prefetch.source))
+        copy = bytes(self._bytes(source))
         plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
         stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
-        if plain is not None and (plain.height, plain.width) == stored:
-            with contextlib.suppress(torch.OutOfMemoryError, MemoryError):  # its plan may find room
-                (pixels,) = self._on_stream([source], [memoryview(copy)])
-                self._early[prefetch.ticket] = (pixels, copy)
-                return pixels
-        return None
+        if plain is None or (plain.height, plain.width) != stored:
+            return None
+        (pixels,) = self._on_stream([source], [memoryview(copy)])
+        return None if pixels is None else (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
         """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
-        missing = [source for source in sources if source.ticket not in self._early]
-        found = iter(self._on_stream(missing, [self._bytes(source) for source in missing]))
-        return [self._early.pop(source.ticket)[0] if source.ticket in self._early else next(found) for source in sources]
+        return self._on_stream(sources, [self._bytes(source) for source in sources])
 
     def _on_stream(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if self._stream is None:

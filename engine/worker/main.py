@@ -15,7 +15,7 @@ import torch
 
 from engine.config import num_cpus
 from engine.ipc import Child, Inbox, Outbox, StopFlag, settle_heap
-from engine.messages import DEPTH, Prefetch, StepResult, ToWorker, WorkerReady
+from engine.messages import DEPTH, GrammarLoaded, LoadGrammar, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.pulse import Heart
@@ -29,7 +29,14 @@ PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and
 SPIN_S = 20e-6
 
 
-def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | StepResult], stopping: StopFlag, heart: Heart) -> None:
+def run(
+    runner: Runner,
+    plans: Inbox[ToWorker],
+    results: Outbox[WorkerReady | StepResult],
+    processor: Outbox[GrammarLoaded],
+    stopping: StopFlag,
+    heart: Heart,
+) -> None:
     """The loop: a step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
@@ -42,6 +49,8 @@ def run(runner: Runner, plans: Inbox[ToWorker], results: Outbox[WorkerReady | St
         if isinstance(plan, Prefetch):
             heart.note("images")
             runner.prefetch(plan)
+        elif isinstance(plan, LoadGrammar):
+            runner.load_grammar(plan, processor.send)
         elif plan is not None:
             heart.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
@@ -88,7 +97,7 @@ def main() -> None:
     results.send(ready)
     heart = Heart(child.run_dir, rank)
     notify_compilation(heart.begin_compiling, heart.end_compiling)
-    run(runner, plans, results, stopping, heart)
+    run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heart)
     heart.stop()
     child.close()
     os._exit(0)  # at once: tearing down collectives may wait for ranks that are gone

@@ -5,14 +5,14 @@ Nothing here waits for the device: a launched step is a handle that is asked lat
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, Chunk, Prefetch, StepPlan, StepResult
+from engine.messages import Admit, Chunk, GrammarLoaded, LoadGrammar, Prefetch, StepPlan, StepResult
 from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
@@ -180,6 +180,11 @@ class Runner:
         if has_prepared and self._agreement is not None:
             self._memory.note_graphs()
         return has_prepared
+
+    def load_grammar(self, message: LoadGrammar, answer: Callable[[GrammarLoaded], None]) -> None:
+        """Begins to read a grammar that a plan may come to name; the answer comes from another thread."""
+        data = bytes(self._prompts.view(message.region.offset, message.region.length))
+        self._sampler.grammars.load_ahead(data, lambda: answer(GrammarLoaded(message.ticket)))
 
     def _admit_grammar(self, admit: Admit) -> None:
         """Rank 0 alone draws, so it alone needs the grammar."""

@@ -6,6 +6,7 @@ body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──�
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -126,6 +127,7 @@ class Endpoint(ABC):
             direct = direct_reader(request.scope)
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
             body.credentials = credentials_of(request.scope)
+            body.client = hashlib.sha256(body.credentials + b"\0" + address.encode()).digest()
             return await self._submit(body)
 
     async def _submit(self, body: Body) -> ASGIApp:
@@ -139,6 +141,8 @@ class Endpoint(ABC):
             if job.num_images > limit:
                 raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
             self._limit_time(job, body)
+            for submit in job.submits:
+                submit.client = body.client
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it
                     submit.body = body.region.offset

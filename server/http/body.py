@@ -42,6 +42,7 @@ class Body:
         self.received = 0.0  # last byte here
         self.rid = client.new_rid()
         self.credentials = b""  # of whoever sent it
+        self.client = b""  # tells that one apart from others
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._client = client
 

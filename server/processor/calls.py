@@ -1,4 +1,4 @@
-"""Tool calls in a text that comes in pieces: what is said goes on as text, what is called becomes deltas. Used by `reasoning.py`.
+"""Tool calls in a text that comes in pieces: what is said goes on as text, what is called becomes deltas.
 
     text ── <tool_call> ──▶ { ──▶ JSON: {"name": ..., "arguments": {...}}               (Hermes; Qwen3-VL)
       ▲                     └──▶ XML: <function=name><parameter=x>...</parameter>...    (the coder models)
@@ -20,6 +20,10 @@ from server.processor.detokenize import possible_start
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"<function=([^>\n]*)>")
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+ESCAPE_OR_MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)
+NAME = re.compile(r'"name"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
+ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
+STRING_OF_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
 XML_MARK, XML_END = "<function=", "</function>"
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameters by name
@@ -36,116 +40,78 @@ class CallBody(ABC):
         """Whether the text so far ends within a string of JSON, of which a marker would be a part."""
         return False
 
-    @abstractmethod
-    def close(self, is_cut: bool) -> str | None:
-        """The rest of the arguments' JSON at the end; None if there was no whole call. `is_cut`: the text ends where a stop string was."""
+    def close(self, is_cut: bool) -> str:
+        """The rest of the arguments' JSON at the end. `is_cut`: the text ends where a stop string was."""
+        return ""
 
 
 class JsonBody(CallBody):
     """`{"name": ..., "arguments": {...}}`, whose arguments are passed on as they are written."""
 
     def __init__(self) -> None:
-        self._text = ""
-        self._read = 0  # characters of it that were looked at
-        self._depth = 0
-        self._start: int | None = None  # of the string or value at depth 1
-        self._in_string = False
-        self._is_escaped = False
-        self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
-        self._key: str | None = None  # whose value comes
+        self._top = ""  # of the object, without the objects and arrays in it
         self._name: str | None = None
-        self._sent = 0  # characters of the arguments' value
-        self._arguments: tuple[int, int] | None = None  # where the value is; its end grows
+        self._arguments: str | None = None  # read and not passed on; None: they have not begun
+        self._is_argument = False  # what comes is part of them
+        self._depth = 0
+        self._in_string = False
+        self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
         self._is_whole = False
+        self._held = ""  # a backslash, before what it escapes
 
     def push(self, text: str) -> tuple[str | None, str]:
-        before = self._name
-        self._text += text
-        while self._read < len(self._text) and not self._is_whole:
-            self._step(self._text[self._read])
-            self._read += 1
-        if self._key == "arguments" and self._start is not None and self._text[self._start] == "{":
-            self._arguments = (self._start, self._read)
-        return (self._name if before is None else None), self._take()
+        before, text, start, end = self._name, self._held + text, 0, 0
+        for mark in ESCAPE_OR_MARK.finditer(text):
+            end = mark.end()
+            if mark[1] is None or self._is_whole:
+                continue
+            if self._in_string or mark[1] in '"\n':
+                self._quote(mark[1])
+            else:
+                border = mark.start() if mark[1] in "{[" else end
+                self._keep(text[start:border])
+                self._bracket(mark[1])
+                start = border
+        self._held = "\\" if end < len(text) and text.endswith("\\") else ""
+        self._keep(text[start : len(text) - len(self._held)])
+        if self._name is None and '"' in text and (found := NAME.search(self._top)):
+            self._name = _text_of(found[1])
+        if self._name is None or self._arguments is None:
+            return None if before else self._name, ""
+        piece, self._arguments = self._arguments, ""
+        return None if before else self._name, piece
 
     def is_in_string(self) -> bool:
         return self._in_string and self._depth > 0 and not self._is_broken
 
-    def close(self, is_cut: bool) -> str | None:
-        return self._take() if self._is_whole and self._name is not None else None
+    def _quote(self, char: str) -> None:
+        self._is_broken |= self._in_string and char == "\n"
+        self._in_string ^= char == '"'
 
-    def _take(self) -> str:
-        """What the client has not got of the arguments."""
-        if self._name is None or (self._arguments is None and (self._sent or not self._is_whole)):
-            return ""
-        if self._arguments is None:
-            self._sent = len("{}")
-            return "{}"
-        start, end = self._arguments
-        piece = self._text[start + self._sent : end]
-        self._sent += len(piece)
-        return piece
+    def _bracket(self, char: str) -> None:
+        self._depth += 1 if char in "{[" else -1
+        if char == "{" and self._depth == 2 and self._arguments is None and ARGUMENTS.search(self._top):
+            self._is_argument, self._arguments = True, ""
+        elif self._depth == 1:
+            self._is_argument = False
+        elif self._depth == 0:
+            self._is_whole = True
+            if self._arguments is None:
+                found = STRING_OF_ARGUMENTS.search(self._top)
+                self._arguments = (found and _text_of(found[1])) or "{}"
 
-    def _step(self, char: str) -> None:
-        if self._in_string:
-            self._is_broken |= char == "\n"
-            if self._is_escaped:
-                self._is_escaped = False
-            elif char == "\\":
-                self._is_escaped = True
-            elif char == '"':
-                self._in_string = False
-                if self._depth == 1:
-                    self._end_value(self._read + 1)
-            return
-        if char == '"':
-            self._in_string = True
-            self._begin()
-        elif char in "{[":
-            if self._depth == 1:
-                self._begin()
-            self._depth += 1
-        elif char in "}]":
-            if self._depth == 1:
-                self._end_scalar()
-                self._is_whole = True
-            self._depth -= 1
-            if self._depth == 1:
-                self._end_value(self._read + 1)
-        elif char == ",":
-            self._end_scalar()
-        elif self._depth == 1 and self._key is not None and not char.isspace() and char != ":":
-            self._begin()
+    def _keep(self, text: str) -> None:
+        if self._is_argument:
+            self._arguments = (self._arguments or "") + text
+        elif self._depth < 2:
+            self._top += text
 
-    def _begin(self) -> None:
-        if self._depth == 1 and self._start is None:
-            self._start = self._read
 
-    def _end_scalar(self) -> None:
-        if self._depth == 1 and self._start is not None:
-            self._end_value(self._read)
-
-    def _end_value(self, end: int) -> None:
-        """A key or a value at depth 1 lies in `_start : end`."""
-        if self._start is None:
-            return
-        start, self._start = self._start, None
-        if self._key == "arguments" and self._text[start] == "{":  # as it is written, whatever that is
-            self._key, self._arguments = None, (start, end)
-            return
-        try:
-            value = json.loads(self._text[start:end])
-        except ValueError:
-            value = None
-        key, self._key = self._key, None
-        if key is None:
-            self._key = str({"parameters": "arguments"}.get(value, value)) if isinstance(value, str) else "?"
-        elif key == "name" and isinstance(value, str):
-            self._name = value
-        elif key == "arguments" and isinstance(value, str):  # JSON in a string
-            self._text = self._text[: self._read + 1] + value + self._text[self._read + 1 :]
-            self._arguments = (self._read + 1, self._read + 1 + len(value))
-            self._read += len(value)
+def _text_of(literal: str) -> str | None:
+    try:
+        return str(json.loads(literal))
+    except ValueError:
+        return None
 
 
 class XmlBody(CallBody):
@@ -175,9 +141,9 @@ class XmlBody(CallBody):
             self._num_sent += 1
         return found, "".join(pieces)
 
-    def close(self, is_cut: bool) -> str | None:
+    def close(self, is_cut: bool) -> str:
         if self._name is None or (is_cut and not self._text.lstrip().startswith(XML_END)):
-            return None
+            return ""
         return "}" if self._num_sent else "{}"
 
     def _value(self, parameter: str, text: str) -> str:
@@ -197,6 +163,8 @@ class CallSplitter:
         self._schemas = schemas
         self._is_single = is_single
         self._held = ""  # not decided
+        self._shown = ""  # decided, and not returned
+        self._deltas: list[CallDelta] = []  # the same
         self._body: CallBody | None = None
         self.is_inside = False  # a call has begun and not ended
         self._raw = ""  # of the call so far, in case it is none
@@ -207,70 +175,67 @@ class CallSplitter:
     def push(self, text: str) -> tuple[str, list[CallDelta], bool]:
         """Text to show, pieces of calls, and whether the answer ends here."""
         self._held += text
-        shown: list[str] = []
-        deltas: list[CallDelta] = []
-        while self._held:
-            is_done = self._read_call(shown, deltas) if self.is_inside else self._read_text(shown)
-            if self._is_single and self.num_calls and not self.is_inside:
-                self._held = ""
-                return "".join(shown), deltas, True
-            if is_done:
-                break
-        return "".join(shown), deltas, False
+        goes_on, is_done = True, False
+        while self._held and goes_on and not is_done:
+            goes_on = self._read_call() if self.is_inside else self._read_text()
+            is_done = self._is_single and self.num_calls > 0 and not self.is_inside
+        if is_done:
+            self._held = ""
+        return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
         """At the end, or where a stop string cuts. A call without its closing marker counts if it is whole; one without a name is text."""
-        shown: list[str] = []
-        deltas: list[CallDelta] = []
-        if self.is_inside:
-            if self._held.startswith(CLOSE):
-                self._raw += self._held
-            else:
-                self._feed(self._held, deltas)
-            self._end_call(shown, deltas, is_cut)
+        held, self._held = self._held, ""
+        if not self.is_inside:
+            self._shown += held
         else:
-            shown.append(self._held)
-        self._held = ""
-        return "".join(shown), deltas
+            if held.startswith(CLOSE):
+                self._raw += held
+            else:
+                self._feed(held)
+            self._end_call(is_cut)
+        return self._take()
 
-    def _read_text(self, shown: list[str]) -> bool:
-        """Up to the next call. Returns whether the rest must wait."""
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
-        found = self._held.find(OPEN)
-        if found >= 0:
-            shown.append(self._held[:found].rstrip())
-            self._held = self._held[found + len(OPEN) :]
+    def _take(self) -> tuple[str, list[CallDelta]]:
+        taken = self._shown, self._deltas
+        self._shown, self._deltas = "", []
+        return taken
+
+    def _read_text(self) -> bool:
+        """Up to the next call. Whether one begins; else what is held must wait."""
+        held = self._held.lstrip() if self._is_behind_call else self._held
+        said, begins, behind = held.partition(OPEN)
+        if begins:
+            self._shown, self._held = self._shown + said.rstrip(), behind
             self.is_inside, self._has_name, self._body, self._raw = True, False, None, OPEN
-            return False
-        keep = possible_start(self._held, OPEN)
-        keep = len(self._held[:keep].rstrip())
-        shown.append(self._held[:keep])
-        self._held = self._held[keep:]
-        return True
+        else:
+            end = len(held[: possible_start(held, OPEN)].rstrip())
+            self._shown, self._held = self._shown + held[:end], held[end:]
+        self._is_behind_call = self._is_behind_call and not held
+        return bool(begins)
 
-    def _read_call(self, shown: list[str], deltas: list[CallDelta]) -> bool:
+    def _read_call(self) -> bool:
+        """Up to its end. Whether it has come, or what looked like it; else what is held must wait."""
         found = self._held.find(CLOSE)
         end = found if found >= 0 else possible_start(self._held, CLOSE)
-        self._feed(self._held[:end], deltas)
+        self._feed(self._held[:end])
         self._held = self._held[end:]
         if found < 0:
-            return True
+            return False
         behind = self._held[len(CLOSE) :]
         if self._body is not None and self._body.is_in_string():
             if not behind.strip(" "):
-                return True  # no string goes on behind a line break, or the text's end
+                return False  # no string goes on behind a line break, or the text's end
             if not behind.lstrip(" ").startswith("\n"):
                 self._held = behind
-                self._feed(CLOSE, deltas)
-                return False
+                self._feed(CLOSE)
+                return True
         self._held = behind
         self._raw += CLOSE
-        self._end_call(shown, deltas)
-        return False
+        self._end_call()
+        return True
 
-    def _feed(self, text: str, deltas: list[CallDelta]) -> None:
+    def _feed(self, text: str) -> None:
         self._raw += text
         if self._body is None:
             said = self._raw[len(OPEN) :].lstrip()
@@ -281,18 +246,17 @@ class CallSplitter:
         name, arguments = self._body.push(text)
         if name is not None:
             self._has_name = True
-            deltas.append(CallDelta(self.num_calls, arguments, name))
-        elif arguments:
-            deltas.append(CallDelta(self.num_calls, arguments))
+        if name is not None or arguments:
+            self._deltas.append(CallDelta(self.num_calls, arguments, name))
 
-    def _end_call(self, shown: list[str], deltas: list[CallDelta], is_cut: bool = False) -> None:
+    def _end_call(self, is_cut: bool = False) -> None:
         """A call that never said its name is text."""
-        rest = self._body.close(is_cut) if self._body is not None else None
+        rest = self._body.close(is_cut) if self._body is not None else ""
         self.is_inside = False
         if self._has_name:
             if rest:
-                deltas.append(CallDelta(self.num_calls, rest))
+                self._deltas.append(CallDelta(self.num_calls, rest))
             self.num_calls += 1
             self._is_behind_call = True
         else:
-            shown.append(self._raw)
+            self._shown += self._raw

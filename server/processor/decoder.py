@@ -1,12 +1,16 @@
-"""A decoder process: `python -m server.processor.decoder ARENA_FD SIZE`. Started, timed and ended by `server/processor/decoders.py`.
+"""A process that looks at images and decodes them: `python -m server.processor.decoder ARENA_FD SIZE`.
 
 It reads encoded images out of the processor's arena and writes their pixels there. Nothing that it does keeps the processor waiting.
 """
 
+import logging
+import math
 import os
 import resource
 import signal
 import sys
+import time
+import warnings
 
 import msgspec
 
@@ -15,22 +19,24 @@ from engine.helper import answer_questions
 from engine.ipc import die_with_parent
 from engine.messages import ErrorInfo
 from server.errors import RequestError
-from server.processor.pixels import DecodedSize, decode_rgb
+from server.processor.pixels import decode_rgb, read_size
 
 NICENESS = 19  # streams go first
 MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Where the encoded bytes are, where the pixels go, and how large the image is to be made."""
+    """Where the encoded bytes are and what they may take of this process's time. Their pixels go to `room`, made as large as `size`;
+    without one, only the header is read."""
 
     encoded: tuple[int, int]  # offset, length
-    room: tuple[int, int]
-    size: tuple[int, int]
+    cpu_seconds: int
+    room: tuple[int, int] | None = None
+    size: tuple[int, int] = (0, 0)
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """The image's own size, upright; or why there is none."""
+    """The image's own size: as in the header, or upright if it was decoded. Or why there is none."""
 
     height: int = 0
     width: int = 0
@@ -41,17 +47,22 @@ def main() -> None:
     """Entry point."""
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
+    warnings.simplefilter("ignore")  # what is wrong with an image is its client's business
+    logging.disable()
     arena = ArenaView(int(sys.argv[1]), int(sys.argv[2]), writable=True)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    answer_questions(lambda question: msgspec.msgpack.encode(decode(arena, msgspec.msgpack.decode(question, type=Job))))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answer_questions(lambda question: msgspec.msgpack.encode(answer(arena, msgspec.msgpack.decode(question, type=Job))))
 
 
-def decode(arena: ArenaView, job: Job) -> Decoded:
+def answer(arena: ArenaView, job: Job) -> Decoded:
+    """The kernel ends this process when the job takes longer than it may: no codec can be asked to stop."""
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + job.cpu_seconds, resource.RLIM_INFINITY))
+    data = arena.view(*job.encoded)
     try:
-        size: DecodedSize = decode_rgb(arena.view(*job.encoded), arena.view(*job.room), job.size)
+        return Decoded(*(read_size(data) if job.room is None else decode_rgb(data, arena.view(*job.room), job.size)))
     except RequestError as error:
         return Decoded(error=error.info)
-    return Decoded(size.height, size.width)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Media from outside the request: http(s) and file URLs under the rules of a server that must not be a proxy. Called by `image.py`.
+"""Media from outside the request: http(s) and file URLs under the rules of a server that must not be a proxy.
 
 One parse of a URL serves check and connection; a host is resolved once, its address checked and pinned for that connection; redirects are
 followed by hand and checked like the first URL.
@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -22,7 +23,6 @@ from yarl import URL
 from engine.arena import ArenaTooSmall
 from engine.config import EngineConfig
 from server.errors import RequestError
-from server.processor.beneath import Outside, open_beneath
 
 GRACE_S = 5.0  # before a download's pace counts
 MAX_REDIRECTS = 3
@@ -34,9 +34,16 @@ CONTROL = re.compile("[\x00-\x1f]")
 READ_BYTES = 1 << 18
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all that was ever given out: no way to spell an inner IPv4 address lies in it
+
+FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Write = Callable[[bytes], None]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Outside(OSError):
+    """The path leads out of the folder."""
 
 
 class ForbiddenAddress(OSError):
@@ -51,9 +58,9 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None and not is_public(inner):
             return False
-        if address.ipv4_mapped is not None:
+        if address.ipv4_mapped is not None or address in NAT64:
             return True
-        if address.is_site_local:
+        if address not in GLOBAL_UNICAST:
             return False
     return address.is_global and not address.is_multicast
 
@@ -105,8 +112,7 @@ class Fetcher:
         domains = config.allowed_media_domains
         self._domains = None if domains is None else {name.strip().lower() for name in domains.split(",")}
         folder = config.allowed_local_media_path
-        self._local_root = None if folder is None else os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._local_names = [] if folder is None else [os.path.abspath(folder), os.path.realpath(folder)]
+        self._folders = [] if folder is None else [Path(os.path.abspath(folder)), Path(os.path.realpath(folder))]
         resolver = Resolver(config.download_connect_timeout, self._allow_private)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=MAX_CONCURRENT)
         self._session = aiohttp.ClientSession(
@@ -118,8 +124,6 @@ class Fetcher:
         )
 
     async def close(self) -> None:
-        if self._local_root is not None:
-            os.close(self._local_root)
         await self._session.close()
 
     async def download(self, url: str, write: Write) -> None:
@@ -181,7 +185,7 @@ class Fetcher:
 
     def read_local(self, url: str) -> bytes:
         """The content of a file URL below the allowed folder; runs in a pool thread. RequestError 400, 413 or 422."""
-        if self._local_root is None:
+        if not self._folders:
             raise RequestError(400, "file URLs are not allowed on this server", code="media_not_allowed")
         try:
             parsed = parse_url(url)
@@ -191,12 +195,11 @@ class Fetcher:
             raise RequestError(400, "its URL is damaged", code="media_not_allowed") from None
         if parsed.host not in (None, "", "localhost"):
             raise RequestError(400, "its file URL names another host", code="media_not_allowed")
-        path = os.path.normpath(parsed.path)
-        folder = next((folder for folder in self._local_names if f"{path}/".startswith(folder.rstrip("/") + "/")), None)
+        path = Path(os.path.normpath(parsed.path))
         try:
-            if folder is None:
+            if not any(path.is_relative_to(folder) for folder in self._folders):
                 raise Outside
-            descriptor = open_beneath(self._local_root, path[len(folder) :].lstrip("/") or ".")
+            descriptor = open_within(self._folders[-1], path)
         except Outside:
             raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed") from None
         except (OSError, ValueError):
@@ -214,6 +217,24 @@ class Fetcher:
             raise self._too_large()
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(self._max_bytes)
+
+
+def open_within(folder: Path, path: Path) -> int:
+    """A descriptor of a file whose real path lies below `folder`, itself a real path. What is opened is what was checked: of the real path
+    no part may have become a link. Outside, or another OSError."""
+    real = path.resolve()
+    if not real.is_relative_to(folder):
+        raise Outside
+    *parents, name = real.parts
+    current = os.open(parents[0] if parents else "/", FOLDER)
+    try:
+        for parent in parents[1:]:
+            below = os.open(parent, FOLDER, dir_fd=current)
+            os.close(current)
+            current = below
+        return os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)  # a FIFO must not block
+    finally:
+        os.close(current)
 
 
 def _check_literal(host: str) -> None:

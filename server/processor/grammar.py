@@ -1,19 +1,53 @@
-"""Grammars of requests with tools: calls in the notation of the model's template, beside what else an answer may be. Used by `intake.py`.
+"""Grammars of requests with tools: calls in the notation of the model's template, beside what else an answer may be.
 
     required, named ──▶ calls, nothing else
     auto, strict    ──▶ text with calls in it, each by its schema
     auto, a format  ──▶ the format, or calls
 """
 
+import asyncio
 import json
 from typing import Any
 
+from engine.ipc import Outbox
+from engine.messages import GrammarLoaded, LoadGrammar, Region
 from engine.params import Grammar, OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]
+LARGE_BYTES = 1 << 18  # of a compiled grammar: rank 0 reads 20 MB/s
+LOAD_S = 10.0
 XML_MARK = "<function="  # in a template: how the coder models write calls
 MAX_WHITESPACE = 1  # in a row, as models write JSON
+
+
+class GrammarLoads:
+    """Large grammars, and the first one, are read by rank 0 before there is a plan that names them. `worker` is its inbox."""
+
+    def __init__(self, worker: Outbox[LoadGrammar]):
+        self._worker = worker
+        self._awaited: dict[int, asyncio.Event] = {}  # by ticket
+        self._num_sent = 0
+
+    async def load(self, region: Region) -> None:
+        """Waits for so long that it should be read; if it is not, the plan's step has to wait."""
+        if self._num_sent and region.length < LARGE_BYTES:
+            return
+        self._num_sent += 1
+        ticket, loaded = self._num_sent, asyncio.Event()
+        self._awaited[ticket] = loaded
+        self._worker.send(LoadGrammar(region, ticket))
+        try:
+            async with asyncio.timeout(LOAD_S):
+                await loaded.wait()
+        except TimeoutError:
+            pass
+        finally:
+            del self._awaited[ticket]
+
+    def note(self, message: GrammarLoaded) -> None:
+        if message.ticket in self._awaited:
+            self._awaited[message.ticket].set()
 
 
 def answer_grammar(told: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:

@@ -1,4 +1,4 @@
-"""Images of requests, each owned by one object from its payload to its release. Used by `server/processor/{intake,output}.py`.
+"""Images of requests, each owned by one object from its payload to its release.
 
     payload, URL ──▶ encoded ─┬▶ jpeg: a plain one stays as it is
       (media pool: fetch,     ├▶ file: decoded before, only the scheduler can tell whether its pixels are needed ──▶ rgb
@@ -21,17 +21,15 @@ from engine.arena import ArenaFull, ArenaTooSmall, ArenaView
 from engine.config import EngineConfig
 from engine.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef
 from engine.messages import Region as WireRegion
-from engine.plain_jpeg import is_jpeg
 from models.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
-from server.processor.base64_text import decode_base64, decode_data_url, decode_usual_base64
-from server.processor.decoders import Decoders
-from server.processor.early import EarlyReads, fingerprint
+from server.processor.base64_text import decode_base64, decode_data_url
+from server.processor.decoders import Decoders, Size
+from server.processor.early import EarlyReads
 from server.processor.fetch import Fetcher
 from server.processor.inspect import Allowance, Header, Inspector
 from server.processor.named import NamedImages
-from server.processor.pixels import DecodedSize
 from server.processor.room import Room
 from server.processor.threads import result_of, run, settled
 from server.region import Region
@@ -56,26 +54,26 @@ class ImageTools:
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self.decoders = Decoders(config, room.arena)
         self.num_decoded = 0  # images that became RGB here
-        self._upright_sizes: OrderedDict[bytes, DecodedSize] = OrderedDict()  # of decoded files by hash, least recently used first
+        self._files: OrderedDict[bytes, tuple[Header, Size]] = OrderedDict()  # that were decoded, by hash, least recently used first
 
     async def close(self) -> None:
         self.media_pool.shutdown(wait=False, cancel_futures=True)
         await self.decoders.close()
         await self.fetcher.close()
 
-    def known_size(self, digest: bytes) -> DecodedSize | None:
-        """The size of a file that was decoded before."""
-        size = self._upright_sizes.get(digest)
-        if size is not None:
-            self._upright_sizes.move_to_end(digest)
-        return size
+    def known(self, digest: bytes) -> tuple[Header, Size] | None:
+        """Of a file that was decoded before: its header, and its size upright."""
+        found = self._files.get(digest)
+        if found is not None:
+            self._files.move_to_end(digest)
+        return found
 
-    def note_decoded(self, digest: bytes, size: DecodedSize) -> None:
+    def note_decoded(self, digest: bytes, header: Header, size: Size) -> None:
         self.num_decoded += 1
-        self._upright_sizes[digest] = size
-        self._upright_sizes.move_to_end(digest)
-        if len(self._upright_sizes) > NUM_REMEMBERED:
-            self._upright_sizes.popitem(last=False)
+        self._files[digest] = (header, size)
+        self._files.move_to_end(digest)
+        if len(self._files) > NUM_REMEMBERED:
+            self._files.popitem(last=False)
 
 
 class Image:
@@ -96,7 +94,7 @@ class Image:
         self._header: Header | None = None  # when they are there
         self._ticket = 0  # under which rank 0 reads it already
         self._encoded: Region | None = None
-        self._job: Future[tuple[bytes, Header]] | None = None  # that takes the payload
+        self._job: Future[tuple[bytes, Header | None]] | None = None  # that takes the payload
         self._pixels: Region | None = None
         self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
 
@@ -156,54 +154,47 @@ class Image:
             self._digest, header = await result_of(self._job or self._take_payload(payload))
         else:
             await self._fetch()
-            self._digest, header = await run(tools.media_pool, self._inspect)
-        self._header = header
+            self._digest, header = await run(tools.media_pool, lambda: self._identify(self._look()))
         assert self._encoded is not None
         self._encoded.trim()
+        if header is None:
+            known = tools.known(self._digest)
+            header = known[0] if known is not None else await tools.decoders.read_header(self._encoded)
+            tools.inspector.check_size(header.height, header.width)
+        self._header = header
 
-    def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header]]":
+    def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header | None]]":
         """Base64 from a request body, decoded into our arena and looked at in one go. Raises ArenaFull or ArenaTooSmall."""
         tools = self._tools
         text = tools.bodies.view(payload.offset, payload.length)
         encoded = self._encoded = tools.room.take(_decoded_bytes(payload))
         room = encoded.room
-        ahead = self._look_at_once(text, room) if payload.length <= AT_ONCE_BYTES and tools.early.is_urgent() else None
 
-        def job() -> tuple[bytes, Header]:
-            if ahead is None:
-                encoded.used = _copy(decode_base64(text), room)
-            header = ahead or self._look()
-            return tools.inspector.identify(encoded.view, header), header
+        def unpack() -> Header | None:
+            encoded.used = _copy(decode_base64(text), room)
+            return self._look()
 
-        self._job = tools.media_pool.submit(job)
+        is_urgent, tools.early.is_urgent = tools.early.is_urgent and payload.length <= AT_ONCE_BYTES, False
+        begun = []
+        if is_urgent:  # here in the event loop, since a change of threads takes longer
+            with contextlib.suppress(RequestError):  # the job meets it again
+                begun.append(unpack())
+        self._job = tools.media_pool.submit(lambda: self._identify(begun[0] if begun else unpack()))
         return self._job
 
-    def _look_at_once(self, text: memoryview, room: memoryview) -> Header | None:
-        """The start of `_take_payload`'s job in the event loop, since a change of threads takes longer; only for usual base64 of a JPEG
-        without faults, which is bounded."""
-        assert self._encoded is not None
-        data = decode_usual_base64(text)
-        if data is None or not is_jpeg(memoryview(data)):
-            return None
-        self._encoded.used = _copy(data, room)
-        with contextlib.suppress(RequestError):  # the job meets it again
-            return self._look()
-        return None
-
-    def _look(self) -> Header:
-        """The header. What rank 0 can begin with, it hears of before anything else is done."""
+    def _look(self) -> Header | None:
+        """The header of a plain JPEG. What rank 0 can begin with, it is told before anything else is done."""
         assert self._encoded is not None
         data, tools = self._encoded.view, self._tools
-        header = tools.inspector.read_header(data)
-        if header.stays_encoded:
-            self._ticket = tools.early.announce(fingerprint(data), self._jpeg_source(header))
+        header = tools.inspector.plain_header(data)
+        if header is not None:
+            self._ticket = tools.early.announce(data, self._jpeg_source(header))
         return header
 
-    def _inspect(self) -> tuple[bytes, Header]:
+    def _identify(self, header: Header | None) -> tuple[bytes, Header | None]:
         """Digest and header, in a pool."""
         assert self._encoded is not None
-        header = self._look()
-        return self._tools.inspector.identify(self._encoded.view, header), header
+        return self._tools.inspector.identify(self._encoded.view, header is not None), header
 
     async def _fetch(self) -> None:
         tools, ref = self._tools, self._ref
@@ -231,18 +222,18 @@ class Image:
         inspector.grid(geometry, header.height, header.width)  # before anything is decoded
         self._tools.early.geometry = geometry
         self.hash = inspector.identity(self._digest, geometry)
-        known = self._tools.known_size(self._digest)
+        known = self._tools.known(self._digest)
         if header.stays_encoded:
-            size = DecodedSize(header.height, header.width)
+            size = header.height, header.width
             self.source = self._jpeg_source(header)
         elif known is not None:
-            size = known
-            self.source = _source("file", encoded, *inspector.size_for_workers(geometry, size.height, size.width))
+            _, size = known
+            self.source = _source("file", encoded, *inspector.size_for_workers(geometry, *size))
         else:
             self._tools.decoders.check(header)
             self.num_bytes = self._num_pixel_bytes(header)
             size = await self._decode(encoded, self._tools.room.take(self.num_bytes))
-        self.grid = inspector.grid(geometry, size.height, size.width)
+        self.grid = inspector.grid(geometry, *size)
         self.num_tokens = geometry.num_tokens(self.grid)
 
     def _jpeg_source(self, header: Header) -> ImageSource:
@@ -259,7 +250,7 @@ class Image:
     def _num_pixel_bytes(self, header: Header) -> int:
         return 3 * math.prod(self._tools.inspector.size_for_workers(self._geometry, header.height, header.width))
 
-    async def _decode(self, encoded: Region, pixels: Region) -> DecodedSize:
+    async def _decode(self, encoded: Region, pixels: Region) -> Size:
         self._pixels = pixels
         header, tools = self._header, self._tools
         assert header is not None
@@ -268,8 +259,8 @@ class Image:
         pixels.used = 3 * math.prod(stored)
         self._encoded = None
         tools.room.give_back(encoded)
-        tools.note_decoded(self._digest, size)
-        self.source = _source("rgb", pixels, *tools.inspector.size_for_workers(self._geometry, size.height, size.width))
+        tools.note_decoded(self._digest, header, size)
+        self.source = _source("rgb", pixels, *tools.inspector.size_for_workers(self._geometry, *size))
         return size
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is told of an image from its encoded bytes: size, limits, identity. Called by `server/processor/image.py` in pools."""
+"""What is told of an image from its encoded bytes: size, limits, identity. Nothing here takes long, whatever the bytes are."""
 
 import asyncio
 import dataclasses
@@ -13,7 +13,7 @@ from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_
 from models.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.pixels import read_orientation, read_size
+from server.processor.pixels import read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
 
@@ -67,22 +67,21 @@ class Inspector:
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
-    def read_header(self, data: memoryview) -> Header:
-        """Raises RequestError 400 or 422 in words that follow "Image n: "."""
-        if is_jpeg(data):
-            if not has_end(data):
-                raise RequestError(422, "it is a truncated JPEG", code="invalid_image")
-            plain = parse_plain_jpeg(data)
-            if plain is not None and plain.height * plain.width <= self._max_jpeg_pixels:
-                orientation = read_orientation(data) if plain.has_metadata else 1
-                height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
-                self.check_size(height, width)
-                return Header(True, height, width, orientation)
-            if has_too_many_scans(data):
-                raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
-        height, width = read_size(data)
-        self.check_size(height, width)
-        return Header(False, height, width)
+    def plain_header(self, data: memoryview) -> Header | None:
+        """Of a JPEG that stays encoded; None for any other file. RequestError 400 or 422, in words that follow "Image n: "."""
+        if not is_jpeg(data):
+            return None
+        if not has_end(data):
+            raise RequestError(422, "it is a truncated JPEG", code="invalid_image")
+        plain = parse_plain_jpeg(data)
+        if plain is not None and plain.height * plain.width <= self._max_jpeg_pixels:
+            orientation = read_orientation(data) if plain.has_metadata else 1
+            height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
+            self.check_size(height, width)
+            return Header(True, height, width, orientation)
+        if has_too_many_scans(data):
+            raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
+        return None
 
     def check_size(self, height: int, width: int) -> None:
         """The limits on pixels; they are the same for an image and its transpose."""
@@ -124,10 +123,10 @@ class Inspector:
         limits = geometry.min_pixels.to_bytes(8, "little") + geometry.max_pixels.to_bytes(8, "little")
         return hashlib.sha256(digest + limits).digest()
 
-    def identify(self, data: memoryview, header: Header) -> bytes:
+    def identify(self, data: memoryview, stays_encoded: bool) -> bytes:
         """sha256 over length-framed fields, so that no two different inputs can read the same."""
         digest = hashlib.sha256()
-        for field in (b"jpeg" if header.stays_encoded else b"rgb", self._parameters):
+        for field in (b"jpeg" if stays_encoded else b"rgb", self._parameters):
             digest.update(len(field).to_bytes(8, "little") + field)
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

@@ -1,4 +1,4 @@
-"""Requests on their way in: images and prompt are prepared, then the scheduler takes over. Driven by `server/processor/main.py`.
+"""Requests on their way in: images and prompt are prepared, then the scheduler takes over.
 
     Payload ──▶ image.start ─┐
     Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
@@ -38,7 +38,7 @@ from engine.messages import (
 from server.errors import RequestError, forget_frames, overloaded
 from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
-from server.processor.grammar import answer_grammar
+from server.processor.grammar import GrammarLoads, answer_grammar
 from server.processor.image import Image, ImageTools, release_all
 from server.processor.inspect import Allowance
 from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
@@ -61,6 +61,7 @@ class Intake:
         requests: dict[int, Request],
         tools: ImageTools,
         prompts: PromptBuilder,
+        loads: GrammarLoads,
         api: Outbox[Events],
         scheduler: Outbox[ToScheduler],
         tasks: asyncio.TaskGroup,
@@ -77,14 +78,18 @@ class Intake:
         self._api = api
         self._scheduler = scheduler
         self._tasks = tasks
-        self._grammars = GrammarCompiler(model_folder)
+        self._grammars, self._loads = GrammarCompiler(model_folder), loads
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
 
     @property
-    def num_arriving(self) -> int:
-        """Requests without a Submit that hold memory."""
-        return len(self._early)
+    def num_holders(self) -> int:
+        """Requests that hold memory, also those without a Submit."""
+        return len(self._requests) + len(self._early)
+
+    def start(self) -> None:
+        """What requests would have to wait for otherwise."""
+        self._tasks.create_task(self._grammars.start())
 
     async def close(self) -> None:
         await self._grammars.close()
@@ -92,6 +97,7 @@ class Intake:
 
     def begin(self, message: Payload) -> None:
         """An image of a body that still arrives. A Submit follows, or an Abort with the body."""
+        self._note_arrival(message.rid)
         image = Image(self._tools, MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
@@ -100,6 +106,7 @@ class Intake:
         if len(self._requests) >= self._max_requests:
             self._give_up(submit.rid, submit.body, overloaded("The server has as many requests as it can queue.").info)
             return
+        self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
         images = [self._image(ref, early) for ref in submit.media]
         schemas = self._schemas(submit)
@@ -121,6 +128,10 @@ class Intake:
                 self._scheduler.send(Abort(rid))
             elif request.task is not None:
                 request.task.cancel()
+
+    def _note_arrival(self, rid: int) -> None:
+        if rid not in self._early:
+            self._tools.early.arm(is_idle=not self.num_holders)
 
     def _image(self, ref: MediaRef, early: dict[int, Image]) -> Image:
         return (early.pop(ref.payload.offset, None) if ref.payload is not None else None) or Image(self._tools, ref)
@@ -159,7 +170,7 @@ class Intake:
             async with asyncio.TaskGroup() as group:
                 for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
                     group.create_task(image.load(i, ref, allowance))
-                compiled = group.create_task(self._compile(submit))
+                group.create_task(self._compile(request))
                 if is_large:
                     ids = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
@@ -198,7 +209,7 @@ class Intake:
             n=submit.n,
             priority=submit.priority,
             deadline=submit.deadline,
-            grammar=self._keep_grammar(request, compiled.result()),
+            grammar=self._grammar_of(request),
         )
 
     def _encode(self, submit: Submit) -> list[int]:
@@ -207,24 +218,27 @@ class Intake:
         limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
         return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
 
-    async def _compile(self, submit: Submit) -> bytes | None:
-        """The grammar that the answer must follow. RequestError 400 if it is none."""
-        tools = _tools_of(submit)
-        grammar = answer_grammar(submit.grammar, tools, submit.output, self._prompts.template)
+    async def _compile(self, request: Request) -> None:
+        """The grammar that the answer must follow, if any, into the arena. RequestError 400 if it is none."""
+        submit = request.submit
+        grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template)
         if grammar is None:
-            return None
+            return
         try:
-            return await self._grammars.compile(grammar)
+            data = await self._grammars.compile(grammar, submit.client)
         except GrammarError as error:
             field = submit.grammar_field
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
 
-    def _keep_grammar(self, request: Request, data: bytes | None) -> CompiledGrammar | None:
-        """In the arena. It holds behind the thoughts if the answer begins with some."""
-        if data is None:
-            return None
         region = request.grammar = self._tools.room.take(len(data))
         region.append(data)
+        await self._loads.load(Region(PROCESSOR_ARENA, region.offset, region.used))
+
+    def _grammar_of(self, request: Request) -> CompiledGrammar | None:
+        """It holds behind the thoughts if the answer begins with some."""
+        region = request.grammar
+        if region is None:
+            return None
         after = self._think.end if request.answers[0].text.is_thinking else None
         return CompiledGrammar(Region(PROCESSOR_ARENA, region.offset, region.used), after)
 

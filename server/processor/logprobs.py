@@ -1,4 +1,4 @@
-"""Log-probabilities by the bytes of their tokens. Used by `server/processor/output.py` where a request asks for them."""
+"""Log-probabilities by the bytes of their tokens."""
 
 from collections.abc import Iterator, Sequence
 

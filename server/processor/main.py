@@ -6,9 +6,9 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import uvloop
@@ -22,6 +22,7 @@ from engine.messages import (
     EngineOutputs,
     Events,
     Forget,
+    GrammarLoaded,
     Payload,
     Prefetch,
     Submit,
@@ -30,6 +31,7 @@ from engine.messages import (
 )
 from server.checkpoint import read_checkpoint
 from server.processor.early import EarlyReads
+from server.processor.grammar import GrammarLoads
 from server.processor.image import ImageTools
 from server.processor.intake import Intake
 from server.processor.output import Output
@@ -54,30 +56,32 @@ class Processor:
         bodies = child.arena_view(API_ARENA)
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         warm_up(self._arena, bodies)
-        self._requests: dict[int, Request] = {}
+        requests: dict[int, Request] = {}
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
-        room = Room(self._arena, lambda: self._num_holders > 1)
+        room = Room(self._arena, lambda: self._intake.num_holders > 1)
         self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker, checkpoint.geometry), gpu_decodes)
         prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
-        self._intake = Intake(child.config, folder, max_model_len, self._requests, self._tools, prompts, api, scheduler, tasks)
-        self._output = Output(self._requests, self._tools, api, scheduler, tasks)
+        self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
+        self._intake = Intake(child.config, folder, max_model_len, requests, self._tools, prompts, self._loads, api, scheduler, tasks)
+        self._output = Output(requests, self._tools, api, scheduler, tasks)
 
     async def run(self) -> None:
         """Handles messages until it is cancelled."""
+        self._intake.start()
         try:
             while True:
                 message = await self._inbox.recv()
                 match message:
                     case Payload():
-                        self._tools.early.arm(message.rid, not self._num_holders)
                         self._intake.begin(message)
                     case Submit():
-                        self._tools.early.arm(message.rid, not self._num_holders)
                         self._intake.accept(message)
                     case Abort():
                         self._intake.abort(message)
+                    case GrammarLoaded():
+                        self._loads.note(message)
                     case Forget():
                         self._scheduler.send(message)
                     case EngineOutputs():
@@ -89,13 +93,9 @@ class Processor:
             await self._intake.close()
             await self._tools.close()
 
-    @property
-    def _num_holders(self) -> int:
-        return len(self._requests) + self._intake.num_arriving
-
     def _check(self) -> None:
         """At idle the arena must be empty."""
-        if not self._num_holders:
+        if not self._intake.num_holders:
             self._arena.check()
             assert self._arena.is_empty(), "a request's region was lost in the arena"
 
@@ -127,9 +127,9 @@ def stop_from_thread(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None
 def main() -> None:
     """Entry point of the processor process."""
     child = Child.attach("processor")
+    warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is its client's business
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image is its client's business
     try:
         uvloop.run(serve(child))
     except Exception as error:

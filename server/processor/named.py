@@ -1,4 +1,4 @@
-"""Images that clients have given names: they may be sent by their names alone. Used by `server/processor/image.py`."""
+"""Images that clients have given names: they may be sent by their names alone."""
 
 from collections import OrderedDict
 

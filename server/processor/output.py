@@ -1,4 +1,4 @@
-"""What the scheduler says, on its way out: tokens become text, wanted pixels are made. Driven by `server/processor/main.py`.
+"""What the scheduler says, on its way out: tokens become text, wanted pixels are made.
 
     EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
                  ├──▶ wanted ──▶ image.make_pixels ──▶ Pixels ──▶ scheduler
@@ -81,20 +81,17 @@ class Output:
             is_last = final is not None and i == len(output.token_ids) - 1
             text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             answer.num_tokens += 1
+            logprobs = request.logprobs_of(output, i)
             if is_stopped:
                 self._stop_early(request, answer, output)
-                logprobs = request.logprobs_of(output, i)
                 events.append(_full_event(request, output, text, answer.text.calls, logprobs, "stop", answer.text.stop_string))
                 return
-            if final is not None and is_last:
-                events.append(_finish(request, answer, output, text, final))
-                return
-            logprobs = request.logprobs_of(output, i) if output.logprobs else []
-            events.append(_event(request, answer, output, text, logprobs))
+            ends = final if is_last else None
+            events.append(_finish(request, answer, output, text, ends) if ends else _event(request, answer, output, text, logprobs))
         if output.error is not None:
             request.is_ended = True
             events.append(Event(request.submit.rid, error=output.error))
-        elif final is not None:
+        elif final is not None and not output.token_ids:
             events.append(_finish(request, answer, output, "", final))
 
     def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:

@@ -1,4 +1,4 @@
-"""What Pillow does for the processor: looks at headers, decodes what is no plain JPEG. Called by `inspect.py` and `image.py` in pools.
+"""What Pillow does: it looks at headers and decodes what is no plain JPEG.
 
 Every error of Pillow and its codecs becomes a RequestError in our own words here: this is the boundary to other people's bytes.
 """
@@ -6,7 +6,6 @@ Every error of Pillow and its codecs becomes a RequestError in our own words her
 import io
 import math
 import struct
-from dataclasses import dataclass
 
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
@@ -31,14 +30,6 @@ DAMAGED_METADATA = (SyntaxError, ValueError, OSError, KeyError, IndexError, Type
 Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow's own would warn below it
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedSize:
-    """The size of an image as it is shown."""
-
-    height: int
-    width: int
-
-
 def read_size(data: memoryview) -> tuple[int, int]:
     """(height, width) as the header says, which orientation may swap. Allocates no pixels. RequestError 422 if it is no image."""
     with _open(data) as image:
@@ -53,7 +44,7 @@ def read_orientation(data: memoryview) -> int:
         return _orientation(image)
 
 
-def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> DecodedSize:
+def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> tuple[int, int]:
     """Writes the first frame, upright and converted to RGB as Pillow does it, to `target` (height * width * 3 bytes of `size`).
     RequestError 422.
 
@@ -68,9 +59,9 @@ def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> D
             if upright is not image:
                 image.close()  # at most two copies at a time
             rgb = upright if upright.mode == "RGB" else upright.convert("RGB")
-            own = DecodedSize(rgb.height, rgb.width)
-            height, width = size if (own.height, own.width) == stored else size[::-1]
-            if (own.height, own.width) != (height, width):
+            own = rgb.height, rgb.width
+            height, width = size if own == stored else size[::-1]
+            if own != (height, width):
                 rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
             target[: height * width * 3] = rgb.tobytes()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Messages to token ids: chat template, special tokens, placeholders. Called by `server/processor/intake.py`; the ids equal transformers'.
+"""Messages to token ids: chat template, special tokens, placeholders.
 
 What a user typed never becomes a control token or an image slot. A text that contains (or ends like the beginning of) a special token gets
 a marker with a private nonce in its place before the template runs; afterwards the rendered text is cut at its special tokens, which are

@@ -1,4 +1,4 @@
-"""The text of an answer in its parts: what a model thinks, says, and calls. Called by `server/processor/output.py` for every token.
+"""The text of an answer in its parts: what a model thinks, says, and calls.
 
     prompt ends in <think> ────┐
     first token is <think> ────┴──▶ reasoning ── </think> ──┐

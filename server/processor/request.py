@@ -1,4 +1,4 @@
-"""What the processor knows of one request. Made by `server/processor/intake.py`, kept until nothing of it is left here."""
+"""What the processor knows of one request."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""The processor's arena with a memory of who waits for it: room for images and token ids. Used by the other files of this folder."""
+"""The processor's arena with a memory of who waits for it: room for images and token ids."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Work in threads that write to memory which somebody else gives back. Used by the other files of this folder."""
+"""Work in threads that write to memory which somebody else gives back."""
 
 import asyncio
 from collections.abc import Callable

@@ -96,7 +96,7 @@ class Checked:
             if token_id == self._image_token_id:
                 picture = next(pictures)
                 data = memoryview(picture.data)
-                identity = self._inspector.identify(data, self._inspector.read_header(data))
+                identity = self._inspector.identify(data, self._inspector.plain_header(data) is not None)
                 parts += [text, in_process.Picture(identity, np.asarray(picture.open()))]
                 text = []
             else:

@@ -24,7 +24,7 @@ from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES
 from server.http.validate import MAX_VALUES
-from server.processor.decoders import LARGE_PIXELS
+from server.processor.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
@@ -170,8 +170,9 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     assert page["images of a request"] == f"{config.max_images_per_request}"
     assert page["pixels of an image"] == f"{config.max_image_pixels // 10**6} million"
     assert page["pixels of a request's images"] == f"{config.max_request_pixels // 10**6:,} million"
-    decoding = f"{config.decode_timeout} s, {config.max_decode_bytes >> 30} GiB for all at once"
-    assert page[f"decoding an image of more than {LARGE_PIXELS >> 20} megapixels"] == decoding
+    times = f"1 s for its header, {DECODE_CPU_S} s and 1 s for each {PIXELS_PER_CPU_S >> 20} megapixels for its pixels"
+    assert page["an image other than a baseline JPEG"] == f"{config.decode_timeout} s; of processor time {times}"
+    assert page[f"decoding images of more than {LARGE_PIXELS >> 20} megapixels"] == f"{config.max_decode_bytes >> 30} GiB for all at once"
     assert page["tokens of an image"] == f"{config.max_num_encoder_tokens:,}"
     waits = f"{config.download_connect_timeout} s to connect, {config.download_timeout} s in all, {config.download_pace_bytes >> 10} KiB/s"
     download = f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects, {waits}"

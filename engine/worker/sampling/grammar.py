@@ -1,4 +1,4 @@
-"""Which tokens the grammars of rows, and their lists of allowed tokens, leave next. Used by the sampler of rank 0.
+"""Which tokens the grammars of rows, and their lists of allowed tokens, leave next.
 
 The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
 before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
@@ -8,7 +8,8 @@ grammar waits for nothing.
 import contextlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,7 @@ class Grammars:
         self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
         """What the first grammar would have to wait for."""
@@ -120,6 +122,17 @@ class Grammars:
         session = self._sessions[row] = Session(GrammarMatcher(self._compiled_of(data)), after)
         for token_id in output_ids:
             session.take(token_id)
+
+    def load_ahead(self, data: bytes, done: Callable[[], None]) -> None:
+        """Reads a compiled grammar in a thread, which leaves the interpreter to others, and then calls `done` there."""
+
+        def load() -> None:
+            try:
+                self._compiled[data] = self._read(data)
+            finally:
+                done()
+
+        self._loader.submit(load)
 
     def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
         """What these rows may draw now; None if they may draw anything. Waits for the tokens drawn before if a row has a grammar."""
@@ -163,12 +176,15 @@ class Grammars:
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
         """Many requests share few grammars."""
         if data not in self._compiled:
-            from xgrammar import CompiledGrammar
-
-            self.load()
-            assert self._vocabulary is not None
-            self._compiled[data] = CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)
-            if len(self._compiled) > NUM_CACHED:
-                self._compiled.popitem(last=False)
+            self._compiled[data] = self._read(data)
         self._compiled.move_to_end(data)
+        while len(self._compiled) > NUM_CACHED:
+            self._compiled.popitem(last=False)
         return self._compiled[data]
+
+    def _read(self, data: bytes) -> "CompiledGrammar":
+        from xgrammar import CompiledGrammar
+
+        self.load()
+        assert self._vocabulary is not None
+        return CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)

@@ -13,7 +13,7 @@ from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
-MAX_STOPS = 4
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
 MAX_TOOLS = 1024
 MAX_PROMPTS = 128
@@ -190,8 +190,9 @@ def _stop_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
-StopList = Annotated[list[NotEmpty], Field(max_length=MAX_STOPS)]
-Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=NotEmpty | StopList | None)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
 Ids = Annotated[list[int], FIRST]
 FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
 CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'

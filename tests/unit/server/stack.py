@@ -21,10 +21,13 @@ from engine.messages import (
     Abort,
     EngineOutputs,
     EngineRequest,
+    GrammarLoaded,
+    LoadGrammar,
     Pixels,
     Region,
     RequestOutput,
     ToScheduler,
+    ToWorker,
     WantedPixels,
 )
 from engine.serve import bind
@@ -43,7 +46,10 @@ class FakeScheduler:
 
     def __init__(self, run_dir: str, arena: ArenaView, max_model_len: int):
         self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
-        self._processor: Outbox[EngineOutputs] = Outbox(run_dir, "processor")
+        self._processor: Outbox[EngineOutputs | GrammarLoaded] = Outbox(run_dir, "processor")
+        self._worker: Inbox[ToWorker] = Inbox(run_dir, "worker-0", ToWorker)
+        self.loads: list[LoadGrammar] = []
+        self.reads_grammars = True  # at once, as rank 0 does
         self._arena = arena
         self.max_model_len = max_model_len
         self._stopping = threading.Event()
@@ -90,6 +96,11 @@ class FakeScheduler:
             if self.beats and time.monotonic() - last > HEARTBEAT_S:
                 last = time.monotonic()
                 self.beat()
+            load = self._worker.recv_ready()
+            if isinstance(load, LoadGrammar):
+                self.loads.append(load)
+                if self.reads_grammars:
+                    self._processor.send(GrammarLoaded(load.ticket))
             message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
                 self.arrivals.append(time.monotonic())
@@ -103,6 +114,7 @@ class FakeScheduler:
                     self.held.discard(message.rid)
                     self.send([], [message.rid])
         self._inbox.close()
+        self._worker.close()
         self._processor.close()
 
 

@@ -33,13 +33,11 @@ def patches(checkpoint: Checkpoint, rgb: np.ndarray, grid: tuple[int, int, int])
     return out
 
 
-@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("TIFF", {}), ("PNG", {"exif": 6}), ("JPEG", {"progressive": True, "exif": 8})])
 async def test_an_image_that_is_made_smaller_here_is_the_workers(
-    checkpoint: Checkpoint, loading: Loading, monkeypatch: pytest.MonkeyPatch, in_process: bool, kind: str, options: dict[str, object]
+    checkpoint: Checkpoint, loading: Loading, kind: str, options: dict[str, object]
 ) -> None:
     """Red if who resizes decides what the model sees, or if a turned image is made smaller the wrong way round."""
-    monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10 if in_process else 1 << 30)
     exif = Image.Exif()
     exif[0x0112] = options.get("exif", 1)
     data = save(LARGE, kind, **{**options, "exif": exif})
@@ -68,9 +66,8 @@ async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, mo
 
 
 @pytest.mark.parametrize(("is_killed", "words"), [(False, "longer than 1 s"), (True, "cannot be decoded")])
-async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, is_killed: bool, words: str) -> None:
+async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, is_killed: bool, words: str) -> None:
     """Red if an image that takes for ever does so, if a decoder that died fails anything but its image, or if none comes in its place."""
-    monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint, decode_timeout=1)
     await made.load_bytes(save(LARGE, "PNG"))
     signal_to_all(made, signal.SIGSTOP)
@@ -84,9 +81,8 @@ async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, monkeypatch: pytes
     await made.close()
 
 
-async def test_a_decoder_that_died_idle_is_no_fault_of_the_next_image(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decoder_that_died_idle_is_no_fault_of_the_next_image(checkpoint: Checkpoint) -> None:
     """Red if a client hears that its image is bad because something else has ended the decoder."""
-    monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint)
     await made.load_bytes(save(LARGE, "PNG"))
     signal_to_all(made, signal.SIGKILL)
@@ -106,9 +102,8 @@ def signal_to_all(made: Loading, number: signal.Signals) -> None:
             os.kill(helper._process.pid, number)
 
 
-async def test_who_leaves_ends_the_decoding(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_leaves_ends_the_decoding(checkpoint: Checkpoint) -> None:
     """Red if a region is given back while a process may still write to it, or if a decoder works on for nobody."""
-    monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint)
     await made.load_bytes(save(LARGE, "PNG"))
     for helper in made.tools.decoders._all:

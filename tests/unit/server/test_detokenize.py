@@ -1,10 +1,12 @@
 """The detokeniser: pieces add up to what the tokenizer decodes; stop strings are found across tokens and never shown."""
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server.api.schema import MAX_STOP_CHARACTERS
 from tokenizers import Tokenizer, models
 
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
@@ -88,3 +90,14 @@ def test_stops_equal_a_search_of_the_whole_text(stops: list[str], pieces: list[s
         assert ("".join(shown), is_stopped) == ("".join(pieces), False)
     else:
         assert ("".join(shown), is_stopped) == (first[: min(first.find(stop) for stop in stops if stop in first)], True)
+
+
+def test_a_long_stop_string_that_matches_partly_costs_little() -> None:
+    """Red if the longest stop strings, of which an answer repeats the beginning, hold up the streams of others."""
+    matchers = [StopMatcher(["a" * (MAX_STOP_CHARACTERS - 1) + end for end in "bcde"]) for _ in range(10)]
+    started = time.process_time()
+    for matcher in matchers:
+        for _ in range(3):
+            assert matcher.push("a" * (MAX_STOP_CHARACTERS - 1)) == ("", False)
+            assert matcher.push("x") == ("a" * (MAX_STOP_CHARACTERS - 1) + "x", False)
+    assert time.process_time() - started < 1  # of 30 such answers

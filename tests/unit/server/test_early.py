@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.messages import ImageSource, Prefetch, Region
@@ -26,65 +27,52 @@ def early(sent: list[Prefetch]) -> EarlyReads:
     return EarlyReads(worker, GEOMETRY)
 
 
+def announce(early: EarlyReads, name: str, source: ImageSource = SOURCE) -> int:
+    return early.announce(memoryview(name.encode()), source)
+
+
 def test_the_first_new_image_of_an_idle_engine(early: EarlyReads, sent: list[Prefetch]) -> None:
-    assert early.announce(b"a", SOURCE) == 0  # nobody said that the engine is idle
-    early.arm(1, is_idle=True)
-    assert early.announce(b"a", SOURCE) == 0  # seen before, so it is encoded as a rule
-    early.arm(1, is_idle=False)  # what else comes of the same request
-    ticket = early.announce(b"b", SOURCE)
-    assert ticket and sent == [Prefetch(SOURCE, ticket, GRID)]
-    early.arm(1, is_idle=False)
-    assert early.announce(b"c", SOURCE) == 0  # one is enough: the others are read while the device works on it
-    early.arm(2, is_idle=True)
-    assert early.announce(b"d", SOURCE) == ticket + 1
+    assert announce(early, "a") == 0  # nobody said that the engine is idle
+    early.arm(is_idle=True)
+    assert announce(early, "a") == 0  # seen before, so it is encoded as a rule
+    ticket = announce(early, "b")
+    assert ticket and sent == [Prefetch(msgspec.structs.replace(SOURCE, ticket=ticket), GRID)]
+    assert announce(early, "c") == 0  # one is enough: the others are read while the device works on it
+    early.arm(is_idle=True)
+    assert announce(early, "d") == ticket + 1
 
 
 def test_a_busy_engine_is_left_alone(early: EarlyReads, sent: list[Prefetch]) -> None:
-    early.arm(1, is_idle=True)  # a text
-    early.arm(2, is_idle=False)
-    assert early.announce(b"a", SOURCE) == 0 and not sent
-
-
-def test_what_is_urgent_is_so_once() -> None:
-    """Red if an idle engine's event loop takes up more than one image of a request, or any where no GPU waits."""
-    worker: Any = SimpleNamespace(send=lambda message: None)
-    early, without = EarlyReads(worker, GEOMETRY), EarlyReads(None, GEOMETRY)
-    assert not early.is_urgent()
-    for rid in (1, 2):
-        early.arm(rid, is_idle=True)
-        without.arm(rid, is_idle=True)
-        assert [early.is_urgent(), early.is_urgent(), without.is_urgent()] == [True, False, False]
-        early.arm(rid, is_idle=True)  # what else comes of the same request
-        assert not early.is_urgent()
-    early.arm(3, is_idle=False)
-    assert not early.is_urgent()
+    early.arm(is_idle=True)  # a text
+    early.arm(is_idle=False)
+    assert announce(early, "a") == 0 and not early.is_urgent and not sent
 
 
 def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch]) -> None:
-    early.arm(1, is_idle=True)
-    assert early.announce(b"a", ImageSource("jpeg", Region(1, 0, 1000), 8000, 8000)) == 0
-    assert early.announce(b"b", ImageSource("jpeg", Region(1, 0, MAX_BYTES + 1), 720, 1280)) == 0
-    assert not sent and early.announce(b"c", SOURCE)
+    """Red if what a worker's memory was not planned for is read, or if a shape without a grid raises."""
+    early.arm(is_idle=True)
+    for height, width in ((8000, 8000), (1440, 2560), (2, 4000)):
+        assert announce(early, f"{height}", ImageSource("jpeg", Region(1, 0, 1000), height, width)) == 0
+    assert early.announce(memoryview(bytes(MAX_BYTES + 1)), SOURCE) == 0
+    assert not sent and announce(early, "c")
 
 
 def test_what_is_remembered_is_bounded(early: EarlyReads) -> None:
     for i in range(NUM_REMEMBERED + 1):
-        early.announce(i.to_bytes(4, "little"), SOURCE)
-    early.arm(1, is_idle=True)
-    assert early.announce((0).to_bytes(4, "little"), SOURCE)
+        announce(early, f"{i}")
+    early.arm(is_idle=True)
+    assert announce(early, "0")
 
 
 def test_without_a_gpu_nobody_is_told() -> None:
     early = EarlyReads(None, GEOMETRY)
-    early.arm(1, is_idle=True)
-    assert early.announce(b"a", SOURCE) == 0
+    early.arm(is_idle=True)
+    assert announce(early, "a") == 0 and not early.is_urgent
 
 
 def test_the_size_is_what_the_last_request_wanted(early: EarlyReads, sent: list[Prefetch]) -> None:
-    """Red if a client that always has its images made smaller always has one encoded in vain, or if a shape without grid raises."""
+    """Red if a client that always has its images made smaller always has one encoded in vain."""
     early.geometry = dataclasses.replace(GEOMETRY, max_pixels=1 << 18)
-    early.arm(1, is_idle=True)
-    early.announce(b"a", SOURCE)
-    early.arm(2, is_idle=True)
-    early.announce(b"b", ImageSource("jpeg", Region(1, 0, 1000), 2, 4000))
-    assert [prefetch.grid for prefetch in sent] == [early.geometry.grid(720, 1280), None] and sent[0].grid != GRID
+    early.arm(is_idle=True)
+    announce(early, "a")
+    assert [prefetch.grid for prefetch in sent] == [early.geometry.grid(720, 1280)] != [GRID]

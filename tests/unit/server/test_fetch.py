@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import socket
 import threading
@@ -27,7 +28,8 @@ from tests.unit.server.loading import Loading
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
     "240.0.0.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a00:1::",
-    "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001:db8::1", "fec0::1",
+    "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001:db8::1", "fec0::1", "::127.0.0.1", "64:ff9b:1::7f00:1",
+    "::ffff:0:7f00:1",
 ]  # fmt: skip
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
 
@@ -134,6 +136,34 @@ async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.Monk
     assert all(result["flags"] & socket.AI_NUMERICHOST for result in results)
     answers[:] = answers[:1]
     assert await status_of("http://rebound.example/x") == 400
+
+
+async def test_a_name_that_moves_inside(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a name server that first tells an outer address and then an inner one, or an outer host that redirects to an inner one, gets
+    us to ask the inner one: here 127.0.0.2 counts as outer."""
+    told = iter(["127.0.0.2", "127.0.0.1"])
+    outer = socket.create_server(("127.0.0.2", 0))
+    runner = web.AppRunner(web.Application())
+    runner.app.router.add_get("/{kind}", functools.partial(_redirect_or_answer, site.url))
+    await runner.setup()
+    await web.SockSite(runner, outer).start()
+    monkeypatch.setattr(fetch, "is_public", lambda address: str(address) == "127.0.0.2")
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **options: resolve(next(told), *rest, **options))
+    url = f"http://moves.example:{outer.getsockname()[1]}"
+    try:
+        assert await download(f"{url}/data") == b"outer"
+        assert await status_of(f"{url}/data") == 400
+        assert await status_of(f"http://127.0.0.2:{outer.getsockname()[1]}/inside") == 400
+    finally:
+        await runner.cleanup()
+    assert site.hits == 0
+
+
+async def _redirect_or_answer(inner: str, request: web.Request) -> web.Response:
+    if request.path == "/inside":
+        raise web.HTTPFound(f"{inner}/data")
+    return web.Response(body=b"outer")
 
 
 async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

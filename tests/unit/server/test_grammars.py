@@ -1,5 +1,6 @@
 """A grammar's way through the real processor: compiled by its child, handed to the scheduler in the arena, refused where it is none."""
 
+import json
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from engine.ipc import Outbox
 from engine.messages import (
     ChatPrompt,
     EngineRequest,
+    GrammarLoaded,
     Region,
     RequestOutput,
     Stages,
@@ -21,6 +23,7 @@ from engine.messages import (
     ToProcessor,
 )
 from engine.params import Grammar, OutputOptions, SamplingParams
+from server.processor.grammar import LARGE_BYTES
 from tests.unit.server.stack import FakeScheduler, Stack
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
@@ -55,7 +58,7 @@ def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
         scheduler.send([RequestOutput(request.rid, [5], "stop", stages=Stages())], [request.rid])
 
     stack.scheduler.script = script
-    assert not children_of(stack.processes["processor"].pid)
+    stack.wait_until(lambda: len(children_of(stack.processes["processor"].pid)) == 1)  # before anybody asks
     for rid, grammar in enumerate((Grammar("regex", "[ab]+c"), Grammar("regex", "(["), None, Grammar("regex", "[ab]+c")), FIRST_RID):
         submit(stack, rid, grammar)
     stack.wait_until(lambda: len(found) == 3, seconds=60)
@@ -76,6 +79,26 @@ def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
     while Path(f"/proc/{compiler}/stat").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{compiler}/stat").exists()
+
+
+def test_a_large_grammar_is_read_before_there_is_a_plan(model_folder: Path) -> None:
+    """Red if the step that admits its request, or the first grammar's, has to read it: streams of others stood still for a second."""
+    stack = Stack(model_folder)
+    processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
+    large = Grammar("json_schema", json.dumps({"properties": {f"k{i}": {"type": "string"} for i in range(60)}}))
+    try:
+        for rid, grammar in enumerate((Grammar("regex", "a"), Grammar("regex", "b"), large), FIRST_RID):
+            stack.scheduler.reads_grammars = grammar is not large
+            submit(stack, rid, grammar)
+            stack.wait_until(lambda: len(stack.scheduler.requests) + len(stack.scheduler.loads) == (2, 3, 4)[rid - FIRST_RID], 60)  # noqa: B023
+        load = stack.scheduler.loads[-1]
+        assert len(stack.scheduler.requests) == 2 and load.region.length >= LARGE_BYTES
+        processor.send(GrammarLoaded(load.ticket))
+        stack.wait_until(lambda: len(stack.scheduler.requests) == 3)
+        assert region_of(stack.scheduler.requests[-1])[1] == load.region.offset
+    finally:
+        processor.close()
+        stack.close()
 
 
 def region_of(request: EngineRequest) -> tuple[int, int, int]:

@@ -1,10 +1,18 @@
 """Small files that would keep a decoder busy for long, or make it allocate much."""
 
+import asyncio
 import base64
+import io
+import struct
 import time
+import zlib
 
+import pytest
+
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
 from tests.unit.server.loading import Loading
-from tests.unit.server.pictures import jpeg, progressive_jpeg, tiled_tiff
+from tests.unit.server.pictures import DECODED, jpeg, pixels, png_header, progressive_jpeg, save, tiled_tiff
 
 
 async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
@@ -30,3 +38,77 @@ async def test_tiles_much_larger_than_the_image_are_a_422(loading: Loading) -> N
     assert (await loading.load_bytes(tiled_tiff(64, 256))).source.width == 64
     error = await loading.refusal(loading.body(base64.b64encode(tiled_tiff(64, 4096))))
     assert (error.info.status, "tiles" in error.info.message) == (422, True)
+
+
+def chunk(kind: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_with(*chunks: bytes, behind: bytes = b"") -> bytes:
+    data = save(pixels(), "PNG")
+    return data[:33] + b"".join(chunks) + data[33:-12] + behind + data[-12:]
+
+
+def bmp_of_runs() -> bytes:
+    """Of 1024 x 1024 pixels, each in a run of its own, which Pillow reads in Python."""
+    runs = b"\x01\x00" * (1 << 20)
+    info = struct.pack("<IiiHHIIiiII", 40, 1024, 1024, 1, 8, 1, len(runs), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 1078 + len(runs), 0, 0, 1078) + info + bytes(1024) + runs
+
+
+def tiff_of_tags(count: int = 60_000) -> bytes:
+    """Which Pillow warns of twice each."""
+    tags = b"".join(struct.pack("<HHII", tag, 3, 9, 1 << 31) for tag in range(1000, 1000 + count))
+    return b"II*\0" + struct.pack("<IH", 8, count) + tags + bytes(4)
+
+
+def animated(kind: str, num_frames: int) -> bytes:
+    buffer = io.BytesIO()
+    frames = [pixels(40, 60, seed) for seed in range(num_frames)]
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
+    return buffer.getvalue()
+
+
+BOMB = zlib.compress(bytes(300 << 20))
+HOSTILE = {
+    "a PNG of very many chunks": (lambda: png_with(chunk(b"tEsT") * 450_000), (200, 422)),
+    "a PNG of very many chunks behind its pixels": (lambda: png_with(behind=chunk(b"tEsT") * 450_000), (200, 422)),
+    "a BMP of runs": (bmp_of_runs, (200, 422)),
+    "a TIFF of very many tags": (tiff_of_tags, (422,)),
+    "compressed texts of gigabytes": (lambda: png_with(*[chunk(b"zTXt", b"a\0\0" + BOMB)] * 10), (200, 422)),
+    "a compressed profile of gigabytes": (lambda: png_with(chunk(b"iCCP", b"a\0\0" + BOMB)), (200, 422)),
+    "a PNG of 2**15 squared": (lambda: png_header(1 << 15, 1 << 15), (400,)),
+    "a progressive JPEG of many scans": (lambda: progressive_jpeg(128), (200,)),
+    "an APNG": (lambda: animated("PNG", 200), (200,)),
+    "an animated WebP": (lambda: animated("WEBP", 200), (200,)),
+    "an AVIF": (lambda: b"\0\0\0\x1cftypavif\0\0\0\0avifmif1miaf" + bytes(100), (422,)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_what_is_dear_to_read_costs_no_other(checkpoint: Checkpoint, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Red if a file that Pillow reads in Python or that grows when it is read holds the processor's threads or its interpreter, if it may
+    take any time, if it fills the log, or if a good picture waits for it."""
+    make, expected = HOSTILE[name]
+    data, statuses = make(), []
+    loading = Loading(checkpoint, processing_pool_size=3)
+    await loading.load_bytes(DECODED["png"])
+    text = base64.b64encode(data)
+    used = time.process_time()
+
+    async def load() -> None:
+        try:
+            await loading.load(loading.body(text))
+            statuses.append(200)
+        except RequestError as error:
+            statuses.append(error.info.status)
+
+    task = asyncio.create_task(load())
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(2):
+        await loading.load_bytes(DECODED["webp"])
+    await task
+    assert time.process_time() - used < 0.5
+    assert statuses[0] in expected
+    await loading.close()
+    assert len(capfd.readouterr().err) < 1000

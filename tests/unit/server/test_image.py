@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from engine.arena import ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig
-from engine.messages import MediaRef
+from engine.messages import MediaRef, Prefetch
 from engine.plain_jpeg import MAX_SEGMENTS, parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
@@ -123,19 +123,17 @@ async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loadin
     hashed_behind: list[int] = []
     identify = inspect.Inspector.identify
 
-    def note(inspector: inspect.Inspector, data: memoryview, header: inspect.Header) -> bytes:
+    def note(inspector: inspect.Inspector, data: memoryview, stays_encoded: bool) -> bytes:
         hashed_behind.append(len(loading.announced))
-        return identify(inspector, data, header)
+        return identify(inspector, data, stays_encoded)
 
     monkeypatch.setattr(inspect.Inspector, "identify", note)
-    for rid, (data, ticket) in enumerate([(PLAIN["4:2:0"], 1), (save(pixels(), "PNG"), 0), (PLAIN["4:4:4"], 2)]):
-        loading.tools.early.arm(rid + 1, is_idle=True)
+    for data, ticket in [(PLAIN["4:2:0"], 1), (save(pixels(), "PNG"), 0), (PLAIN["4:4:4"], 2)]:
+        loading.tools.early.arm(is_idle=True)
         image = await loading.load_bytes(data)
         assert image.span(0).source.ticket == ticket
         if ticket:
-            announced = loading.announced[-1]
-            assert announced.ticket == ticket and announced.source.region == image.source.region
-            assert announced.grid == image.grid
+            assert loading.announced[-1] == Prefetch(image.source, image.grid)
     assert hashed_behind == [1, 1, 2]
 
 
@@ -146,7 +144,7 @@ async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Lo
     held = threading.Event()
     for _ in range(EngineConfig().media_pool_size):
         loading.tools.media_pool.submit(held.wait)
-    loading.tools.early.arm(1, is_idle)
+    loading.tools.early.arm(is_idle)
     image = ServerImage(loading.tools, loading.body(base64.b64encode(data)))
     image.start()
     assert len(loading.announced) == is_idle
@@ -161,7 +159,7 @@ async def test_an_image_in_a_hurry_is_refused_in_the_same_words(loading: Loading
     """Red if what is wrong with an image depends on whether the engine is idle."""
     ref = loading.body(base64.b64encode(data))
     calm = await loading.refusal(ref)
-    loading.tools.early.arm(1, is_idle=True)
+    loading.tools.early.arm(is_idle=True)
     hurried = await loading.refusal(ref)
     assert hurried.info == calm.info and not loading.announced
 

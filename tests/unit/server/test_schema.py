@@ -60,6 +60,7 @@ BAD = [
     ({"max_completion_tokens": -5}, "max_completion_tokens"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop.0"),
+    ({"stop": "a" * 4097}, "stop.0"),
     ({"stop": 3}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"stream": "perhaps"}, "stream"),

@@ -1,13 +1,17 @@
 """Answers that follow a grammar: real requests on the demo model's tokenizer with random weights, so that only the grammar makes sense."""
 
 import asyncio
+import contextlib
 import json
 import re
-import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from engine.grammar import client
@@ -194,20 +198,60 @@ async def test_wrong_grammars_are_refused() -> None:
         await compiler.close()
 
 
+def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a step reads a grammar that a thread has read, or if damage leaves somebody waiting."""
+    grammars, done = Grammars(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    for data in (compiled["schema"], b"damaged"):
+        grammars.load_ahead(data, done.release)
+        assert done.acquire(timeout=60)
+    monkeypatch.setattr(Grammars, "_read", None)
+    grammars.admit(0, compiled["schema"], None, ())
+    assert grammars.masks(np.array([0])) is not None
+
+
+SLOW = "(a|b|c|d){1,3000}x(e|f){3,9000}"
+
+
 async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a compilation is not ended in time, is tried again for the next who asks, or takes the compiler with it for good."""
+    """Red if a compilation is not ended in time, is tried again for the next who asks, or if the next one waits for a start."""
+    monkeypatch.setattr(client, "QUICK_S", 0.05)
+    monkeypatch.setattr(client, "COMPILE_S", 0.1)
     compiler = GrammarCompiler(CHECKPOINT)
     try:
-        await compiler.compile(GRAMMARS["regex"])
-        slow = Grammar("regex", "(a|b|c|d){1,3000}x(e|f){3,9000}")
-        monkeypatch.setattr(client, "COMPILE_S", 0.02)
-        first = compiler._helper._process
-        assert first is not None
-        for _ in range(2):
-            assert "longer" in await expect_refusal(compiler, slow)
-        assert first.returncode == -signal.SIGKILL and compiler._helper._process is None
-        monkeypatch.setattr(client, "COMPILE_S", 5.0)
-        assert len(await compiler.compile(Grammar("regex", "a+"))) > 100
+        assert "longer than 0 s" in await expect_refusal(compiler, Grammar("regex", SLOW))
+        lanes = [compiler._small.helper._process, compiler._large.helper._process]
+        started = time.monotonic()
+        assert "longer" in await expect_refusal(compiler, Grammar("regex", SLOW))
+        assert time.monotonic() - started < 0.04  # nobody was asked
+        assert "longer" in await expect_refusal(compiler, Grammar("regex", SLOW + "y"))
+        assert lanes == [compiler._small.helper._process, compiler._large.helper._process] and None not in lanes
+    finally:
+        await compiler.close()
+
+
+async def test_nobody_waits_for_the_grammars_of_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if large or slow grammars of one client come before small ones, or before the first of another client."""
+    monkeypatch.setattr(client, "QUICK_S", 0.3)
+    monkeypatch.setattr(client, "COMPILE_S", 1.0)
+    compiler = GrammarCompiler(CHECKPOINT)
+    ended: list[str] = []
+
+    async def ask(name: str, grammar: Grammar, client: bytes) -> None:
+        with contextlib.suppress(GrammarError):
+            await compiler.compile(grammar, client)
+        ended.append(name)
+
+    try:
+        await asyncio.gather(ask("", GRAMMARS["regex"], b"a"), ask("", Grammar("regex", "a|" * 2100 + "b"), b"a"))
+        ended.clear()
+        async with asyncio.TaskGroup() as group:
+            for i in range(4):
+                group.create_task(ask("slow", Grammar("regex", SLOW + str(i)), b"a"))
+                group.create_task(ask("slow", Grammar("regex", SLOW + str(i) + "|a" * 2100), b"a"))
+            await asyncio.sleep(0.1)
+            group.create_task(ask("small", GRAMMARS["choice"], b"b"))
+            group.create_task(ask("large", Grammar("regex", "c|" * 2100 + "d"), b"b"))
+        assert max(ended.index("small"), ended.index("large")) <= 4  # of ten: what is at work when they come may end before
     finally:
         await compiler.close()
 
@@ -217,8 +261,9 @@ async def test_a_compiler_that_died_is_started_again() -> None:
     compiler = GrammarCompiler(CHECKPOINT)
     try:
         await compiler.compile(GRAMMARS["regex"])
-        assert compiler._helper._process is not None
-        compiler._helper._process.kill()
+        process = compiler._small.helper._process
+        assert process is not None
+        process.kill()
         assert "compile" in await expect_refusal(compiler, Grammar("regex", "b"))
         assert len(await compiler.compile(Grammar("regex", "c"))) > 100
     finally:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.messages import Encode, ImageSource, Prefetch, Region, Restore, Save
-from engine.plan import MAX_EARLY_TOKENS
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.memory import allocate_host
 from models.geometry import Grid
@@ -48,7 +47,7 @@ class Waits:
 
 def cache_of(tower: Any, stream: Any = None, host_bytes: int = 0) -> ImageCache:
     reader: Any = SimpleNamespace(
-        read=lambda sources: [source.width for source in sources], prefetch=lambda prefetch: prefetch.source.width
+        read=lambda sources: [source.width for source in sources], read_copy=lambda source: (source.width, b"")
     )
     return ImageCache(tower, reader, SINGLE, stream, allocate_host(host_bytes, CPU) if host_bytes else None)
 
@@ -58,7 +57,7 @@ def encode(image_id: int, num_tokens: int, ticket: int = 0) -> Encode:
 
 
 def announce(cache: ImageCache, ticket: int, num_tokens: int) -> None:
-    cache.prefetch(Prefetch(encode(0, num_tokens).source, ticket, (1, 1, num_tokens)))
+    cache.prefetch(Prefetch(encode(0, num_tokens, ticket).source, (1, 1, num_tokens)))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
     tower = Tower()
     cache = cache_of(tower)
     source = encode(0, 600, ticket=1).source
-    cache.prefetch(Prefetch(source, 1, (1, 1, 600)))
+    cache.prefetch(Prefetch(source, (1, 1, 600)))
     tower.encode = lambda images, grids: [torch.zeros(1, w, 1) for _, _, w in grids]  # type: ignore[method-assign]
     cache.encode([Encode(1, source, (1, 1, 150))])
     assert cache.tensors[1].shape[1] == 150
@@ -206,8 +205,6 @@ def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(problem: 
     with monkeypatch.context() as patch:
         patch.setattr(tower, "encode", fail)
         announce(cache, 1, 600)
-    announce(cache, 2, MAX_EARLY_TOKENS + 1)
-    cache.prefetch(Prefetch(encode(0, 600).source, 3, None))
     assert tower.groups == []
-    cache.encode([encode(1, 600, ticket=1), encode(2, 600, ticket=3)])
-    assert tower.groups == [[600], [600]]
+    cache.encode([encode(1, 600, ticket=1)])
+    assert tower.groups == [[600]]
