@@ -43,6 +43,7 @@ WHEN = {
     "max_connections": "Higher for many clients that keep idle connections; the limit of open files bounds it, too.",
     "header_timeout": "Lower where clients are not trusted.",
     "idle_timeout": "Longer than that of the proxy in front, or it meets closed connections.",
+    "write_timeout": "Higher for clients that pause while they read.",
     "max_image_pixels": "Lower where clients are not trusted: a camera has 40 million.",
     "max_request_pixels": "Lower where clients are not trusted.",
     "max_decode_bytes": "Lower where memory is short: an image takes 8 bytes a pixel; one that takes more than all of it is refused.",

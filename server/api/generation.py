@@ -170,6 +170,7 @@ class GenerationEndpoint(Endpoint):
             created=int(time.time()),
             started=body.started,
             received=body.received,
+            deadline=job.submits[0].deadline,
             is_streamed=bool(request.stream),
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),

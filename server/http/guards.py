@@ -5,11 +5,12 @@ import re
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.messages import ErrorInfo
-from server.errors import error_type
-from server.http.reply import error_response
+from server.errors import error_body, error_type
+from server.http.message_events import MESSAGES_PATH, message_error_body
 
 PORT = re.compile(r":\d*$")
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
@@ -23,6 +24,13 @@ def is_open(scope: Scope) -> bool:
 def credentials_of(scope: Scope) -> bytes:
     """The headers in which a client's key stands."""
     return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
+
+
+def error_response(info: ErrorInfo, scope: Scope) -> Response:
+    """An error before the headers are out, in the dialect of the path."""
+    headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
+    body = message_error_body(info) if get_route_path(scope).startswith(MESSAGES_PATH) else error_body(info)
+    return Response(body, info.status, headers, "application/json")
 
 
 class ApiKeyGuard:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,23 +20,17 @@ from engine.messages import (
     Event,
 )
 from engine.stats import Stages
-from server.errors import error_body
 from server.http.client import Client, Stream
+from server.http.direct import direct_reader
+from server.http.guards import error_response
 from server.http.log import Record, record_of
-from server.http.message_events import MESSAGES_PATH, message_error_body
 from server.http.metrics import Metrics
 from server.http.sse import Choice, Format, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
+WRITE_S = 5
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
-
-
-def error_response(info: ErrorInfo, scope: Scope) -> Response:
-    """An error before the headers are out, in the dialect of the path."""
-    headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
-    body = message_error_body(info) if get_route_path(scope).startswith(MESSAGES_PATH) else error_body(info)
-    return Response(body, info.status, headers, "application/json")
 
 
 async def watch_for_disconnect(receive: Receive, stream: Stream) -> None:
@@ -55,6 +48,7 @@ class ReplyOptions:
     created: int
     started: float  # first and last byte of the body
     received: float
+    deadline: float | None  # of the engine's work; the last of the answer may take WRITE_S more
     is_streamed: bool
     include_usage: bool
     continuous_usage: bool
@@ -81,15 +75,13 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(watch_for_disconnect(receive, self._stream))
         self._record = record_of(scope)
+        self._stream.address = (scope.get("client") or ("",))[0]
         try:
-            events = await self._stream.next()
-            if events[0].error is not None:
-                await self._refuse(events[0].error, scope, receive, send)
-            elif self._options.is_streamed:
-                await self._write_stream(events, send)
-            else:
-                await self._write_document(events, scope, receive, send)
-        except ClientDisconnect:
+            async with asyncio.timeout_at(None if self._options.deadline is None else self._options.deadline + WRITE_S):
+                await self._write(scope, receive, send)
+        except (ClientDisconnect, TimeoutError):
+            if (reader := direct_reader(scope)) is not None:
+                reader.abort()  # it may still be there and read too slowly
             if not self._has_status:
                 self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:
@@ -99,6 +91,15 @@ class Reply:
             total = self._total()
             self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
             self._record.num_generated, self._record.num_images = total.num_generated, self._options.num_images
+
+    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = await self._stream.next()
+        if events[0].error is not None:
+            await self._refuse(events[0].error, scope, receive, send)
+        elif self._options.is_streamed:
+            await self._write_stream(events, send)
+        else:
+            await self._write_document(events, scope, receive, send)
 
     async def _refuse(self, error: ErrorInfo, scope: Scope, receive: Receive, send: Send) -> None:
         self._reason = "error"
