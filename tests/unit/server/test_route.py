@@ -7,6 +7,7 @@ import heapq
 import itertools
 import json
 import random
+import socket
 import statistics
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,8 +17,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from engine.config import EngineConfig
 from server import route
-from server.route import HASHED_BYTES, HEADER_BYTES, SCANNED_BYTES, Balancer, ImageKey, Proxy, make_runner
+from server.http.connection import ConnectionLimiter
+from server.http.listen import make_server, url_of
+from server.route import HASHED_BYTES, HEADER_BYTES, SCANNED_BYTES, Balancer, ImageKey, Proxy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TURNS, CONVERSATIONS, REPLICAS = 4, 200, 4
@@ -94,13 +98,15 @@ class Stack:
 async def stack(*replicas: Replica) -> AsyncIterator[Stack]:
     for replica in replicas:
         await replica.start()
-    proxy = Proxy([replica.url for replica in replicas])
-    runner = make_runner(proxy)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with aiohttp.ClientSession() as client:
-        yield Stack(proxy, list(replicas), f"http://127.0.0.1:{runner.addresses[0][1]}", client)
-    await runner.cleanup()
+    proxy, config = Proxy([replica.url for replica in replicas]), EngineConfig()
+    server = make_server(proxy, ConnectionLimiter(config, 0), config, grace=1, is_proxy=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with proxy.running():
+        serving = asyncio.create_task(server.listen(listener))
+        async with aiohttp.ClientSession() as client:
+            yield Stack(proxy, list(replicas), url_of(listener, is_tls=False), client)
+        server.should_exit = True
+        await serving
     for replica in replicas:
         await replica.kill()
 
@@ -108,7 +114,6 @@ async def stack(*replicas: Replica) -> AsyncIterator[Stack]:
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(route, "DRAIN_SECONDS", 1)
 
 
 def balancer(num_backends: int, max_keys: int = 1 << 18, bound: float = route.BOUND) -> Balancer:
@@ -226,7 +231,7 @@ def test_requests_without_a_key_go_where_least_runs() -> None:
 
 
 def key_of(body: bytes, cuts: list[int]) -> bytes | None:
-    image = ImageKey()
+    image = ImageKey(bytearray())
     for begin, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         key = image.feed(body[begin:end])
         if key is not None:
@@ -255,7 +260,7 @@ def test_the_longest_header_is_found_behind_much_text() -> None:
 def test_only_the_begin_of_a_payload_is_hashed_and_held() -> None:
     """Red if the proxy waits for a whole image."""
     body = b'{"url":"data:image/png;base64,'
-    image = ImageKey()
+    image = ImageKey(bytearray())
     assert image.feed(body) is None
     payload = random.Random(0).randbytes(HASHED_BYTES).hex().encode()[:HASHED_BYTES]
     assert image.feed(payload[:-1]) is None
