@@ -16,7 +16,6 @@ import math
 import re
 import signal
 import socket
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -90,17 +89,14 @@ class Balancer:
     def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS, bound: float = BOUND):
         self.backends = [Backend(url) for url in urls]
         self._max_keys, self._bound = max_keys, bound
-        self._homes: OrderedDict[bytes, Backend] = OrderedDict()
+        self._homes: dict[bytes, Backend] = {}  # the newest last
 
     def take(self, key: bytes | None) -> Backend | None:
         """Takes a place on a replica; give it back with `release`. None: no replica is healthy."""
         healthy = [backend for backend in self.backends if backend.healthy]
         if not healthy:
             return None
-        if key is None:
-            chosen = min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
-        else:
-            chosen = self._for_key(key, healthy)
+        chosen = self._home(key, healthy) if key else min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
         chosen.num_in_flight += 1
         chosen.num_taken += 1
         return chosen
@@ -109,35 +105,25 @@ class Balancer:
         """The request ended, however it did."""
         backend.num_in_flight -= 1
 
-    def _for_key(self, key: bytes, healthy: list[Backend]) -> Backend:
-        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there: all
-        that its home has cached was needed now, and is there as well from now on."""
-        home = self._home(key, healthy)
-        mean = (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)
-        bound = max(MIN_BOUND, math.ceil(self._bound * mean))
-        if home.num_in_flight >= bound:
-            home = next(backend for backend in _order(key, healthy) if backend.num_in_flight < bound)
-            self._settle(key, home)
-        return home
-
     def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
-        home = self._homes.get(key)
-        if home is None or not home.healthy:
-            home = min(_order(key, healthy)[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
-        self._settle(key, home)
-        return home
-
-    def _settle(self, key: bytes, home: Backend) -> None:
-        """Makes `key` the newest, with this home."""
-        if key in self._homes:
-            self._forget(key)
+        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there."""
+        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)))
+        order, home = _order(key, healthy), self._forget(key)
+        if home not in order:
+            home = min(order[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
+        if home.num_in_flight >= bound:
+            home = next(backend for backend in order if backend.num_in_flight < bound)
         self._homes[key] = home
         home.num_keys += 1
         if len(self._homes) > self._max_keys:
             self._forget(next(iter(self._homes)))
+        return home
 
-    def _forget(self, key: bytes) -> None:
-        self._homes.pop(key).num_keys -= 1
+    def _forget(self, key: bytes) -> Backend | None:
+        home = self._homes.pop(key, None)
+        if home is not None:
+            home.num_keys -= 1
+        return home
 
 
 def _order(key: bytes, backends: list[Backend]) -> list[Backend]:
@@ -303,9 +289,8 @@ class Proxy:
             logger.warning("%s %s", backend.url, "takes requests" if backend.healthy else "takes no requests")
 
     def _health(self) -> JSONResponse:
-        backends = self.balancer.backends
-        healthy = any(backend.healthy for backend in backends)
-        states = [asdict(backend) for backend in backends]
+        states = [asdict(backend) for backend in self.balancer.backends]
+        healthy = any(state["healthy"] for state in states)
         return JSONResponse({"status": "ok" if healthy else "unavailable", "backends": states}, 200 if healthy else 503)
 
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
@@ -344,9 +329,10 @@ class Proxy:
 async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
     await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
     try:
-        while chunk := await _next_chunk(upstream):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except aiohttp.ClientPayloadError as error:
+        async for chunk, _ in upstream.content.iter_chunks():  # as the replica cut them
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
         logger.warning("%s: %s", upstream.url.origin(), type(error).__name__)
         if upstream.content_type == "text/event-stream":
             await send({"type": "http.response.body", "body": b"data: " + error_body(DIED) + b"\n\n", "more_body": True})
@@ -358,17 +344,6 @@ async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) ->
 
 def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in NO_FILES
-
-
-async def _next_chunk(upstream: aiohttp.ClientResponse) -> bytes:
-    """The next chunk as the replica cut it, b"" at the end. Raises ClientPayloadError alone."""
-    try:
-        while True:
-            chunk, ends_chunk = await upstream.content.readchunk()
-            if chunk or not ends_chunk:
-                return chunk
-    except aiohttp.ClientConnectionError as error:
-        raise aiohttp.ClientPayloadError(str(error)) from error
 
 
 async def serve(args: argparse.Namespace) -> None:
