@@ -12,41 +12,35 @@ import contextlib
 import errno
 import hashlib
 import logging
-import math
 import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import aiohttp
 import msgspec
 import uvloop
 from multidict import CIMultiDict
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from engine.config import EngineConfig, read_api_keys
 from engine.ipc import raise_file_limit
+from server.balance import BOUND, Backend, Balancer, ImageKey
 from server.errors import RequestError, error_body, overloaded
 from server.http.connection import FULL, ConnectionLimiter
 from server.http.direct import direct_reader
-from server.http.guards import ApiKeyGuard, error_response
+from server.http.guards import error_response, is_authorised
 from server.http.listen import BACKLOG, make_server, url_of
 from server.http.shares import Claim, Shares
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = b"x-session-id"
-HEADER = re.compile(rb'"data:[^",]{0,256};base64,')
-HEADER_BYTES = 6 + 256 + 8  # the longest match
-HASHED_BYTES = 64 << 10  # of a payload
 SCANNED_BYTES = 256 << 10  # a body whose first image comes later has no key
 HELD_BYTES = 64 << 20  # of all bodies together until their keys are known; what would be more has no key
-MAX_KEYS = 1 << 18
-MIN_BOUND = 4  # requests that any replica takes, however few there are
-BOUND = 1.25  # times the mean
 KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
@@ -66,97 +60,6 @@ NO_FILES = (errno.EMFILE, errno.ENFILE)  # open ones here: a replica can do noth
 OF_THE_ENGINE = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "api_key_file", "ssl_certfile", "ssl_keyfile")
 
 Headers = list[tuple[bytes, bytes]]
-
-
-@dataclass(slots=True, eq=False)
-class Backend:
-    """A replica and what the proxy knows of it. `num_in_flight` counts from the choice to the end of the answer."""
-
-    url: str
-    healthy: bool = False
-    num_in_flight: int = 0
-    num_keys: int = 0
-    num_taken: int = 0
-
-
-class Balancer:
-    """Chooses replicas: rendezvous hashing with bounded load. Pure: no sockets, no clock.
-
-    A key's order is the healthy replicas by their hash with it. A new key's home is the less loaded of the first two of its order, until
-    that replica leaves or is full, or `max_keys` others were seen since. A replica is full with `bound` times the mean of requests.
-    """
-
-    def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS, bound: float = BOUND):
-        self.backends = [Backend(url) for url in urls]
-        self._max_keys, self._bound = max_keys, bound
-        self._homes: dict[bytes, Backend] = {}  # the newest last
-
-    def take(self, key: bytes | None) -> Backend | None:
-        """Takes a place on a replica; give it back with `release`. None: no replica is healthy."""
-        healthy = [backend for backend in self.backends if backend.healthy]
-        if not healthy:
-            return None
-        chosen = self._home(key, healthy) if key else min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
-        chosen.num_in_flight += 1
-        chosen.num_taken += 1
-        return chosen
-
-    def release(self, backend: Backend) -> None:
-        """The request ended, however it did."""
-        backend.num_in_flight -= 1
-
-    def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
-        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there."""
-        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)))
-        order, home = _order(key, healthy), self._forget(key)
-        if home not in order:
-            home = min(order[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
-        if home.num_in_flight >= bound:
-            home = next(backend for backend in order if backend.num_in_flight < bound)
-        self._homes[key] = home
-        home.num_keys += 1
-        if len(self._homes) > self._max_keys:
-            self._forget(next(iter(self._homes)))
-        return home
-
-    def _forget(self, key: bytes) -> Backend | None:
-        home = self._homes.pop(key, None)
-        if home is not None:
-            home.num_keys -= 1
-        return home
-
-
-def _order(key: bytes, backends: list[Backend]) -> list[Backend]:
-    """Rendezvous hashing: a replica that leaves or comes changes nothing in how the others follow each other."""
-    return sorted(backends, key=lambda backend: hashlib.blake2b(key + backend.url.encode(), digest_size=8).digest(), reverse=True)
-
-
-class ImageKey:
-    """Finds the key of a body while it arrives: the hash of the begin of its first image's payload, as base64. Linear in the bytes fed.
-
-    `held` is all that was fed: nothing of it can be sent before the key is known.
-    """
-
-    def __init__(self, held: bytearray) -> None:
-        self.held = held
-        self.begins_at: int | None = None  # the payload
-        self._searched = 0
-
-    def feed(self, chunk: bytes) -> bytes | None:
-        """The key as soon as 64 KiB of the payload, or its end, are there. The same however a body is split."""
-        self.held += chunk
-        if self.begins_at is None:
-            header = HEADER.search(self.held, self._searched)
-            if header is None:
-                self._searched = max(self._searched, len(self.held) - HEADER_BYTES)
-                return None
-            self.begins_at = self._searched = header.end()
-        limit = self.begins_at + HASHED_BYTES
-        end = self.held.find(b'"', self._searched, limit)
-        if end < 0 and len(self.held) < limit:
-            self._searched = len(self.held)
-            return None
-        return hashlib.sha256(self.held[self.begins_at : end if end >= 0 else limit]).digest()
 
 
 class Body:
@@ -236,8 +139,9 @@ def address_of(scope: Scope) -> str:
 class Proxy:
     """An ASGI application: takes requests, asks `Balancer` where to, copies both ways."""
 
-    def __init__(self, urls: Sequence[str], bound: float = BOUND):
+    def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
         self.balancer = Balancer(urls, bound=bound)
+        self._api_keys = [key.encode() for key in api_keys]
         self._shares = Shares(HELD_BYTES, small_bytes=0)
         self._session: aiohttp.ClientSession
 
@@ -294,13 +198,16 @@ class Proxy:
         return JSONResponse({"status": "ok" if healthy else "unavailable", "backends": states}, 200 if healthy else 503)
 
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
-        key, error = await find_key(scope["headers"], body), NONE_LEFT
+        """Nothing is read of a body that comes without an API key: a replica refuses its head, in its own words."""
+        is_known, error = not self._api_keys or is_authorised(scope, self._api_keys), NONE_LEFT
+        has_body = is_known and any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+        key = await find_key(scope["headers"], body) if is_known else None
         for _ in self.balancer.backends:
             backend = self.balancer.take(key)
             if backend is None:
                 break
             try:
-                async with await self._forward(scope, body, backend) as upstream:
+                async with await self._forward(scope, body if has_body else None, backend) as upstream:
                     await _answer(scope, upstream, send)
                 return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # not a byte was sent
@@ -316,13 +223,14 @@ class Proxy:
                 self.balancer.release(backend)
         await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
 
-    async def _forward(self, scope: Scope, body: Body, backend: Backend) -> aiohttp.ClientResponse:
+    async def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> aiohttp.ClientResponse:
         """Raises the errors of connecting with the body untouched."""
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        url = URL(backend.url + (scope["raw_path"] + query).decode("ascii"), encoded=True)
+        url = URL(backend.url + (scope["raw_path"] + query).decode("utf-8", "replace"), encoded=True)
         headers = forwarded(scope)
-        has_body = "Content-Length" in headers or any(name == b"transfer-encoding" for name, _ in scope["headers"])
-        data = body.all() if has_body else None
+        if body is None:
+            headers.popall("Content-Length", None)
+        data = body.all() if body is not None else None
         return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
 
 
@@ -349,10 +257,8 @@ def _is_full(error: Exception) -> bool:
 async def serve(args: argparse.Namespace) -> None:
     """Runs until SIGINT or SIGTERM; then takes no new connection and lets running requests end for 30 s."""
     config = EngineConfig(**{name: getattr(args, name) for name in OF_THE_ENGINE})
-    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound)
-    app: ASGIApp = ApiKeyGuard(proxy, keys) if (keys := read_api_keys(config)) else proxy
-    limiter = ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT)
-    server = make_server(app, limiter, config, DRAIN_SECONDS, is_proxy=True)
+    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
+    server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
 
     def stop() -> None:
         server.should_exit = True

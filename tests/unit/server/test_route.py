@@ -18,10 +18,11 @@ import pytest
 from aiohttp import web
 
 from engine.config import EngineConfig
-from server import route
+from server import balance, route
+from server.balance import HASHED_BYTES, HEADER_BYTES, Balancer, ImageKey
 from server.http.connection import ConnectionLimiter
 from server.http.listen import make_server, url_of
-from server.route import HASHED_BYTES, HEADER_BYTES, SCANNED_BYTES, Balancer, ImageKey, Proxy
+from server.route import SCANNED_BYTES, Proxy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TURNS, CONVERSATIONS, REPLICAS = 4, 200, 4
@@ -116,7 +117,7 @@ def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "POLL_SECONDS", 0.05)
 
 
-def balancer(num_backends: int, max_keys: int = 1 << 18, bound: float = route.BOUND) -> Balancer:
+def balancer(num_backends: int, max_keys: int = 1 << 18, bound: float = balance.BOUND) -> Balancer:
     made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)], max_keys, bound)
     for backend in made.backends:
         backend.healthy = True
@@ -172,7 +173,7 @@ def test_a_replica_that_leaves_moves_its_own_keys_only_and_one_that_returns_move
 def test_a_replica_more_takes_its_share_of_keys_that_nobody_remembers(num_backends: int) -> None:
     """Red if the order of the others depends on who is there: a proxy that starts anew, with one replica more, moves about 1/n."""
     orders = [
-        {key: [backend.url for backend in route._order(key, balancer(count).backends)] for key in KEYS[:1000]}
+        {key: [backend.url for backend in balance._order(key, balancer(count).backends)] for key in KEYS[:1000]}
         for count in (num_backends, num_backends + 1)
     ]
     moved = sum(orders[0][key][0] != orders[1][key][0] for key in KEYS[:1000])
@@ -190,7 +191,7 @@ def test_the_bound_holds_and_the_rest_goes_on_along_the_keys_order() -> None:
         assert max(backend.num_in_flight for backend in made.backends) <= bound
     few = balancer(4)
     taken = [few.take(KEYS[0]) for _ in range(8)]
-    order = route._order(KEYS[0], few.backends)
+    order = balance._order(KEYS[0], few.backends)
     assert taken[0] in order[:2] and taken[:4] == [taken[0]] * 4
     assert taken[4:] == [next(backend for backend in order if backend is not taken[0])] * 4
     for backend in taken:
@@ -203,7 +204,7 @@ def test_the_bound_holds_and_the_rest_goes_on_along_the_keys_order() -> None:
 def test_a_new_key_goes_to_the_less_loaded_of_its_first_two_and_stays() -> None:
     """Red if load is ignored for new conversations, or forgotten homes make old ones wander."""
     made = balancer(4)
-    first, second = route._order(KEYS[0], made.backends)[:2]
+    first, second = balance._order(KEYS[0], made.backends)[:2]
     first.num_in_flight = 1
     assert made.take(KEYS[0]) is second
     second.num_in_flight = 3
@@ -669,7 +670,7 @@ def mean_share(bound: float, num_in_flight: int, thinks: bool) -> float:
 @pytest.mark.parametrize("num_in_flight", (4, 8, 16, 40, 80, 120))
 def test_conversations_in_turn_hit_whatever_the_number_in_flight(num_in_flight: int) -> None:
     """Red if the bound on load tears conversations whose turns follow each other."""
-    assert mean_share(route.BOUND, num_in_flight, thinks=False) >= 0.98
+    assert mean_share(balance.BOUND, num_in_flight, thinks=False) >= 0.98
 
 
 PAUSES = [(40, 1.25, 0.93), (80, 1.25, 0.95), (120, 1.25, 0.95), (16, 2, 0.95), (40, 2, 0.95)]
