@@ -42,6 +42,7 @@ WHEN = {
     "body_timeout": "Higher for clients on slow lines.",
     "max_connections": "Higher for many idle connections; the limit on open files also bounds it.",
     "header_timeout": "Lower if clients are not trusted.",
+    "write_timeout": "Higher for clients that pause while they read.",
     "idle_timeout": "Longer than the idle timeout of the proxy in front, or the proxy uses closed connections.",
     "max_image_pixels": "Lower if clients are not trusted: a camera has 40 million.",
     "max_request_pixels": "Lower if clients are not trusted.",

@@ -120,10 +120,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"
     ] = 30
     max_connections: Annotated[
-        int, "clients at once; beyond it the longest idle connection is closed; if none is idle, only /health is answered"
+        int,
+        "clients at once, three quarters of them from one address; beyond it the longest idle connection is closed; if none is idle, only"
+        " /health is answered",
     ] = 4096
     header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
+    write_timeout: Annotated[int, "seconds that a client may read nothing of its answer; it makes room for others before that"] = 30
     max_images_per_request: Annotated[int, "images in one request"] = 128
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30

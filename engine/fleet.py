@@ -24,13 +24,14 @@ from pathlib import Path
 import msgspec
 
 from engine import tethered
-from engine.config import EngineConfig, share_environment
+from engine.config import EngineConfig, read_api_keys, share_environment
 from models.backends.choose import Gpu
 
 logger = logging.getLogger(__name__)
 
 READY = re.compile(r"ready after .* serves (.+)")
 OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # what engines do not get
+OF_BOTH = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "ssl_certfile", "ssl_keyfile")  # told to the proxy
 MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is started again; doubled each time that it ended before it was ready
 KILL_GRACE_S = 20  # after --shutdown-timeout; an engine gives its own processes 10
 POLL_S = 0.05
@@ -154,9 +155,15 @@ class Fleet:
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
         command = tethered.command(cpus, "server.route", "--fd", str(fd), "--backends", *urls)
-        for flag, value in (("--ssl-certfile", config.ssl_certfile), ("--ssl-keyfile", config.ssl_keyfile)):
-            command += [flag, value] if value else []
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), process_group=0)
+        settings = msgspec.structs.asdict(config)
+        for name in OF_BOTH:
+            command += ["--" + name.replace("_", "-"), str(settings[name])] if settings[name] else []
+        keys = os.memfd_create("keys", 0)  # a key in it is in no file, and in no list of processes
+        if told := read_api_keys(config):
+            os.write(keys, "\n".join(told).encode())
+            command += ["--api-key-file", f"/proc/self/fd/{keys}"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd, keys), process_group=0)
+        os.close(keys)
         self._listener.close()  # ours: when the proxy has ended, nobody listens
         assert process.stdout is not None
         try:

@@ -274,8 +274,8 @@ class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):
-    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline. `blocks` have its beginning
-    and `snapshot` the states behind that; both are empty if it is computed from its first token on."""
+    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline. `blocks` have its
+    beginning and `snapshot` the states behind that; both are empty if it is computed from its first token on."""
 
     row: int
     prompt: Region

@@ -2,7 +2,8 @@
 
     python -m server.route --backends http://a:8001 http://b:8002
 
-It needs no part of the engine. Bodies and answers pass as they arrive; a payload is hashed and never decoded.
+It needs no part of the engine. Bodies and answers pass as they arrive; a payload is hashed and never decoded. Limits of connections and
+heads, and the check of keys, are the api's own code.
 """
 
 import argparse
@@ -11,229 +12,169 @@ import contextlib
 import errno
 import hashlib
 import logging
-import math
 import re
 import signal
 import socket
-import ssl
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import aiohttp
+import msgspec
 import uvloop
-from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 from yarl import URL
 
+from engine.config import EngineConfig, read_api_keys
 from engine.ipc import raise_file_limit
+from server.balance import BOUND, Backend, Balancer, ImageKey
 from server.errors import RequestError, error_body, overloaded
-from server.route_door import FULL, HEALTH, Connection, Door, error_response, through_door
+from server.http.connection import FULL, ConnectionLimiter
+from server.http.direct import direct_reader
+from server.http.guards import error_response, is_authorised
+from server.http.listen import BACKLOG, make_server, url_of
+from server.http.shares import Claim, Shares
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "x-session-id"
-HEADER = re.compile(rb'"data:[^",]{0,256};base64,')
-HEADER_BYTES = 6 + 256 + 8  # the longest match
-HASHED_BYTES = 64 << 10  # of a payload
-SCANNED_BYTES = 4 << 20  # a body whose first image comes later has no key
-MAX_KEYS = 1 << 18
-MIN_BOUND = 4  # requests that any replica takes, however few there are
-BOUND = 1.25  # times the mean
+SESSION_HEADER = b"x-session-id"
+SCANNED_BYTES = 256 << 10  # a body whose first image comes later has no key
+HELD_BYTES = 64 << 20  # of all bodies together until their keys are known; what would be more has no key
 KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
 CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica keeps idle connections (--idle-timeout): none is closed while a request is being written to it
-CLIENT_IDLE_SECONDS = 75
 DRAIN_SECONDS = 30
-BACKLOG = 2048
+NUM_OTHER_FILES = 64  # of this process
+FILES_PER_CLIENT = 2  # its connection, and one to a replica
 HOP_BY_HOP = {
-    "connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade",
-}
+    b"connection", b"expect", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade",
+}  # fmt: skip
 ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
 NO_FILES = (errno.EMFILE, errno.ENFILE)  # open ones here: a replica can do nothing about it
+OF_THE_ENGINE = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "api_key_file", "ssl_certfile", "ssl_keyfile")
+
+Headers = list[tuple[bytes, bytes]]
 
 
-@dataclass(slots=True, eq=False)
-class Backend:
-    """A replica and what the proxy knows of it. `num_in_flight` counts from the choice to the end of the answer."""
+class Body:
+    """A request's body, and whether its client is still there. `held` was read and not passed on."""
 
-    url: str
-    healthy: bool = False
-    num_in_flight: int = 0
-    num_keys: int = 0
-    num_taken: int = 0
+    def __init__(self, receive: Receive, claim: Claim):
+        self.held, self.claim = bytearray(), claim
+        self._receive = receive
+        self._is_gone = False
+        self._is_whole = asyncio.Event()
 
+    async def read(self) -> bytes:
+        """The next bytes, b"" at the end. Never returns if the client is gone: `until_gone` does."""
+        while not self._is_whole.is_set():
+            message = await self._receive()
+            self._is_gone = message["type"] == "http.disconnect"
+            if self._is_gone or not message.get("more_body", False):
+                self._is_whole.set()
+            if self._is_gone:
+                await asyncio.get_running_loop().create_future()
+            if chunk := message.get("body", b""):
+                return bytes(chunk)
+        return b""
 
-class Balancer:
-    """Chooses replicas: rendezvous hashing with bounded load. Pure: no sockets, no clock.
+    async def all(self) -> AsyncIterator[bytes]:
+        """From the begin on: what was read, then what arrives."""
+        if self.held:
+            yield bytes(self.held)
+            self.held.clear()
+            self.claim.release()
+        while chunk := await self.read():
+            yield chunk
 
-    A key's order is the healthy replicas by their hash with it. A new key's home is the less loaded of the first two of its order, until
-    that replica leaves or is full, or `max_keys` others were seen since. A replica is full with `bound` times the mean of requests.
-    """
-
-    def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS, bound: float = BOUND):
-        self.backends = [Backend(url) for url in urls]
-        self._max_keys, self._bound = max_keys, bound
-        self._homes: OrderedDict[bytes, Backend] = OrderedDict()
-
-    def take(self, key: bytes | None) -> Backend | None:
-        """Takes a place on a replica; give it back with `release`. None: no replica is healthy."""
-        healthy = [backend for backend in self.backends if backend.healthy]
-        if not healthy:
-            return None
-        if key is None:
-            chosen = min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
-        else:
-            chosen = self._for_key(key, healthy)
-        chosen.num_in_flight += 1
-        chosen.num_taken += 1
-        return chosen
-
-    def release(self, backend: Backend) -> None:
-        """The request ended, however it did."""
-        backend.num_in_flight -= 1
-
-    def _for_key(self, key: bytes, healthy: list[Backend]) -> Backend:
-        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there: all
-        that its home has cached was needed now, and is there as well from now on."""
-        home = self._home(key, healthy)
-        mean = (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)
-        bound = max(MIN_BOUND, math.ceil(self._bound * mean))
-        if home.num_in_flight >= bound:
-            home = next(backend for backend in _order(key, healthy) if backend.num_in_flight < bound)
-            self._settle(key, home)
-        return home
-
-    def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
-        home = self._homes.get(key)
-        if home is None or not home.healthy:
-            home = min(_order(key, healthy)[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
-        self._settle(key, home)
-        return home
-
-    def _settle(self, key: bytes, home: Backend) -> None:
-        """Makes `key` the newest, with this home."""
-        if key in self._homes:
-            self._forget(key)
-        self._homes[key] = home
-        home.num_keys += 1
-        if len(self._homes) > self._max_keys:
-            self._forget(next(iter(self._homes)))
-
-    def _forget(self, key: bytes) -> None:
-        self._homes.pop(key).num_keys -= 1
+    async def until_gone(self) -> None:
+        """Returns when the client is."""
+        await self._is_whole.wait()
+        while not self._is_gone:
+            self._is_gone = (await self._receive())["type"] == "http.disconnect"
 
 
-def _order(key: bytes, backends: list[Backend]) -> list[Backend]:
-    """Rendezvous hashing: a replica that leaves or comes changes nothing in how the others follow each other."""
-    return sorted(backends, key=lambda backend: hashlib.blake2b(key + backend.url.encode(), digest_size=8).digest(), reverse=True)
-
-
-class ImageKey:
-    """Finds the key of a body while it arrives: the hash of the begin of its first image's payload, as base64. Linear in the bytes fed.
-
-    `held` is all that was fed: nothing of it can be sent before the key is known.
-    """
-
-    def __init__(self) -> None:
-        self.held = bytearray()
-        self.begins_at: int | None = None  # the payload
-        self._searched = 0
-
-    def feed(self, chunk: bytes) -> bytes | None:
-        """The key as soon as 64 KiB of the payload, or its end, are there. The same however a body is split."""
-        self.held += chunk
-        if self.begins_at is None:
-            header = HEADER.search(self.held, self._searched)
-            if header is None:
-                self._searched = max(self._searched, len(self.held) - HEADER_BYTES)
-                return None
-            self.begins_at = self._searched = header.end()
-        limit = self.begins_at + HASHED_BYTES
-        end = self.held.find(b'"', self._searched, limit)
-        if end < 0 and len(self.held) < limit:
-            self._searched = len(self.held)
-            return None
-        return hashlib.sha256(self.held[self.begins_at : end if end >= 0 else limit]).digest()
-
-
-async def read_key(request: web.BaseRequest) -> tuple[bytes | None, bytearray]:
-    """The key of a request, and what had to be read of its body to know it. A body that takes too long to show its image has no key:
-    the replica decides how long it may take."""
-    session = request.headers.get(SESSION_HEADER)
+async def find_key(headers: Headers, body: Body) -> bytes | None:
+    """The key of a request; `body` holds what had to be read to know it. One that is too slow or too large, or finds no room to be held,
+    has none: the replica decides how long it may take."""
+    session = dict(headers).get(SESSION_HEADER)
     if session:
-        return hashlib.sha256(b"session:" + session.encode("utf-8", "surrogateescape")).digest(), bytearray()
-    image = ImageKey()
-    with contextlib.suppress(TimeoutError):
+        return hashlib.sha256(b"session:" + session).digest()
+    image = ImageKey(body.held)
+    with contextlib.suppress(TimeoutError, RequestError):
         async with asyncio.timeout(KEY_SECONDS):
             while len(image.held) < SCANNED_BYTES or image.begins_at is not None:
-                chunk = await request.content.readany()
-                if not chunk:
-                    break
-                key = image.feed(chunk)
-                if key is not None:
-                    return key, image.held
-    return None, image.held
+                chunk = await body.read()
+                if not chunk or (key := image.feed(chunk)) is not None:
+                    return key if chunk else None
+                body.claim.grow_to(len(image.held))
+    return None
 
 
-async def body_of(held: bytearray, request: web.BaseRequest) -> AsyncIterator[bytes]:
-    """The body from its begin on: what was read, then what arrives."""
-    if held:
-        yield bytes(held)
-        held.clear()
-    while chunk := await request.content.readany():
-        yield chunk
-
-
-def passed(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def passed(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     """Headers without those of one connection."""
-    named = {name.strip().lower() for line in headers.getall("Connection", ()) for name in line.split(",")}
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP | named)
+    lower = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
 
 
-def forwarded(request: web.Request) -> CIMultiDict[str]:
+def forwarded(scope: Scope) -> CIMultiDict[str]:
     """Headers of a request for a replica, which believes this proxy, and so learns whose it is: who sent it here stands last."""
-    headers = passed(request.headers)
-    senders = [*headers.getall("X-Forwarded-For", ()), request.remote or ""]
-    headers["X-Forwarded-For"] = ", ".join(senders)
-    headers.setdefault("X-Forwarded-Proto", request.scheme)
+    headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
+    headers["X-Forwarded-For"] = ", ".join([*headers.getall("X-Forwarded-For", ()), address_of(scope)])
+    headers.setdefault("X-Forwarded-Proto", scope["scheme"])
     return headers
 
 
-class Proxy:
-    """The HTTP side: takes requests, asks `Balancer` where to, copies both ways."""
+def address_of(scope: Scope) -> str:
+    return str((scope.get("client") or ("",))[0])
 
-    def __init__(self, urls: Sequence[str], bound: float = BOUND):
+
+class Proxy:
+    """An ASGI application: takes requests, asks `Balancer` where to, copies both ways."""
+
+    def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
         self.balancer = Balancer(urls, bound=bound)
+        self._api_keys = [key.encode() for key in api_keys]
+        self._shares = Shares(HELD_BYTES, small_bytes=0)
         self._session: aiohttp.ClientSession
 
-    def app(self) -> web.Application:
-        """Answers as soon as every replica was asked for its health once."""
-        app = web.Application(middlewares=[through_door])
-        app.cleanup_ctx.append(self._run)
-        app.router.add_get(HEALTH, self._health)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        return app
-
-    async def _run(self, app: web.Application) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """From when every replica was asked for its health once."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=ADDED_BY_CLIENT,
-        )
+        )  # fmt: skip
         async with self._session:
             await asyncio.gather(*(self._poll(backend) for backend in self.balancer.backends))
             watchers = [asyncio.create_task(self._watch(backend)) for backend in self.balancer.backends]
             yield
             for watcher in watchers:
                 watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A client that goes ends its request on the replica."""
+        if scope["path"] == "/health":
+            await self._health()(scope, receive, send)
+            return
+        with self._shares.claim(address_of(scope)) as claim:
+            body = Body(receive, claim)
+            tasks = asyncio.create_task(self._handle(scope, body, send)), asyncio.create_task(body.until_gone())
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if not tasks[0].cancelled():
+                await tasks[0]
 
     async def _watch(self, backend: Backend) -> None:
         while True:
@@ -251,109 +192,84 @@ class Proxy:
         if backend.healthy != was_healthy:
             logger.warning("%s %s", backend.url, "takes requests" if backend.healthy else "takes no requests")
 
-    async def _health(self, request: web.Request) -> web.Response:
-        fields = "url", "healthy", "num_in_flight", "num_keys", "num_taken"
-        backends = self.balancer.backends
-        healthy = any(backend.healthy for backend in backends)
-        states = [dict(zip(fields, (b.url, b.healthy, b.num_in_flight, b.num_keys, b.num_taken), strict=True)) for b in backends]
-        return web.json_response({"status": "ok" if healthy else "unavailable", "backends": states}, status=200 if healthy else 503)
+    def _health(self) -> JSONResponse:
+        states = [asdict(backend) for backend in self.balancer.backends]
+        healthy = any(state["healthy"] for state in states)
+        return JSONResponse({"status": "ok" if healthy else "unavailable", "backends": states}, 200 if healthy else 503)
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        key, held = await read_key(request)
+    async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
+        """Nothing is read of a body that comes without an API key: a replica refuses its head, in its own words."""
+        is_known, error = not self._api_keys or is_authorised(scope, self._api_keys), NONE_LEFT
+        has_body = is_known and any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+        key = await find_key(scope["headers"], body) if is_known else None
         for _ in self.balancer.backends:
             backend = self.balancer.take(key)
             if backend is None:
                 break
             try:
-                return await self._forward(request, held, backend)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:  # not a byte was sent
-                if _is_full(error):
-                    return error_response(FULL)
+                async with await self._forward(scope, body if has_body else None, backend) as upstream:
+                    await _answer(scope, upstream, send)
+                return
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # not a byte was sent
+                if _is_full(problem):
+                    error = FULL
+                    break
                 backend.healthy = False
+            except aiohttp.ClientError as problem:
+                logger.warning("%s: %s", backend.url, type(problem).__name__)
+                error = DIED
+                break
             finally:
                 self.balancer.release(backend)
-        return error_response(NONE_LEFT)
+        await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
 
-    async def _forward(self, request: web.Request, held: bytearray, backend: Backend) -> web.StreamResponse:
-        """Raises the errors of connecting, with `held` and the rest of the body untouched."""
-        url = URL(f"{backend.url}{request.rel_url.raw_path_qs}", encoded=True)
-        data = body_of(held, request) if request.body_exists else None
-        try:
-            upstream = await self._session.request(request.method, url, headers=forwarded(request), data=data, allow_redirects=False)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            raise
-        except aiohttp.ClientError as error:
-            logger.warning("%s: %r", backend.url, error)
-            return error_response(DIED)
-        async with upstream:
-            return await self._answer(request, upstream)
+    async def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> aiohttp.ClientResponse:
+        """Raises the errors of connecting with the body untouched."""
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        url = URL(backend.url + (scope["raw_path"] + query).decode("utf-8", "replace"), encoded=True)
+        headers = forwarded(scope)
+        if body is None:
+            headers.popall("Content-Length", None)
+        data = body.all() if body is not None else None
+        return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
 
-    async def _answer(self, request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
-        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers))
-        await response.prepare(request)
-        try:
-            while chunk := await _next_chunk(upstream):
-                await response.write(chunk)
-        except aiohttp.ClientPayloadError as error:
-            logger.warning("%s: %r", upstream.url.origin(), error)
-            if upstream.content_type == "text/event-stream":
-                await response.write(b"data: " + error_body(DIED) + b"\n\n")
-            elif request.transport is not None:
-                request.transport.abort()  # an end would look like the whole answer
-        return response
+
+async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
+    await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
+    try:
+        async for chunk, _ in upstream.content.iter_chunks():  # as the replica cut them
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
+        logger.warning("%s: %s", upstream.url.origin(), type(error).__name__)
+        if upstream.content_type == "text/event-stream":
+            await send({"type": "http.response.body", "body": b"data: " + error_body(DIED) + b"\n\n", "more_body": True})
+        elif (reader := direct_reader(scope)) is not None:
+            reader.abort()  # an end would look like the whole answer
+            return
+    await send({"type": "http.response.body"})
 
 
 def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in NO_FILES
 
 
-async def _next_chunk(upstream: aiohttp.ClientResponse) -> bytes:
-    """The next chunk as the replica cut it, b"" at the end. Raises ClientPayloadError alone, which no write to a client does."""
-    try:
-        while True:
-            chunk, ends_chunk = await upstream.content.readchunk()
-            if chunk or not ends_chunk:
-                return chunk
-    except aiohttp.ClientConnectionError as error:
-        raise aiohttp.ClientPayloadError(str(error)) from error
-
-
-def make_runner(proxy: Proxy) -> web.AppRunner:
-    """Bodies stay compressed if they are; a client that goes ends its request on the replica."""
-    return web.AppRunner(
-        proxy.app(), handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=DRAIN_SECONDS,
-        keepalive_timeout=CLIENT_IDLE_SECONDS,
-    )
-
-
 async def serve(args: argparse.Namespace) -> None:
     """Runs until SIGINT or SIGTERM; then takes no new connection and lets running requests end for 30 s."""
-    stop = asyncio.Event()
+    config = EngineConfig(**{name: getattr(args, name) for name in OF_THE_ENGINE})
+    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
+    server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
+
+    def stop() -> None:
+        server.should_exit = True
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    urls = list(dict.fromkeys(args.backends))
-    runner = make_runner(Proxy(urls, args.bound))
-    await runner.setup()
-    tls = None
-    if args.ssl_certfile:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     listener = socket.socket(fileno=args.fd) if args.fd is not None else socket.create_server((args.host, args.port))
-    make_http, door = runner.server, Door.for_open_files()
-    assert make_http is not None
-    accepting = await asyncio.get_running_loop().create_server(
-        lambda: Connection(door, make_http()), sock=listener, ssl=tls, backlog=BACKLOG
-    )
-    print(f"routing on {'https' if tls else 'http'}://{address_of(listener)} to {len(urls)} backends", flush=True)
-    await stop.wait()
-    accepting.close()
-    await runner.cleanup()
-
-
-def address_of(listener: socket.socket) -> str:
-    """Host and port as in a URL."""
-    host, port, *_ = listener.getsockname()
-    return f"[{host}]:{port}" if listener.family is socket.AF_INET6 else f"{host}:{port}"
+    async with proxy.running():
+        listener.listen(BACKLOG)
+        print(f"routing on {url_of(listener, bool(config.ssl_certfile))} to {len(proxy.balancer.backends)} backends", flush=True)
+        await server.listen(listener)
 
 
 def backend_url(text: str) -> str:
@@ -378,8 +294,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backends", type=backend_url, nargs="+", required=True, metavar="URL", help="the servers")
     parser.add_argument("--bound", type=bound, default=BOUND, help="most requests of a replica: this times the mean, and always 4")
     parser.add_argument("--fd", type=int, help="listen on this bound socket, which is inherited, instead of --host and --port")
-    parser.add_argument("--ssl-certfile", help="serve https with this certificate (PEM); default: http")
-    parser.add_argument("--ssl-keyfile", help="its private key, if the certificate's file does not hold it")
+    defaults = msgspec.structs.asdict(EngineConfig())
+    for name in OF_THE_ENGINE:
+        kind = str if defaults[name] is None else int
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=defaults[name], help="as engine.serve has it")
     return parser
 
 

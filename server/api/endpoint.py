@@ -207,6 +207,7 @@ class GenerationEndpoint(Endpoint):
             created=int(time.time()),
             started=body.started,
             received=body.received,
+            deadline=job.submits[0].deadline,
             is_streamed=bool(request.stream),
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
@@ -224,7 +225,8 @@ class GatheringEndpoint(Endpoint):
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
         service = self.service
-        return GatheredReply(stream, service.client, service.metrics, job.num_images, lambda events: self.answer(job, events))
+        answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
+        return GatheredReply(*answer, show=lambda events: self.answer(job, events))
 
     @abstractmethod
     def answer(self, job: Job, events: list[Event]) -> Response:

@@ -4,18 +4,14 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 """
 
 import asyncio
-import contextlib
-import functools
-import logging
 import select
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
+import msgspec
 import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -38,13 +34,12 @@ from server.api.status import Status
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
 from server.http.client import Client
-from server.http.connection import Door
-from server.http.direct import DirectProtocol
-from server.http.guards import ApiKeyGuard, HostGuard, JsonGuard
-from server.http.log import RequestLog, Sparing, note_error
+from server.http.connection import ConnectionLimiter
+from server.http.guards import ApiKeyGuard, HostGuard, JsonGuard, error_response
+from server.http.listen import BACKLOG, make_server, url_of
+from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
-from server.http.reply import error_response
 from server.http.shares import Shares
 from server.warm import warm_up
 
@@ -56,7 +51,7 @@ LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 DRAIN_POLL_S = 0.05
 ALIVE_S = 1.0
 GRACE_S = 3  # for writing the last errors out
-BACKLOG = 2048
+MAX_SCRAPERS = 64  # connections of the port for metrics
 
 
 class Api:
@@ -70,7 +65,7 @@ class Api:
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
-        limit, shares = runtime.max_model_len, Shares(self.arena)
+        limit, shares = runtime.max_model_len, Shares(self.arena.size, lambda: self.arena.num_free)
         self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
         self._status = Status(self._service, child.is_compiling)
 
@@ -158,14 +153,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return response
 
 
-class Server(uvicorn.Server):
-    """uvicorn without its signal handling: the process decides when it stops."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(child: Child) -> None:
     """Serves until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
@@ -173,14 +160,7 @@ async def serve(child: Child) -> None:
     listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect
     api = Api(child)
     warm_up(api.arena)
-    http: Any = functools.partial(DirectProtocol, Door(child.config))
-    config = uvicorn.Config(
-        api.build(), loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        timeout_keep_alive=child.config.idle_timeout, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG, root_path=child.config.root_path,
-        ssl_certfile=child.config.ssl_certfile, ssl_keyfile=child.config.ssl_keyfile,
-    )  # fmt: skip
-    server = Server(config)
-    logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
+    server = make_server(api.build(), ConnectionLimiter(child.config), child.config, GRACE_S)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -189,7 +169,7 @@ async def serve(child: Child) -> None:
 
     async def drain() -> None:
         api.client.refuse_new(SHUTTING_DOWN)
-        while api.client.num_streams:
+        while api.client.num_streams or api.client.replies:
             await asyncio.sleep(DRAIN_POLL_S)
         stop()
 
@@ -201,16 +181,14 @@ async def serve(child: Child) -> None:
     loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if child.config.ssl_certfile else "http"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    pump = asyncio.create_task(api.pump(inbox, url))
+    pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
     pump.add_done_callback(lambda task: stop())
     others = [asyncio.create_task(api.tell_the_launcher())]
     if child.runtime.metrics_fd is not None:
-        metrics = Server(uvicorn.Config(api.build_metrics(), loop="uvloop", lifespan="off", access_log=False, log_config=None, ws="none"))
-        others.append(asyncio.create_task(metrics.serve(sockets=[socket.socket(fileno=child.runtime.metrics_fd)])))
-    await server.serve(sockets=[listener])
+        scraped = msgspec.structs.replace(child.config, max_connections=MAX_SCRAPERS, ssl_certfile=None, ssl_keyfile=None, root_path="")
+        metrics = make_server(api.build_metrics(), ConnectionLimiter(scraped), scraped, GRACE_S)
+        others.append(asyncio.create_task(metrics.listen(socket.socket(fileno=child.runtime.metrics_fd))))
+    await server.listen(listener)
     for task in others:
         task.cancel()
     if pump.done():

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import msgspec
@@ -30,6 +30,7 @@ from server.errors import RequestError, overloaded
 HEARTBEAT_STALE_S = 7.0
 NUM_ENDS = 64
 MAX_RETRY_S = 60
+MAX_UNREAD_EVENTS = 1 << 18  # a few hundred bytes each
 
 
 class Stream:
@@ -38,11 +39,12 @@ class Stream:
     A choice is an answer to one of the client's requests: (rid, index) in the engine's terms, a number in the client's.
     """
 
-    __slots__ = ("_disconnected", "_events", "_waiter", "choices", "open")
+    __slots__ = ("_disconnected", "_events", "_waiter", "address", "choices", "open")
 
     def __init__(self, answers: list[tuple[int, int]]):
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # whose terminal event has not come
+        self.address = ""  # of the client
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._disconnected = False
@@ -58,6 +60,8 @@ class Stream:
         return events
 
     def push(self, event: Event) -> None:
+        if self._disconnected:
+            return
         answer = (event.rid, event.index)
         if event.error is not None:  # which ends every answer to the request
             answer = next((other for other in self.open if other[0] == event.rid), answer)
@@ -69,9 +73,15 @@ class Stream:
             self._events.append(event)
             self._wake()
 
+    @property
+    def num_unread(self) -> int:
+        """Events that wait for `next`; one with log-probabilities counts for as many as it has."""
+        return sum(1 + sum(len(entry.top) for entry in event.logprobs) for event in self._events)
+
     def disconnect(self) -> None:
         """The client is gone: `next` raises from now on."""
         self._disconnected = True
+        self._events.clear()
         self._wake()
 
     def _wake(self) -> None:
@@ -95,7 +105,8 @@ class Client:
         self._outbox = outbox
         self._arena = arena
         self._rids = itertools.count(1)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}  # whose answers are not all there
+        self.replies: set[Stream] = set()  # that are being written
         self._heartbeat = 0.0
         self._refusal: ErrorInfo | None = None
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
@@ -139,6 +150,7 @@ class Client:
         """Sends requests with new ids, the choices of one client. RequestError as `check_open`; a body is then still the caller's."""
         self.check_open()
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
+        self.replies.add(stream)
         for message in messages:
             self._outbox.send(message)
             if message.body is not None:
@@ -165,8 +177,8 @@ class Client:
 
     def close(self, stream: Stream) -> None:
         """The client has its answer or is gone; in the latter case the engine is told to stop."""
-        for rid in {rid for rid, _ in stream.choices}:
-            del self._streams[rid]
+        self.replies.discard(stream)
+        self._free(stream)
         for rid in {rid for rid, _ in stream.open}:
             self._outbox.send(Abort(rid))
 
@@ -178,6 +190,8 @@ class Client:
             stream = self._streams.get(event.rid)
             if stream is not None:
                 stream.push(event if event.error is None else msgspec.structs.replace(event, error=self.advise(event.error)))
+                if not stream.open:
+                    self._free(stream)  # whether its client reads or not
         for offset in message.released_bodies:
             self.num_bodies -= 1
             num_readers = self._num_readers.pop(offset, 1) - 1
@@ -188,7 +202,24 @@ class Client:
         if message.stats is not None:
             self.stats = message.stats
             self._arena.check()
+            self._drop_unread()
         self._heartbeat = max(self._heartbeat, message.heartbeat)
+
+    def _free(self, stream: Stream) -> None:
+        """The place of a request."""
+        for rid in {rid for rid, _ in stream.choices}:
+            self._streams.pop(rid, None)
+
+    def _drop_unread(self) -> None:
+        """Answers that clients do not read have MAX_UNREAD_EVENTS in all; beyond, the address with most of them loses its longest."""
+        unread = {stream: stream.num_unread for stream in self.replies}
+        by_address: Counter[str] = Counter()
+        for stream, count in unread.items():
+            by_address[stream.address] += count
+        while by_address.total() > MAX_UNREAD_EVENTS:
+            longest = max(unread, key=lambda one: (by_address[one.address], unread[one]))
+            by_address[longest.address] -= unread.pop(longest)
+            longest.disconnect()
 
     def advise(self, error: ErrorInfo) -> ErrorInfo:
         """An error of overload says when to come back: when what waits now has been answered, if that goes on as it did of late."""

@@ -1,9 +1,11 @@
-"""What a connection may cost before anybody knows who is there: heads are bounded in size and time, connections in number and idle time.
+"""The limits of a listener: heads in size and time, connections in number, idle time, and time in which a client reads nothing.
 
-The base of the protocol of `direct.py`. A head is held back until all of it is here, so that nothing of an endless one is parsed or kept:
+The base of the protocol of `direct.py`. Every listener has one `ConnectionLimiter` (`listen.py`).
 
-    idle ──first byte──▶ head ──all of it──▶ parser ──▶ application ──answered──▶ idle
-     └─ --idle-timeout    └─ --header-timeout, MAX_HEAD_BYTES
+    idle ──first byte──▶ head ──all of it──▶ parser ──▶ application ──▶ answer ──all written──▶ idle
+     └─ --idle-timeout    └─ --header-timeout, MAX_HEAD_BYTES             └─ --write-timeout
+
+A head is parsed when all of it is here and the request before it is answered: until then its bytes wait, and soon in the client's kernel.
 """
 
 import asyncio
@@ -11,82 +13,131 @@ import functools
 import re
 import resource
 import socket
-from collections import OrderedDict
+import struct
+from collections import Counter, OrderedDict
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from engine.config import EngineConfig
 from engine.messages import ErrorInfo
 from server.errors import error_body, error_type, overloaded
-from server.http.guards import is_open
-from server.http.reply import error_response
+from server.http.guards import error_response, is_open
 
 MAX_HEAD_BYTES = 1 << 16
+MAX_UNSENT_BYTES = 1 << 26  # of all answers together, in this process: beyond it the address with most of them loses its largest
+ADDRESS_PART = 3 / 4  # of the connections, for one address
 NUM_RESERVED = 64  # connections beyond the limit, for health alone
-NUM_OTHER_FILES = 256  # of this process: arenas, sockets to the others, modules that are being read
+NUM_OTHER_FILES = 256  # of the api: arenas, sockets to the others, modules that are being read
+MIN_WAIT_S = 1.0  # before a connection makes room: its request may be here and not read yet
+LOOK_S = 1.0  # between two looks at what clients have read
 LINGER_S = 1.0  # a refused client may still be sending, and is to read why
 PROBE_S, MAX_PROBE_S = 0.05, 5.0
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 BEGINNINGS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-TCP_STATE_CLOSED = 7  # tcpi_state of TCP_INFO
+TCP_STATE_CLOSED = 7  # tcpi_state, the first byte of TCP_INFO
+BYTES_ACKED = struct.Struct("120xQ")  # tcpi_bytes_acked
 
 FULL = overloaded("The server has as many connections as it can hold.", retry_after=5).info
 
 
-class Door:
-    """How many connections there may be, and who must go for a new one: of those that wait for their client, who has waited longest."""
+class ConnectionLimiter:
+    """How many connections a listener may have, and which is closed for a new one: the one that waits longest for its client, which sends
+    no request or reads no answer. An address that has its share makes room itself."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, num_other_files: int = NUM_OTHER_FILES, files_per_client: int = 1):
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.max_connections = max(1, min(config.max_connections, num_files - NUM_OTHER_FILES - NUM_RESERVED))
-        self.header_timeout = config.header_timeout
-        self.waiting: OrderedDict[BoundedProtocol, None] = OrderedDict()
+        possible = (num_files - num_other_files - NUM_RESERVED) // files_per_client
+        self.max_connections = max(1, min(config.max_connections, possible))
+        self.header_timeout, self.write_timeout = config.header_timeout, config.write_timeout
+        self.waiting: OrderedDict[LimitedProtocol, float] = OrderedDict()  # since when
+        self._open: set[LimitedProtocol] = set()
+        self._num_by_address: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
 
-    def admit(self, num_connections: int) -> bool:
-        """Makes room for the newest of so many connections. False if all others are at work: it gets no more than the state of health."""
-        if num_connections <= self.max_connections:
-            return True
-        if not self.waiting:
-            return False
-        longest, _ = self.waiting.popitem(last=False)
-        longest.transport.close()
-        return True
+    def admit(self, connection: "LimitedProtocol") -> int:
+        """Counts a connection and makes room for it. Returns by how many it is too many, if there is none to be made."""
+        address, loop = connection.address, connection.loop
+        self._open.add(connection)
+        self._num_by_address[address] += 1
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_S, self._look, loop)
+        of_address = self._num_by_address[address] - max(1, int(ADDRESS_PART * self.max_connections))
+        excess = max(0, of_address, len(self._open) - self.max_connections)
+        return 0 if excess and self._make_room(loop.time(), address if of_address > 0 else None) else excess
+
+    def forget(self, connection: "LimitedProtocol") -> None:
+        """It is closed, or will be at once."""
+        self.waiting.pop(connection, None)
+        if connection in self._open:
+            self._open.remove(connection)
+            self._num_by_address[connection.address] -= 1
+            if not self._num_by_address[connection.address]:
+                del self._num_by_address[connection.address]
+
+    def _make_room(self, now: float, address: str | None = None) -> bool:
+        for connection, since in self.waiting.items():
+            if now - since < MIN_WAIT_S:
+                break
+            if address in (None, connection.address):
+                self.forget(connection)
+                connection.transport.abort()
+                return True
+        return False
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Once a second: who reads nothing, and how much waits to be read."""
+        unsent = {connection: size for connection in tuple(self._open) if (size := connection.look(loop.time()))}
+        by_address: Counter[str] = Counter()
+        for connection, size in unsent.items():
+            by_address[connection.address] += size
+        while sum(unsent.values()) > MAX_UNSENT_BYTES:
+            largest = max(unsent, key=lambda one: (by_address[one.address], unsent[one]))
+            by_address[largest.address] -= unsent.pop(largest)
+            largest.transport.abort()
+        self._timer = loop.call_later(LOOK_S, self._look, loop) if self._open else None
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol behind a door."""
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol behind a limiter."""
 
-    def __init__(self, door: Door, **of_uvicorn: Any):
+    def __init__(self, limiter: ConnectionLimiter, **of_uvicorn: Any):
         super().__init__(**of_uvicorn)
-        self._door = door
+        self.address = ""
+        self._limiter = limiter
         self._is_reserve = False  # one of the connections beyond the limit
         self._is_deaf = False  # what comes is thrown away: the client was refused
         self._is_between = True  # no body is being read: the next byte belongs to a head
         self._head = bytearray()
+        self._held = bytearray()  # what came behind a request that is being answered
         self._body_left: int | None = 0  # bytes until the next head; None: it is chunked
         self._tail = b""  # of a chunked body: what may be the beginning of its end
         self._num_idle_bytes = 0  # that the parser took since it last gave anything out
         self._timer: asyncio.TimerHandle | None = None  # of the head
+        self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: of all that there were; since when so many
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        num_connections = len(self.connections)
-        self._is_reserve = not self._door.admit(num_connections)
+        self.address = self.client[0] if self.client else ""
+        excess = self._limiter.admit(self)
+        self._is_reserve = excess > 0
         if self._is_reserve:
             self.app = functools.partial(show_health_only, self.app)
-        if num_connections > self._door.max_connections + NUM_RESERVED:
+        if excess > NUM_RESERVED:
             transport.abort()
         self._wait_for_client()
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._limiter.forget(self)
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -100,28 +151,42 @@ class BoundedProtocol(HttpToolsProtocol):
         return is_waiting
 
     def data_received(self, data: bytes) -> None:
-        """Heads reach the parser whole, bodies as they come."""
+        """Heads reach the parser whole and one at a time, bodies as they come."""
         while data and not self._is_deaf and not self.transport.is_closing():
-            if self._is_between:
-                data = self._take_head(data)
-            else:
+            if not self._is_between:
                 size = self._until_possible_end(data) if self._body_left is None else self._body_left
                 self._body_left = None if self._body_left is None else self._body_left - len(data[:size])
                 self._feed(data[:size])
                 data = data[size:]
+            elif self._is_answering:
+                self._held += data
+                if len(self._held) > MAX_HEAD_BYTES:
+                    self.flow.pause_reading()
+                return
+            else:
+                data = self._take_head(data)
 
-    # ---- called by the parser --------------------------------------------------------------------------------------------------------
+    # ---- called by the parser and the application ------------------------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            self._refuse(501, "The Transfer-Encoding of a request must be chunked.")
+        elif sum(name == b"host" for name, _ in self.headers) > 1:
+            self._refuse(400, "The request has several Host headers.")
+        if self._is_deaf:
+            raise httptools.HttpParserError
         self._is_between = False
         self._tail = b""
         self._num_idle_bytes = 0
         self._stop_waiting()
-        headers = dict(self.headers)
-        self._body_left = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
+        self._body_left = None if codings else int(dict(self.headers).get(b"content-length", b"0"))
         super().on_headers_complete()
         if self._is_reserve:
             self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        super()._start_asgi_task(cycle, functools.partial(send_whole, cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_body(self, body: bytes) -> None:
         self._num_idle_bytes = 0
@@ -137,17 +202,37 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_deaf:
-            self._close_soon()
-        elif self.cycle.more_body:
+        if self.cycle.more_body:
             self._start_timer()  # of a refused body, which is thrown away
-        elif self.cycle.response_complete:
+        else:
             self._wait_for_client()
+            held, self._held = bytes(self._held), bytearray()
+            self.data_received(held)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
+    # ---- called by the limiter -------------------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> int:
+        """Bytes that wait to be sent. A client that takes none of them makes room for others, and is gone after --write-timeout."""
+        num_unsent: int = self.transport.get_write_buffer_size()
+        num_acked = BYTES_ACKED.unpack(self._tcp_info(BYTES_ACKED.size))[0] if num_unsent else -1
+        if num_acked != self._num_acked:
+            self._num_acked, self._acked = num_acked, now
+            if self._is_answering:
+                self._limiter.waiting.pop(self, None)
+        elif num_unsent and now - self._acked > self._limiter.write_timeout:
+            self.transport.abort()
+        elif num_unsent:
+            self._limiter.waiting.setdefault(self, self._acked)
+        return num_unsent
+
     # ---- private ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _take_head(self, data: bytes) -> bytes:
         """What lies behind the head, once that is whole. An offer to upgrade, which Java's client makes with every first request, is
@@ -185,46 +270,41 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, "The request's headers are too large.")
 
     def _wait_for_client(self) -> None:
-        self._door.waiting[self] = None
-        self._door.waiting.move_to_end(self)
+        self._limiter.waiting.pop(self, None)
+        self._limiter.waiting[self] = self.loop.time()
 
     def _stop_waiting(self) -> None:
-        self._door.waiting.pop(self, None)
+        self._limiter.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self._door.header_timeout, self._on_late_head)
+            self._timer = self.loop.call_later(self._limiter.header_timeout, self._on_late_head)
 
     def _on_late_head(self) -> None:
         self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._start_timer()  # a later request of a client that still reads its answer
-        elif self._head:
+        if self._head:
             self._refuse(408, "The request's headers came too slowly.")
         else:
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, unless another answer is under way, and reads no further request."""
+        """Answers, unless an answer has begun, and reads no further request."""
         if self._is_deaf or self.transport.is_closing():
             return
         self._is_deaf = True
         self._head.clear()
         self._stop_waiting()
         self._unset_keepalive_if_required()
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.more_body:  # it was its body that was malformed
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-            else:
-                self.cycle.keep_alive = False
-                return
-        body = error_body(ErrorInfo(status, message, error_type(status)))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status] + head + body)
+        if self._is_answering:  # it was its body that was malformed
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not self._is_answering or not self.cycle.response_started:
+            body = error_body(ErrorInfo(status, message, error_type(status)))
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
         self._close_soon()
 
     def _close_soon(self) -> None:
@@ -234,12 +314,15 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
 
+    def _tcp_info(self, size: int) -> bytes:
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+
     def _probe(self, seconds: float) -> None:
         """Ends the request of a half-closed connection if its client is gone; asks again later, less and less often."""
-        connection: socket.socket | None = self.transport.get_extra_info("socket")
-        if connection is None or self.transport.is_closing() or self.cycle.response_started:
+        if self.transport.is_closing() or self.cycle.response_started:
             return
-        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_STATE_CLOSED:
+        if self._tcp_info(1)[0] == TCP_STATE_CLOSED:
             self.transport.abort()
             return
         if self.scope["http_version"] == "1.1":
@@ -250,3 +333,16 @@ class BoundedProtocol(HttpToolsProtocol):
 async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """What the connections beyond the limit may ask for."""
     await (app if is_open(scope) else error_response(FULL, scope))(scope, receive, send)
+
+
+async def send_whole(cycle: RequestResponseCycle, app: ASGI3Application, scope: Scope, receive: Receive, send: Send) -> None:
+    """For HTTP/1.0, which has no chunks: the connection's end is the end of a stream. uvicorn would send chunks all the same."""
+
+    async def send_plain(message: Message) -> None:
+        if message["type"] == "http.response.start" and not any(name.lower() == b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and cycle.chunked_encoding is False and not cycle.expected_content_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # of a stream: as much as there is
+        await send(message)
+
+    await app(scope, receive, send_plain)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Large request bodies go from the socket straight into memory that the application names. Used by `app.py` and `body.py`.
+"""Large request bodies go from the socket straight into memory that the application names. Used by `listen.py` and `body.py`.
 
     uvicorn:  socket ─▶ buffer ─▶ bytes ─▶ parser ─▶ bytes ─▶ bytearray ─▶ bytes ─▶ application
     here:     socket ─▶ application
@@ -15,30 +15,15 @@ from collections.abc import Callable, Iterator
 import httptools
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from server.http.connection import BoundedProtocol
+from server.http.connection import LimitedProtocol
 
 EXTENSION = "direct_body"
 SCRATCH_BYTES = 1 << 16
 
 
-class DirectProtocol(BoundedProtocol):
+class DirectProtocol(LimitedProtocol):
     """uvicorn's HTTP protocol, whose applications may read bodies directly."""
-
-    _running: RequestResponseCycle | None = None
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the newest request only; with pipelining it is an older one that runs."""
-        super().connection_lost(exc)
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
 
     def on_headers_complete(self) -> None:
         self.scope["extensions"] = {EXTENSION: DirectReader(self)}  # type: ignore[dict-item]
@@ -101,6 +86,11 @@ class DirectReader(asyncio.BufferedProtocol):
             if not self._waiter.done() and self._rest == before:
                 raise TimeoutError
         self._raise_if_lost()
+
+    def abort(self) -> None:
+        """Ends the connection; nothing more of the answer is written."""
+        self._http.cycle.disconnected = True
+        self._http.transport.abort()
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ import re
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.messages import ErrorInfo
-from server.errors import error_type
-from server.http.reply import error_response
+from server.api.messages.format import MESSAGES_PATH, message_error_body
+from server.errors import error_body, error_type
 
 PORT = re.compile(r":\d*$")
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
@@ -25,6 +26,22 @@ def credentials_of(scope: Scope) -> bytes:
     return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
 
 
+def error_response(info: ErrorInfo, scope: Scope) -> Response:
+    """An error before the headers are out, in the dialect of the path."""
+    headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
+    body = message_error_body(info) if get_route_path(scope).startswith(MESSAGES_PATH) else error_body(info)
+    return Response(body, info.status, headers, "application/json")
+
+
+def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
+    """Whether a request carries one of the keys."""
+    headers = dict(reversed(scope["headers"]))  # of several, the first one counts
+    bearer = headers.get(b"authorization", b"")
+    words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
+    pairs = zip(words, (b"bearer ", b""), strict=True)
+    return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in keys])  # all are compared
+
+
 class ApiKeyGuard:
     """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of several keys."""
 
@@ -33,20 +50,13 @@ class ApiKeyGuard:
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_open(scope) and not self._is_authorised(scope):
+        if scope["type"] == "http" and not is_open(scope) and not is_authorised(scope, self._keys):
             error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
             response = error_response(error, scope)
             response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _is_authorised(self, scope: Scope) -> bool:
-        headers = dict(reversed(scope["headers"]))  # of several, the first one counts
-        bearer = headers.get(b"authorization", b"")
-        words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
-        pairs = zip(words, (b"bearer ", b""), strict=True)
-        return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in self._keys])  # all are compared
 
 
 class HostGuard:

@@ -11,42 +11,38 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.messages import ErrorInfo, Event
 from engine.stats import Stages
-from server.api.messages.format import MESSAGES_PATH, message_error_body
-from server.errors import error_body
 from server.http.client import Client, Stream
+from server.http.direct import direct_reader
+from server.http.guards import error_response
 from server.http.log import Record, record_of
 from server.http.metrics import Metrics
 from server.http.sse import Choice, Format, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
+WRITE_S = 5
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
-def error_response(info: ErrorInfo, scope: Scope) -> Response:
-    """An error before the headers are out, in the dialect of the path."""
-    headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
-    body = message_error_body(info) if get_route_path(scope).startswith(MESSAGES_PATH) else error_body(info)
-    return Response(body, info.status, headers, "application/json")
-
-
 class Answer(ABC):
-    """An ASGI response, run once. Gives its stream back to the client table however it ends."""
+    """An ASGI response, run once. Gives its stream back to the client table however it ends. Whoever reads it too slowly to have it by
+    `deadline` and a little more is cut off."""
 
-    def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int):
+    def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
         self._stream = stream
         self._client = client
         self._metrics = metrics
         self._record = Record("")
         self._num_images = num_images
+        self._deadline = None if deadline is None else deadline + WRITE_S
         self._has_status = False  # a stream's headers are out
 
     @abstractmethod
@@ -56,23 +52,30 @@ class Answer(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         self._record = record_of(scope)
+        self._stream.address = (scope.get("client") or ("",))[0]
         try:
-            response = await self.respond(send)
-            if isinstance(response, ErrorInfo):
-                self._record.reason = response.message
-                self._metrics.note_refusal(response)
-                response = error_response(response, scope)
-            elif response is not None:
-                self._metrics.note_response(200)
-            if response is not None:
-                await response(scope, receive, send)
-        except ClientDisconnect:
+            async with asyncio.timeout_at(self._deadline):
+                await self._answer(scope, receive, send)
+        except (ClientDisconnect, TimeoutError):
+            if (reader := direct_reader(scope)) is not None:
+                reader.abort()  # it may still be there and read too slowly
             if not self._has_status:
                 self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:
             watcher.cancel()
             self._client.close(self._stream)
             self.finish()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self.respond(send)
+        if isinstance(response, ErrorInfo):
+            self._record.reason = response.message
+            self._metrics.note_refusal(response)
+            response = error_response(response, scope)
+        elif response is not None:
+            self._metrics.note_response(200)
+        if response is not None:
+            await response(scope, receive, send)
 
     def finish(self) -> None:
         """Notes what the log says of it."""
@@ -93,6 +96,7 @@ class ReplyOptions:
     created: int
     started: float  # first and last byte of the body
     received: float
+    deadline: float | None  # of the engine's work; the last of the answer may take WRITE_S more
     is_streamed: bool
     include_usage: bool
     continuous_usage: bool
@@ -105,7 +109,7 @@ class Reply(Answer):
     def __init__(
         self, stream: Stream, client: Client, metrics: Metrics, num_images: int, format: Callable[..., Format], options: ReplyOptions
     ):
-        super().__init__(stream, client, metrics, num_images)
+        super().__init__(stream, client, metrics, num_images, options.deadline)
         self._options = options
         self._format = format(options.created, options.model, options.include_usage, options.continuous_usage)
         self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
@@ -217,8 +221,8 @@ class Reply(Answer):
 class GatheredReply(Answer):
     """What `show` makes of the one event of every choice, in the choices' order. An error comes at once."""
 
-    def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int, show: Callable[[list[Event]], Response]):
-        super().__init__(stream, client, metrics, num_images)
+    def __init__(self, *answer: Any, show: Callable[[list[Event]], Response]):
+        super().__init__(*answer)
         self._show = show
 
     async def respond(self, send: Send) -> Response | ErrorInfo | None:

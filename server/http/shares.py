@@ -1,12 +1,12 @@
-"""Who may hold how much of the api's arena with bodies that still arrive: a few slow clients must not keep all others out. Used by
-`server/http/body.py`.
+"""Who may hold how much memory with bodies that still arrive: a few slow clients must not keep all others out. Used by
+`server/http/body.py` for the api's arena, and by `server/route.py`.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from engine.arena import Arena, ArenaTooSmall
+from engine.arena import ArenaTooSmall
 from server.errors import overloaded
 
 SMALL_BYTES = 1 << 20  # a body that finds room when large ones do not
@@ -29,14 +29,23 @@ class Claim:
             self._shares.held[self._address] += num_bytes - self.num_bytes
             self.num_bytes = num_bytes
 
+    def release(self) -> None:
+        """All of it."""
+        held = self._shares.held
+        held[self._address] -= self.num_bytes
+        self.num_bytes = 0
+        if not held[self._address]:
+            del held[self._address]
+
 
 class Shares:
-    """Of one arena."""
+    """Of one arena, or of so many bytes that nobody else counts. What is at most `small_bytes` may take the reserve."""
 
-    def __init__(self, arena: Arena):
+    def __init__(self, size: int, num_free: Callable[[], int] | None = None, small_bytes: int = SMALL_BYTES):
         self.held: Counter[str] = Counter()  # bytes by address
-        self._arena = arena
-        self.max_bytes = arena.size - int(RESERVED_PART * arena.size)  # of one body
+        self._size, self._small_bytes = size, small_bytes
+        self._num_free = num_free or (lambda: size - self.held.total())
+        self.max_bytes = size - int(RESERVED_PART * size)  # of one body
 
     @contextlib.contextmanager
     def claim(self, address: str) -> Iterator[Claim]:
@@ -45,16 +54,14 @@ class Shares:
         try:
             yield claim
         finally:
-            self.held[address] -= claim.num_bytes
-            if not self.held[address]:
-                del self.held[address]
+            claim.release()
 
     def check(self, address: str, old: int, new: int) -> None:
         """Before a body that holds `old` bytes takes `new` instead. Errors as `Claim.grow_to`."""
         if new > self.max_bytes:
             raise ArenaTooSmall(f"{new} bytes exceed what one body may have")
-        is_small = new <= SMALL_BYTES
-        is_full = not is_small and self._arena.num_free - (new - old) < self._arena.size - self.max_bytes
+        is_small = new <= self._small_bytes
+        is_full = not is_small and self._num_free() - (new - old) < self._size - self.max_bytes
         others = self.held[address] - old
-        if is_full or (others and others + new > (self.max_bytes if is_small else ADDRESS_PART * self._arena.size)):
+        if is_full or (others and others + new > (self.max_bytes if is_small else ADDRESS_PART * self._size)):
             raise overloaded("The server holds too many request bodies right now.")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from server.http.connection import MIN_WAIT_S
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import MIB, Stack, answer_text, hold_silently
-from tests.unit.server.test_direct import body_of, connect, head_of, read_answer
+from tests.unit.server.test_direct import body_of, connect, from_elsewhere, head_of, read_answer
 
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 SMALL = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
@@ -93,6 +94,7 @@ def test_an_idle_connection_is_closed_and_one_in_use_is_not(strict: Stack) -> No
 def test_idle_connections_make_room(strict: Stack) -> None:
     """Red if whoever opens connections and is silent keeps everybody out."""
     idle = [connect(strict) for _ in range(30)]
+    time.sleep(MIN_WAIT_S)
     with connect(strict) as connection:
         connection.sendall(head_of(len(SMALL)) + SMALL)
         assert read_answer(connection)[0] == 200
@@ -101,12 +103,19 @@ def test_idle_connections_make_room(strict: Stack) -> None:
 
 
 def test_health_is_told_when_all_connections_are_at_work(strict: Stack) -> None:
-    """Red if clients that wait for answers keep the load balancer from seeing that all is well, or if one too many is let in."""
+    """Red if clients that wait for answers keep the load balancer from seeing that all is well, if one too many is let in, or if those of
+    one address take all connections."""
     strict.scheduler.script = hold_silently
     count = len(strict.scheduler.requests)
-    busy = [connect(strict) for _ in range(4)]
+    busy = [connect(strict) for _ in range(3)]
     for connection in busy:
         connection.sendall(head_of(len(SMALL)) + SMALL)
+    strict.wait_until(lambda: len(strict.scheduler.requests) == count + 3)
+    with connect(strict) as connection:
+        connection.sendall(head_of(len(SMALL)) + SMALL)
+        assert read_answer(connection)[0] == 503
+    busy.append(from_elsewhere(strict))
+    busy[-1].sendall(head_of(len(SMALL)) + SMALL)
     strict.wait_until(lambda: len(strict.scheduler.requests) == count + 4)
     for request, status in ((GET_HEALTH, 200), (head_of(len(SMALL)) + SMALL, 503), (GET_HEALTH, 200)):
         with connect(strict) as connection:

@@ -44,6 +44,12 @@ def connect(stack: Stack) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
+def from_elsewhere(stack: Stack) -> socket.socket:
+    """A client of another address of this machine."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20, source_address=("127.0.0.2", 0))
+
+
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
     """Status and JSON of the next answer on the connection."""
     data = b""

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 from engine.config import EngineConfig
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from server.errors import RequestError
-from server.http.connection import MAX_HEAD_BYTES, Door
+from server.http.connection import MAX_HEAD_BYTES, ConnectionLimiter
 from server.http.direct import DirectProtocol
 from server.http.scan import Scanner
 from server.http.validate import read_object
@@ -139,7 +139,7 @@ async def converse(pieces: list[bytes]) -> bytes:
     config = Config(echo, ws="none", lifespan="off", log_config=None, proxy_headers=False, access_log=False)
     config.load()
     of_uvicorn: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}, "_loop": asyncio.get_running_loop()}
-    protocol = DirectProtocol(Door(EngineConfig()), **of_uvicorn)
+    protocol = DirectProtocol(ConnectionLimiter(EngineConfig()), **of_uvicorn)
     protocol.logger = SimpleNamespace(level=100, warning=lambda *_: None, error=lambda *arguments, **_: arguments[0])  # type: ignore[assignment]
     wire = Wire()
     protocol.connection_made(wire)

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from engine.config import EngineConfig
-from server.http.connection import Door
+from server.http.connection import ConnectionLimiter
 from server.http.direct import DirectProtocol, DirectReader, direct_reader
 
 LARGE = 1_000_000
@@ -52,8 +52,8 @@ async def listening() -> AsyncIterator[int]:
     config = Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
     of_uvicorn: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-    door = Door(EngineConfig())
-    server = await asyncio.get_running_loop().create_server(lambda: DirectProtocol(door, **of_uvicorn), "127.0.0.1", 0)
+    limiter = ConnectionLimiter(EngineConfig())
+    server = await asyncio.get_running_loop().create_server(lambda: DirectProtocol(limiter, **of_uvicorn), "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
 

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import json
 import random
+import socket
 import statistics
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,8 +17,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from server import route
-from server.route import HASHED_BYTES, HEADER_BYTES, SCANNED_BYTES, Balancer, ImageKey, Proxy, make_runner
+from engine.config import EngineConfig
+from server import balance, route
+from server.balance import HASHED_BYTES, HEADER_BYTES, Balancer, ImageKey
+from server.http.connection import ConnectionLimiter
+from server.http.listen import make_server, url_of
+from server.route import SCANNED_BYTES, Proxy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TURNS, CONVERSATIONS, REPLICAS = 4, 200, 4
@@ -94,13 +99,15 @@ class Stack:
 async def stack(*replicas: Replica) -> AsyncIterator[Stack]:
     for replica in replicas:
         await replica.start()
-    proxy = Proxy([replica.url for replica in replicas])
-    runner = make_runner(proxy)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with aiohttp.ClientSession() as client:
-        yield Stack(proxy, list(replicas), f"http://127.0.0.1:{runner.addresses[0][1]}", client)
-    await runner.cleanup()
+    proxy, config = Proxy([replica.url for replica in replicas]), EngineConfig()
+    server = make_server(proxy, ConnectionLimiter(config, 0), config, grace=1, is_proxy=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with proxy.running():
+        serving = asyncio.create_task(server.listen(listener))
+        async with aiohttp.ClientSession() as client:
+            yield Stack(proxy, list(replicas), url_of(listener, is_tls=False), client)
+        server.should_exit = True
+        await serving
     for replica in replicas:
         await replica.kill()
 
@@ -108,10 +115,9 @@ async def stack(*replicas: Replica) -> AsyncIterator[Stack]:
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(route, "DRAIN_SECONDS", 1)
 
 
-def balancer(num_backends: int, max_keys: int = 1 << 18, bound: float = route.BOUND) -> Balancer:
+def balancer(num_backends: int, max_keys: int = 1 << 18, bound: float = balance.BOUND) -> Balancer:
     made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)], max_keys, bound)
     for backend in made.backends:
         backend.healthy = True
@@ -167,7 +173,7 @@ def test_a_replica_that_leaves_moves_its_own_keys_only_and_one_that_returns_move
 def test_a_replica_more_takes_its_share_of_keys_that_nobody_remembers(num_backends: int) -> None:
     """Red if the order of the others depends on who is there: a proxy that starts anew, with one replica more, moves about 1/n."""
     orders = [
-        {key: [backend.url for backend in route._order(key, balancer(count).backends)] for key in KEYS[:1000]}
+        {key: [backend.url for backend in balance._order(key, balancer(count).backends)] for key in KEYS[:1000]}
         for count in (num_backends, num_backends + 1)
     ]
     moved = sum(orders[0][key][0] != orders[1][key][0] for key in KEYS[:1000])
@@ -185,7 +191,7 @@ def test_the_bound_holds_and_the_rest_goes_on_along_the_keys_order() -> None:
         assert max(backend.num_in_flight for backend in made.backends) <= bound
     few = balancer(4)
     taken = [few.take(KEYS[0]) for _ in range(8)]
-    order = route._order(KEYS[0], few.backends)
+    order = balance._order(KEYS[0], few.backends)
     assert taken[0] in order[:2] and taken[:4] == [taken[0]] * 4
     assert taken[4:] == [next(backend for backend in order if backend is not taken[0])] * 4
     for backend in taken:
@@ -198,7 +204,7 @@ def test_the_bound_holds_and_the_rest_goes_on_along_the_keys_order() -> None:
 def test_a_new_key_goes_to_the_less_loaded_of_its_first_two_and_stays() -> None:
     """Red if load is ignored for new conversations, or forgotten homes make old ones wander."""
     made = balancer(4)
-    first, second = route._order(KEYS[0], made.backends)[:2]
+    first, second = balance._order(KEYS[0], made.backends)[:2]
     first.num_in_flight = 1
     assert made.take(KEYS[0]) is second
     second.num_in_flight = 3
@@ -226,7 +232,7 @@ def test_requests_without_a_key_go_where_least_runs() -> None:
 
 
 def key_of(body: bytes, cuts: list[int]) -> bytes | None:
-    image = ImageKey()
+    image = ImageKey(bytearray())
     for begin, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         key = image.feed(body[begin:end])
         if key is not None:
@@ -255,7 +261,7 @@ def test_the_longest_header_is_found_behind_much_text() -> None:
 def test_only_the_begin_of_a_payload_is_hashed_and_held() -> None:
     """Red if the proxy waits for a whole image."""
     body = b'{"url":"data:image/png;base64,'
-    image = ImageKey()
+    image = ImageKey(bytearray())
     assert image.feed(body) is None
     payload = random.Random(0).randbytes(HASHED_BYTES).hex().encode()[:HASHED_BYTES]
     assert image.feed(payload[:-1]) is None
@@ -664,7 +670,7 @@ def mean_share(bound: float, num_in_flight: int, thinks: bool) -> float:
 @pytest.mark.parametrize("num_in_flight", (4, 8, 16, 40, 80, 120))
 def test_conversations_in_turn_hit_whatever_the_number_in_flight(num_in_flight: int) -> None:
     """Red if the bound on load tears conversations whose turns follow each other."""
-    assert mean_share(route.BOUND, num_in_flight, thinks=False) >= 0.98
+    assert mean_share(balance.BOUND, num_in_flight, thinks=False) >= 0.98
 
 
 PAUSES = [(40, 1.25, 0.93), (80, 1.25, 0.95), (120, 1.25, 0.95), (16, 2, 0.95), (40, 2, 0.95)]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.server.stack import MIB, Stack, answer_text
 from tests.unit.server.test_connections import CHUNKED
-from tests.unit.server.test_direct import body_of, connect, head_of, is_answered, large_image, read_answer
+from tests.unit.server.test_direct import body_of, connect, from_elsewhere, head_of, is_answered, large_image, read_answer
 
 SLOW = b"POST /v1/chat/completions" + CHUNKED + b"1\r\n{\r\n"
 
@@ -27,12 +27,6 @@ def send(stack: Stack, data: bytes) -> socket.socket:
     connection = connect(stack)
     connection.sendall(data)
     return connection
-
-
-def from_elsewhere(stack: Stack) -> socket.socket:
-    """A client of another address of this machine."""
-    host, port = stack.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20, source_address=("127.0.0.2", 0))
 
 
 def status_of(connection: socket.socket, body: bytes) -> int:

@@ -1,0 +1,105 @@
+"""Which replica gets a request: the key of a body, and the choice by key and load. Used by `server/route.py`; no sockets, no clock."""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HEADER = re.compile(rb'"data:[^",]{0,256};base64,')
+HEADER_BYTES = 6 + 256 + 8  # the longest match
+HASHED_BYTES = 64 << 10  # of a payload
+MAX_KEYS = 1 << 18
+MIN_BOUND = 4  # requests that any replica takes, however few there are
+BOUND = 1.25  # times the mean
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """A replica and what the proxy knows of it. `num_in_flight` counts from the choice to the end of the answer."""
+
+    url: str
+    healthy: bool = False
+    num_in_flight: int = 0
+    num_keys: int = 0
+    num_taken: int = 0
+
+
+class Balancer:
+    """Chooses replicas: rendezvous hashing with bounded load. Pure: no sockets, no clock.
+
+    A key's order is the healthy replicas by their hash with it. A new key's home is the less loaded of the first two of its order, until
+    that replica leaves or is full, or `max_keys` others were seen since. A replica is full with `bound` times the mean of requests.
+    """
+
+    def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS, bound: float = BOUND):
+        self.backends = [Backend(url) for url in urls]
+        self._max_keys, self._bound = max_keys, bound
+        self._homes: dict[bytes, Backend] = {}  # the newest last
+
+    def take(self, key: bytes | None) -> Backend | None:
+        """Takes a place on a replica; give it back with `release`. None: no replica is healthy."""
+        healthy = [backend for backend in self.backends if backend.healthy]
+        if not healthy:
+            return None
+        chosen = self._home(key, healthy) if key else min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
+        chosen.num_in_flight += 1
+        chosen.num_taken += 1
+        return chosen
+
+    def release(self, backend: Backend) -> None:
+        """The request ended, however it did."""
+        backend.num_in_flight -= 1
+
+    def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
+        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there."""
+        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)))
+        order, home = _order(key, healthy), self._forget(key)
+        if home not in order:
+            home = min(order[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
+        if home.num_in_flight >= bound:
+            home = next(backend for backend in order if backend.num_in_flight < bound)
+        self._homes[key] = home
+        home.num_keys += 1
+        if len(self._homes) > self._max_keys:
+            self._forget(next(iter(self._homes)))
+        return home
+
+    def _forget(self, key: bytes) -> Backend | None:
+        home = self._homes.pop(key, None)
+        if home is not None:
+            home.num_keys -= 1
+        return home
+
+
+def _order(key: bytes, backends: list[Backend]) -> list[Backend]:
+    """Rendezvous hashing: a replica that leaves or comes changes nothing in how the others follow each other."""
+    return sorted(backends, key=lambda backend: hashlib.blake2b(key + backend.url.encode(), digest_size=8).digest(), reverse=True)
+
+
+class ImageKey:
+    """Finds the key of a body while it arrives: the hash of the begin of its first image's payload, as base64. Linear in the bytes fed.
+
+    `held` is all that was fed: nothing of it can be sent before the key is known.
+    """
+
+    def __init__(self, held: bytearray) -> None:
+        self.held = held
+        self.begins_at: int | None = None  # the payload
+        self._searched = 0
+
+    def feed(self, chunk: bytes) -> bytes | None:
+        """The key as soon as 64 KiB of the payload, or its end, are there. The same however a body is split."""
+        self.held += chunk
+        if self.begins_at is None:
+            header = HEADER.search(self.held, self._searched)
+            if header is None:
+                self._searched = max(self._searched, len(self.held) - HEADER_BYTES)
+                return None
+            self.begins_at = self._searched = header.end()
+        limit = self.begins_at + HASHED_BYTES
+        end = self.held.find(b'"', self._searched, limit)
+        if end < 0 and len(self.held) < limit:
+            self._searched = len(self.held)
+            return None
+        return hashlib.sha256(self.held[self.begins_at : end if end >= 0 else limit]).digest()

@@ -1,0 +1,49 @@
+"""Makes every HTTP server of the project: the api's, that of metrics and the proxy's, with the same protocol and the same limits."""
+
+import contextlib
+import functools
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from engine.config import EngineConfig
+from server.http.connection import ConnectionLimiter
+from server.http.direct import DirectProtocol
+from server.http.log import Sparing
+
+BACKLOG = 2048
+SEND_BYTES = 1 << 16  # that the kernel holds of an answer; it takes twice as much for its own
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handling: the process decides when it stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def listen(self, listener: socket.socket) -> None:
+        """Serves until `should_exit`."""
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # which its connections inherit
+        await self.serve(sockets=[listener])
+
+
+def make_server(app: ASGIApp, limiter: ConnectionLimiter, config: EngineConfig, grace: int, is_proxy: bool = False) -> Server:
+    """One listener's. Running requests have `grace` seconds at the end. A proxy adds nothing to answers, and believes no header."""
+    http: Any = functools.partial(DirectProtocol, limiter)
+    logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
+    return Server(uvicorn.Config(
+        app, loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        date_header=not is_proxy, proxy_headers=not is_proxy, timeout_keep_alive=config.idle_timeout, timeout_graceful_shutdown=grace,
+        backlog=BACKLOG, root_path=config.root_path, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+    ))  # fmt: skip
+
+
+def url_of(listener: socket.socket, is_tls: bool) -> str:
+    """Where it is reached."""
+    host, port, *_ = listener.getsockname()
+    return f"http{'s' * is_tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
