@@ -9,6 +9,8 @@ import pytest
 from tests.clients.asking import DAYS, NUMBER
 from tests.e2e.serving import Engine, serve
 
+pytestmark = pytest.mark.extended
+
 TOOLS: list[Any] = [
     {"name": "forecast", "description": "of days", "input_schema": DAYS},
     {"name": "now", "input_schema": {"type": "object"}},

@@ -11,6 +11,8 @@ from tests.e2e.serving import Engine
 
 instructor = pytest.importorskip("instructor")
 
+pytestmark = pytest.mark.extended
+
 
 class Reading(pydantic.BaseModel):
     number: int

@@ -10,6 +10,8 @@ from tests.e2e.serving import Engine
 
 langchain_openai = pytest.importorskip("langchain_openai")
 
+pytestmark = pytest.mark.extended
+
 
 class Reading(pydantic.BaseModel):
     """What is to be read."""

@@ -9,6 +9,8 @@ from tests.e2e.serving import Engine
 
 litellm = pytest.importorskip("litellm")
 
+pytestmark = pytest.mark.extended
+
 
 def ask(engine: Engine, **fields: Any) -> Any:
     fields = {"messages": question(), "temperature": 0, "max_tokens": 8, **fields}

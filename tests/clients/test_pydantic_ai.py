@@ -10,6 +10,8 @@ from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
+
+pytestmark = pytest.mark.extended
 NUMBER = (Path(CHECKPOINT).parent / "pictures" / "number.png").read_bytes()
 
 

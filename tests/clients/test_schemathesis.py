@@ -29,6 +29,8 @@ GRAMMARS = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
     *("json_schema", "output_config", "text"),
 )
+
+pytestmark = pytest.mark.extended
 BLOCKS_OF_ROLES = {
     "system": ("text",),
     "user": ("text", "image", "tool_result"),

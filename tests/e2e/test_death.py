@@ -32,7 +32,7 @@ def ask_for_long(engine: Engine, outcome: list[str]) -> None:
         outcome.append("broken connection")
 
 
-@pytest.mark.parametrize("victim", ["api", "processor", "scheduler", "worker", "launcher"])
+@pytest.mark.parametrize("victim", ["api", "worker", "launcher"])  # the others: `test_faults.py`
 def test_sigkill(tiny: Path, victim: str) -> None:
     """Red if a death leaves a client waiting, a process, shared memory or a run directory behind, or exits with 0."""
     before = shared_memory()

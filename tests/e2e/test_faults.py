@@ -15,7 +15,6 @@ from tests.e2e.serving import Engine, chat_body, serve
 CASES = [
     ("api", "upload", "SIGTERM"),
     ("processor", "media", "SIGKILL"),
-    ("worker", "tower", "SIGSTOP"),
     ("scheduler", "prefill", "SIGKILL"),
     ("worker", "decode", "SIGTERM"),  # not to be waited for: its answer is a long one
     ("launcher", "decode", "SIGTERM"),

@@ -83,6 +83,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], 
         return sources, wheel.namelist()
 
 
+@pytest.mark.extended
 def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str], list[str]]) -> None:
     """Red if weights, fonts, kernels or the page stay at home, or training, tests and results travel."""
     for names in distributions:
@@ -101,6 +102,7 @@ def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str],
         assert any(name.endswith("LICENSE") for name in names)
 
 
+@pytest.mark.extended
 def test_what_is_built_names_licence_version_and_command(distributions: tuple[list[str], list[str]]) -> None:
     info = [name for name in distributions[1] if ".dist-info/" in name]
     assert all(name.startswith(f"mini_vlm_engine-{VERSION}.dist-info/") for name in info)

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from models.parallel import Exchange
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
-ROUNDS = {2: 6, 3: 3}  # of so many ranks: each polls, and a test has few cores
+ROUNDS = {2: 2, 3: 2}  # of so many ranks: each polls, and a test has few cores
 CPU = torch.device("cpu")
 
 
