@@ -1,7 +1,5 @@
-"""Assembles a worker's parts in order: model, weights, profile, memory, KV pool, graphs. Called once by `engine.worker.main`.
-
-Everything that depends on the kind of device is decided here, so that the step itself has no branches for it.
-"""
+"""Assembles a worker: model, weights, profile, memory, KV pool, graphs. The kind of device is decided here, so that a step has no branches
+for it."""
 
 import io
 import time
@@ -108,8 +106,8 @@ def measure_needs(
     tower_stream: torch.cuda.Stream,
     free: int,
 ) -> Needs:
-    """What this rank's GPU, of which `free` bytes were free at the start, will hold beside the KV pool and the image cache. Graphs will be
-    captured of these sizes, if of any."""
+    """What this rank's GPU, with `free` bytes free at the start, will hold beside the KV pool and the image cache. `captured`: sizes of
+    graphs to come."""
     weights = torch.cuda.memory_allocated(model.device)
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
@@ -132,10 +130,8 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend: Backend) -> TensorParallel:
-    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port.
-
-    Collectives of few tokens, `width` values each, go through memory that GPUs map from each other, if they can.
-    """
+    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port. Collectives of few
+    tokens, `width` values each, go through memory that GPUs map from each other, if they can."""
     size, device = child.config.tp, backend.device
     if size == 1:
         return TensorParallel.single()
@@ -153,9 +149,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
     return replace(tp, small_sums=SymmetricSums(group, width, dtype, device), exchange=exchange)
 
 
-def load_model(
-    child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype
-) -> VisionLanguageModel:
+def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> VisionLanguageModel:
     """The model with its weights, read or made up."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
@@ -174,7 +168,7 @@ def load_model(
 
 
 def make_host_tier(child: Child, device: torch.device) -> torch.Tensor | None:
-    """The host memory for embeddings that leave the device, if there is to be any."""
+    """Host memory for embeddings that leave the device, if there is to be any."""
     num_bytes = child.config.image_host_cache_bytes
     if not num_bytes:
         return None
@@ -210,13 +204,13 @@ def make_graphs(
 
 
 def warm_up(decoder: JpegDecoder) -> None:
-    """Lets a decoder allocate what it needs: its first batch may take seconds, and no request should wait for that."""
+    """A decoder's first batch may take seconds: no request should wait for that."""
     buffer = io.BytesIO()
     Image.effect_noise(WARM_UP_SIZE, 64).convert("RGB").save(buffer, "JPEG")
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
 def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
-    """Upper bound of what one step stages: per token, per row, and the int32 pages of every row's table."""
+    """Upper bound of what one step stages: per token, per row, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
     return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_ROW * config.max_num_seqs + pages + MIB

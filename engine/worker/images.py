@@ -1,12 +1,12 @@
 """The worker's side of the image cache: tensors by id. What is encoded, evicted, saved and restored comes with the plan.
 
-Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them. Used by the runner.
+Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them.
 
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
       or      save ──▶ restore ──────────────────▶ │                  stream of the tower
 
-An image that an idle engine hears of before there is a plan is read and encoded at once; the plan that names it finds it done.
+An image that an idle engine hears of before there is a plan is encoded at once; the plan that names it finds it done.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ GROWTH = 2  # of one group to the next: the next is read while the tower works o
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading,
-    and marks around each stretch of the tower's work. `starved` are images for which there was no memory."""
+    """What encoding left behind: images that could not be decoded, pixels to keep until the step is done, host time of reading, marks
+    around each stretch of the tower's work, and images for which there was no memory."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
@@ -64,11 +64,11 @@ class EarlyImage:
 class ImageCache:
     """Embeddings (1 + L, N, D) by image id, on the device.
 
-    The tower has a stream of its own (None: the current one): it multiplies while the step before, if that decodes, waits for memory.
-    All of its tensors are allocated and used on that stream; the current stream reads embeddings only.
+    The tower has a stream of its own (None: the current one): it multiplies while the step before waits for memory. All of its tensors are
+    allocated and used there; the current stream reads embeddings only.
 
-    `host` is the memory of the second tier, uint8 and pinned on a GPU; plans name offsets in it. All copies to and from it are made on the
-    tower's stream in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
+    `host` is the second tier's memory, uint8 and pinned on a GPU; plans name offsets in it. Copies to and from it run on the tower's stream
+    in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ImageCache:
         self._early: EarlyImage | None = None
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copies embeddings to host memory, before they are evicted. Reads only: a step that still runs may read them, too."""
+        """Copies embeddings to host memory before they are evicted. Reads only: a running step may read them, too."""
         with torch.cuda.stream(self._stream):
             for save in saves:
                 tensor = self.tensors[save.image_id]
@@ -109,7 +109,7 @@ class ImageCache:
         self._last_use.update(dict.fromkeys(image_ids, end))
 
     def restore(self, restores: Sequence[Restore]) -> None:
-        """Adds embeddings that were saved to the cache, for the current stream."""
+        """Adds saved embeddings to the cache, for the current stream."""
         with torch.cuda.stream(self._stream):
             for restore in restores:
                 tensor = torch.empty(self._shape(restore.num_tokens), dtype=self._model.dtype, device=self._model.device)
@@ -118,8 +118,8 @@ class ImageCache:
             self._let_current_stream_wait()
 
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Encodes an image for a plan that names its ticket, in place of the one before. Without memory, nothing is done: the plan may
-        find some."""
+        """Encodes an image for a plan that names its ticket, in place of the one before. Without memory nothing is done: the plan may find
+        some."""
         if self._early is not None and self._stream is not None:
             self._stream.synchronize()  # nobody wanted it, so perhaps the tower still reads its pixels
         self._early = None
@@ -132,11 +132,11 @@ class ImageCache:
                 self._early = EarlyImage(prefetch, read, embedding, watch.marks())
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
-        """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
-        reports it. Where memory runs out, all of a rank's share is zeros: the other ranks wait for it in a collective. A single rank
-        raises torch.OutOfMemoryError or MemoryError instead.
+        """Adds a step's images to the cache, for the current stream. One that cannot be decoded becomes zeros, and its rank reports it.
+        Where memory runs out, all of a rank's share is zeros, since the others wait in a collective; a single rank raises
+        torch.OutOfMemoryError or MemoryError instead.
 
-        Images are read and encoded in groups: while the device encodes one group, the host and the decoder read the next.
+        Images go in groups: while the device encodes one, the host and the decoder read the next.
         """
         share = self._share(encodes, self._tp.rank)
         own, encoded = self._encode_if_possible(share)
@@ -164,12 +164,12 @@ class ImageCache:
         return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
 
     def gather_bytes(self, encodes: Sequence[Encode]) -> int:
-        """What it takes to give every rank the embeddings of these images, at its peak and for each rank."""
+        """What it takes each rank at its peak to give all ranks the embeddings of these images."""
         num_tokens = sum(self._num_tokens(encode) for encode in encodes)
         return GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._model.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
-        """What a step that was given up should have added are zeros, which take next to no memory, until a plan evicts them."""
+        """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
         zero = self._zeros(1)
         counts = [(encode.image_id, self._num_tokens(encode)) for encode in encodes]
         for image_id, num_tokens in [*counts, *((restore.image_id, restore.num_tokens) for restore in restores)]:
@@ -218,7 +218,7 @@ class ImageCache:
         return watch
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """The share in its order: a small group first, so that the device starts early."""
+        """The share in its order, in growing groups, so that the device starts early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
         for encode in share:
@@ -245,7 +245,7 @@ class ImageCache:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has read this rank's own ones
 
     def _share(self, encodes: Sequence[Encode], rank: int) -> list[Encode]:
-        """The images that `rank` encodes: the largest first, each to the least loaded rank. Every rank computes the same shares."""
+        """The images that `rank` encodes, the same for every rank that asks: the largest first, each to the least loaded rank."""
         loads = [0] * self._tp.size
         share = []
         for encode in sorted(encodes, key=lambda e: (-self._num_tokens(e), e.image_id)):
@@ -256,7 +256,7 @@ class ImageCache:
         return share
 
     def _let_current_stream_wait(self) -> None:
-        """What the current stream does from now on comes after what the tower's was given until now."""
+        """For all that the tower's stream was given until now."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

@@ -1,8 +1,4 @@
-"""Image bytes in shared memory -> uint8 RGB tensors on the device. Used by the worker's image cache; decides nothing.
-
-Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG that cannot be decoded is None: its request fails, not the
-engine.
-"""
+"""Image bytes in shared memory -> uint8 RGB tensors on the device. Baseline JPEGs come encoded, everything else as RGB."""
 
 from collections.abc import Sequence
 
@@ -17,7 +13,7 @@ DECODER_BYTES_PER_PIXEL = 6  # the pixels, and what they are made from
 
 
 class ImageReader:
-    """Reads image sources out of the processor's arena. On a GPU it works on a stream of its own, beside the step that runs."""
+    """Reads image sources out of the processor's arena; on a GPU on a stream of its own, beside the step that runs."""
 
     def __init__(self, arena: ArenaView, decoder: JpegDecoder, device: torch.device):
         self._arena = arena
@@ -28,8 +24,8 @@ class ImageReader:
     def read_copy(self, source: ImageSource) -> tuple[torch.Tensor, bytes] | None:
         """Pixels of a JPEG as `read` gives them, and the copy that they are decoded from: the caller keeps both.
 
-        Its bytes may be another upload's by now, which nobody has checked: to decode such could take any time and memory. So they are
-        copied, and the copy is decoded only if it is a plain JPEG of the size that was announced.
+        Its bytes may be another upload's by now, which nobody has checked: decoding such could take any time and memory. So the copy is
+        decoded only if it is a plain JPEG of the announced size.
         """
         copy = bytes(self._bytes(source))
         plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
@@ -40,7 +36,7 @@ class ImageReader:
         return None if pixels is None else (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.
+        """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded: its request fails, not the engine.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
@@ -68,8 +64,8 @@ class ImageReader:
         ]
 
     def _check_memory(self, failed: Sequence[ImageSource]) -> None:
-        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder, which has its own, does not say why it
-        failed, and that would be no fault of the client's."""
+        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder does not say why it failed, and that would
+        be no fault of the client's."""
         if failed and self._stream is not None:
             num_bytes = DECODER_BYTES_PER_PIXEL * max(source.height * source.width for source in failed)
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -85,7 +81,7 @@ class ImageReader:
 
     @staticmethod
     def _checked(pixels: torch.Tensor | None, source: ImageSource) -> torch.Tensor | None:
-        """Upright pixels; None if the decoded size is not what the header said when the tokens were counted."""
+        """Upright pixels; None if their size is not the one that tokens were counted for."""
         if pixels is None:
             return None
         upright = apply_orientation(pixels, source.orientation)

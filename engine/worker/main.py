@@ -1,4 +1,4 @@
-"""A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`. Started by the launcher, driven by plans.
+"""A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`.
 
 plan ──▶ launch (returns at once) ──▶ pending, at most DEPTH ──▶ done? ──▶ result
 """
@@ -37,7 +37,7 @@ def run(
     stopping: StopFlag,
     heart: Heart,
 ) -> None:
-    """The loop: a step is launched while the one before it still runs; results go out in order."""
+    """A step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
@@ -75,7 +75,6 @@ def take_device(child: Child, rank: int) -> torch.device:
 
 
 def main() -> None:
-    """Entry point of a worker process."""
     rank = int(sys.argv[2])
     child = Child.attach(f"worker-{rank}")
     stopping = StopFlag()

@@ -1,7 +1,5 @@
-"""One step on the device: save, evict, admit, restore, encode, forward, sample. Called by the worker's loop with each plan, in plan order.
-
-Nothing here waits for the device: a launched step is a handle that is asked later whether it is done.
-"""
+"""One step on the device: save, evict, admit, restore, encode, forward, sample. Nothing here waits for the device: a launched step is a
+handle that is asked later whether it is done."""
 
 import logging
 import time
@@ -50,7 +48,7 @@ class LaunchedStep:
     slow_draws: tuple[int, ...] = ()
 
     def result(self) -> StepResult:
-        """Waits for the device, then says what came out."""
+        """Waits for the device."""
         self.marks.wait()
         (forward_ms,) = self.marks.spans_ms()
         encode_ms = sum(span for marks in self.encoded.marks for span in marks.spans_ms())
@@ -104,8 +102,8 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueues a whole step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks
-        count what it will take and give it up together before it begins; behind that, others may wait in a collective."""
+        """Enqueues a step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks count
+        what it will take and give it up together before it begins; later, others may wait in a collective."""
         launched = time.monotonic()
         try:
             return self._launch(plan, launched)
@@ -142,8 +140,8 @@ class Runner:
         return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks, slow_draws=slow_draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, roughly and rather too much: to begin without memory ends the engine. A step of decodes
-        with a graph takes nothing that is not there."""
+        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Decodes with a graph take
+        nothing."""
         if self._agreement is None:
             return True
         prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
@@ -170,12 +168,12 @@ class Runner:
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Enqueues the reading and encoding of an image that a plan may come to name."""
+        """Enqueues the encoding of an image that a plan may come to name."""
         self._images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
-        """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
+        """Without plans: does a small piece of what would be in the way of a request. False if there was nothing to do."""
         has_prepared = self._images.prepare(is_busy)
         if has_prepared and self._agreement is not None:
             self._memory.note_graphs()

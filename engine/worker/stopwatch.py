@@ -1,4 +1,4 @@
-"""Times of a step's parts on the device, without waiting for it. Used by the runner and the image cache."""
+"""Times of a step's parts on the device, without waiting for it."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points of a step in stream order: CUDA events, or clock readings on a CPU where everything is done when it returns."""
+    """Points of a step in stream order: CUDA events, or clock readings on a CPU."""
 
     events: tuple[torch.cuda.Event, ...]
     times: tuple[float, ...]

@@ -1,7 +1,7 @@
 """What the rows of a step need of the sampler: looked up in a table on the host, staged with the rest of the step.
 
-Used by the worker's rows and graphs. The key of a draw depends on the seed and the token's position only, so a seed gives the same text
-whatever the row, the batch, the chunking or a preemption.
+A draw's key depends on the seed and the token's position only, so a seed gives the same text whatever the row, the batch, the chunking or a
+preemption.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,6 @@ class HostDraws:
 
     @classmethod
     def empty(cls) -> "HostDraws":
-        """No draws."""
         return DrawTable(0, 0).draws(*np.zeros((2, 0), dtype=np.int64))
 
     def stage(self, staging: Staging) -> Draws:
@@ -89,7 +88,7 @@ class DrawTable:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """The row now draws like this. A greedy row has no filter: which of its best tokens comes first, no sorting may decide."""
+        """A greedy row has no filter: no sorting may decide which of its best tokens comes first."""
         is_random = params.temperature > 0
         inverse = 1 / max(params.temperature, MIN_TEMPERATURE) if is_random else 0.0
         top_p = params.top_p if is_random and params.top_p < 1 else OFF
@@ -109,7 +108,6 @@ class DrawTable:
 
 
 def changes_of(params: SamplingParams) -> int:
-    """Which changes of logits a request asks for."""
     penalises = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
     edits = bool(params.logit_bias) or params.min_tokens > 0 or any(len(word) == 1 for word in params.bad_words)
     return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)

@@ -1,8 +1,7 @@
 """Which tokens the grammars of rows, and their lists of allowed tokens, leave next.
 
-The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
-before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
-grammar waits for nothing.
+The host learns a drawn token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the step before,
+lets the matchers take them and fills the masks while the device is busy. A step without grammars waits for nothing.
 """
 
 import contextlib
@@ -124,7 +123,7 @@ class Grammars:
             session.take(token_id)
 
     def load_ahead(self, data: bytes, done: Callable[[], None]) -> None:
-        """Reads a compiled grammar in a thread, which leaves the interpreter to others, and then calls `done` there."""
+        """Reads a compiled grammar in a thread, which leaves the interpreter to others, then calls `done` there."""
 
         def load() -> None:
             try:
@@ -135,7 +134,7 @@ class Grammars:
         self._loader.submit(load)
 
     def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
-        """What these rows may draw now; None if they may draw anything. Waits for the tokens drawn before if a row has a grammar."""
+        """What these rows may draw now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
         found = [(index, self._sessions[row], self._allowed[row]) for index, row in enumerate(rows.tolist()) if self._is_limited[row]]
         if not found:
             return None
@@ -159,8 +158,8 @@ class Grammars:
         return Mask(index_A, allowed_AW)
 
     def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> tuple[int, ...]:
-        """These rows draw tokens, which are on the host when `marks` are done. Returns which of these draws follow a grammar no further,
-        because it was too slow."""
+        """These rows draw tokens, which are on the host when `marks` are done. Returns the draws whose grammar was too slow and is followed
+        no further."""
         sessions = [self._sessions[row] for row in rows.tolist()]
         if not any(session is not None for session in sessions):
             return ()

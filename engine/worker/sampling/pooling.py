@@ -1,4 +1,4 @@
-"""What a request wants instead of tokens: the last hidden state of its prompt, or the logits of a few tokens there. Used by the runner."""
+"""What a request wants instead of tokens: the last hidden state of its prompt, or the logits of a few tokens there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

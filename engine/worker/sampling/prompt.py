@@ -1,8 +1,5 @@
-"""Log-probabilities of a prompt's own tokens. Used by the worker's rows and runner.
-
-Each token of a chunk predicts the next one of the prompt. The head is applied to a slice of them at a time: a whole prompt's logits would
-be gigabytes.
-"""
+"""Log-probabilities of a prompt's own tokens: each token of a chunk predicts the next one. The head is applied to a slice at a time, since
+a whole prompt's logits would be gigabytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +51,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What came out of it: (N,) log-probabilities, and (N, M) most likely tokens with theirs."""
+    """(N,) log-probabilities, and (N, M) most likely tokens with theirs."""
 
     chunks: Sequence[ScoredChunk]
     logprobs_N: torch.Tensor

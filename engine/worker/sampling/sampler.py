@@ -1,4 +1,4 @@
-"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes. Called by the runner."""
+"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class Sampled:
     logprobs: Logprobs | None
 
     def on_host(self, tokens_S: torch.Tensor) -> "Sampled":
-        """The same on the host, where its tokens are already: enqueues copies of the rest."""
+        """With copies on the host, where its tokens are already."""
         return Sampled(tokens_S, self.logprobs and self.logprobs.to_host())
 
     def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
@@ -59,7 +59,7 @@ class Sampled:
 
 
 class Sampler:
-    """Holds the state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+    """The state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, config: ModelConfig, model_folder: Path, device: torch.device):
         vocab_size, eos_ids = config.text.vocab_size, config.eos_token_ids
@@ -88,7 +88,7 @@ class Sampler:
             self.sample(torch.zeros((1, vocab_size), device=device), draws, Mask(torch.zeros_like(draws.rows_S), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
-        """Draws a token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
+        """A token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
         raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
         if draws.changes:
             self._state.change_(logits_SV, draws, self._ops)
@@ -101,7 +101,6 @@ class Sampler:
 
 
 def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) -> Logprobs:
-    """Those of the raw logits."""
     norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
     tokens_L1 = tokens_S[draws.reported_L][:, None]
     top_LN, top_ids_LN = raw_LV.topk(max(draws.num_top), dim=-1)

@@ -1,7 +1,7 @@
-"""What changes the logits of a row, on the device: token counts, additions to single logits, forbidden words. Used by the sampler.
+"""What changes a row's logits on the device: token counts, additions to single logits, forbidden words.
 
-A row's state is written when it is admitted, from the prompt and the output known then, so it survives a preemption; from then on draws
-update it on the device, as the host knows their ids a step late.
+It is written when the row is admitted, from the prompt and the output known then, so it survives a preemption; then draws update it on the
+device, as the host knows their ids a step late.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class LogitState:
             counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
 
     def change_(self, logits_SV: torch.Tensor, draws: Draws, ops: SamplingOps) -> None:
-        """What the rows of `draws.changed_A` do to their logits: single logits first, then penalties, as vLLM; forbidden words at last."""
+        """Of the rows of `draws.changed_A`: single logits first, then penalties, as vLLM; forbidden words last."""
         rows_A = draws.rows_S[draws.changed_A]
         flat, starts_A1 = logits_SV.view(-1), (draws.changed_A * logits_SV.shape[1])[:, None]
         if draws.changes & EDITS:
