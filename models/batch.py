@@ -54,6 +54,14 @@ class VisualSlice:
     offset: int
     embedding: torch.Tensor  # (1 + L, N, D): the main embedding, then one per DeepStack level
 
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+    def level(self, index: int) -> torch.Tensor:
+        """(length, D)."""
+        return self.embedding[index, self.offset : self.offset + self.length]
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

@@ -43,7 +43,7 @@ class Architecture:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": Architecture("models.qwen3_vl:Qwen3VL"),
-    "qwen3_vl_moe": Architecture("models.qwen3_vl_moe:Qwen3VLMoe"),
+    "qwen3_vl_moe": Architecture("models.qwen3_vl:Qwen3VL"),
     "cosmos3_omni": Architecture("models.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
 

@@ -7,6 +7,7 @@ import torch
 
 from models.backends.ops import KVPool
 from models.cache import StateGroup
+from models.transfers import to_device
 
 
 class RowStates:
@@ -72,6 +73,4 @@ class Snapshots:
             self._dirty.difference_update(dirty)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        host = torch.from_numpy(np.asarray(blocks, dtype=np.int64))
-        device = self._pages[0].device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return to_device(np.asarray(blocks, dtype=np.int64), self._pages[0].device)

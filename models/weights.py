@@ -2,9 +2,9 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -32,21 +32,11 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """The weight files of a model folder, under the names that the model knows. A context manager: it holds them open."""
+    """Open weight files, under the names that the model knows."""
 
-    def __init__(self, folder: Path, architecture: Architecture) -> None:
-        self._files = {file: safe_open(file, framework="pt") for file in weight_files(folder, architecture)}
-        file_of = {name: opened for opened in self._files.values() for name in opened.keys()}  # noqa: SIM118 - not a dict
+    def __init__(self, files: Sequence[Any], architecture: Architecture) -> None:
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
         self._places = {name: (file_of[stored], stored) for name, stored in architecture.names_of(file_of).items()}
-
-    def __enter__(self) -> "SafetensorsSource":
-        for opened in self._files.values():
-            opened.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for opened in self._files.values():
-            opened.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
         return set(self._places)
@@ -65,8 +55,10 @@ class SafetensorsSource:
 
 def load_weights(model: VisionLanguageModel, folder: Path, progress: Progress) -> None:
     """Reads the folder's safetensors into the model. ValueError names tensors that are missing, not expected, or of another shape."""
-    with SafetensorsSource(folder, model.config.architecture) as source:
-        fill(model, source, progress)
+    architecture = model.config.architecture
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
+        fill(model, SafetensorsSource(files, architecture), progress)
 
 
 def fill(model: VisionLanguageModel, source: WeightSource, progress: Progress) -> None:

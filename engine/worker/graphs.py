@@ -150,7 +150,7 @@ class StepGraphs:
         self._embedding[0, : len(ids_P)] = self._model.embed(ids_P)
         self._embedding[1:, : len(ids_P)] = 0
         for item in visual:
-            self._embedding[:, item.start : item.start + item.length] = item.embedding[:, item.offset : item.offset + item.length]
+            self._embedding[:, item.tokens] = item.embedding[:, item.offset : item.offset + item.length]
 
     def _pad(self, step: HostStep, shape: Shape) -> HostStep:
         """The step with the tokens and rows of `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""

@@ -55,7 +55,7 @@ def run(
             heart.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
             heart.note("step")
-        if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
+        if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:

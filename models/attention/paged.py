@@ -10,6 +10,7 @@ import torch
 from models.backends.ops import KVPool, NewHeads
 from models.batch import AttentionLayout
 from models.cache import PagedGroup
+from models.transfers import to_device
 
 Int32s = npt.NDArray[np.int32]
 
@@ -67,27 +68,12 @@ MakeFixed = Callable[[int, int, int], FixedAttention]  # by prompt tokens, decod
 
 def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
     """Plans a step that no graph replays."""
-    part.read_from(on_device(part.plan_arrays(layout), layout.pages.device), layout.pages)
-
-
-def on_device(arrays: Sequence[Int32s], device: torch.device) -> list[torch.Tensor]:
-    """A plan in memory of its own."""
-
-    def moved(array: Int32s) -> torch.Tensor:
-        staged = torch.from_numpy(array)
-        if device.type == "cuda":
-            staged = staged.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
-        return staged.to(device, non_blocking=True)
-
-    return [moved(array) for array in arrays]
+    part.read_from([to_device(array, layout.pages.device) for array in part.plan_arrays(layout)], layout.pages)
 
 
 def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
     """One (k, v) pair for each layer of the group, zeros: a page that was never written must not hold NaN."""
     assert group.dtype_bytes == dtype.itemsize
     shape = num_blocks, page_size, group.num_kv_heads, group.head_dim
-
-    def zeros() -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return [(zeros(), zeros()) for _ in range(group.num_layers)]
+    pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * group.num_layers)]
+    return list(zip(pools[::2], pools[1::2], strict=True))

@@ -31,7 +31,7 @@ def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
 
 
 def token_groups(layout: AttentionLayout, size: int) -> Int32s:
-    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), offset of the row's pages, end of the last token's keys."""
+    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), the row's first page, end of the last token's keys."""
     first_tokens, kv_lens = layout.qo_indptr_cpu.numpy(), layout.kv_lens_cpu.numpy()
     num_tokens = first_tokens[1:] - first_tokens[:-1]
     counts = -(-num_tokens // size)

@@ -7,17 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.layers.checkpoint import CheckpointTensor
-from models.layers.linear import empty_parameter
-from models.parallel import TensorParallel
+from models.layers.linear import Setup
 
 
 class VocabParallelEmbedding(nn.Module):
     """Each rank holds a range of token ids. Also the output head's matrix (`logits`), which a tied model shares with the input."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, setup: Setup) -> None:
         super().__init__()
-        self.tp = tp
-        self.weight = empty_parameter(tp.share(vocab_size, "vocab_size"), hidden_size, dtype=dtype, device=device)
+        self.tp = setup.tp
+        self.weight = setup.parameter(self.tp.share(vocab_size, "vocab_size"), hidden_size)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Ids (T,) of the whole vocabulary -> (T, D)."""

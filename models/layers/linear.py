@@ -29,26 +29,32 @@ def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
     return Part(name, total_rows, tp.rank * rows, rows)
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialised parameter without gradient; the loader or the dummy initialiser fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the layers of a model share. Parameters are uninitialised and without gradient."""
+
+    tp: TensorParallel
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def matrix(self, rows: int, columns: int, is_fp8: bool) -> Weight:
+        return BlockScaled.empty(rows, columns, self.device) if is_fp8 else self.parameter(rows, columns)
 
 
 class Linear(nn.Module):
     """A whole linear layer with bias, the same on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, in_features: int, out_features: int, setup: Setup) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_features, dtype=dtype, device=device)
+        self.weight = setup.parameter(out_features, in_features)
+        self.bias = setup.parameter(out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-def empty_weight(rows: int, columns: int, dtype: torch.dtype | None, device: torch.device) -> Weight:
-    """An uninitialised matrix; `dtype` None is float8 in scaled blocks."""
-    return BlockScaled.empty(rows, columns, device) if dtype is None else empty_parameter(rows, columns, dtype=dtype, device=device)
 
 
 def quantize_(layer: nn.Module, name: str = "weight") -> None:
@@ -77,12 +83,12 @@ def _blocks(values: slice) -> slice:
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one; its user multiplies."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], is_fp8: bool, setup: Setup) -> None:
         super().__init__()
-        self.parts = tuple(parts)
-        if dtype is None and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
+        self.parts = parts
+        if is_fp8 and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
             raise unfit(in_features, *(part.rows for part in parts))
-        self.weight = empty_weight(sum(part.rows for part in parts), in_features, dtype, device)
+        self.weight = setup.matrix(sum(part.rows for part in parts), in_features, is_fp8)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
@@ -116,13 +122,11 @@ def add_sum_(
 class RowParallelLinear(nn.Module):
     """Each rank holds some input columns; the sum of outputs over the ranks joins the residual."""
 
-    def __init__(
-        self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype | None, device: torch.device
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, is_fp8: bool, setup: Setup) -> None:
         super().__init__()
-        self.tp = tp
-        self.ops = ops
-        self.weight = empty_weight(out_features, tp.share(in_features, "in_features"), dtype, device)
+        self.tp = setup.tp
+        self.ops = setup.ops
+        self.weight = setup.matrix(out_features, self.tp.share(in_features, "in_features"), is_fp8)
 
     def add_(self, residual: Residual, x_TX: Activation) -> None:
         """residual += the layer's output."""

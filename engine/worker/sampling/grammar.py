@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from engine.worker.staging import ALIGNMENT, Staging
-from engine.worker.stopwatch import Marks
+from engine.worker.stopwatch import Stopwatch
 
 if TYPE_CHECKING:  # importing it takes seconds, which only those wait for who use it
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
@@ -65,11 +65,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens of a step that matchers have not taken: valid on the host when `marks` are done."""
+    """Tokens of a step that matchers have not taken: valid on the host when `watch` is done."""
 
     sessions: Sequence[Session | None]
     tokens_S: torch.Tensor
-    marks: Marks
+    watch: Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +157,17 @@ class Grammars:
         self._staging.copy()
         return Mask(index_A, allowed_AW)
 
-    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> tuple[int, ...]:
-        """These rows draw tokens, which are on the host when `marks` are done. Returns the draws whose grammar was too slow and is followed
+    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
+        """These rows draw tokens, which are on the host when `watch` is done. Returns the draws whose grammar was too slow and is followed
         no further."""
         sessions = [self._sessions[row] for row in rows.tolist()]
         if not any(session is not None for session in sessions):
             return ()
-        self._drawn.append(Drawn(sessions, tokens_S, marks))
+        self._drawn.append(Drawn(sessions, tokens_S, watch))
         return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
     def _take(self, drawn: Drawn) -> None:
-        drawn.marks.wait()
+        drawn.watch.wait()
         for session, token_id in zip(drawn.sessions, drawn.tokens_S.tolist(), strict=True):
             if session is not None:
                 session.take(token_id)

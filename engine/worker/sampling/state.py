@@ -13,6 +13,7 @@ import torch
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
 from models.sampling import IN_PROMPT, SamplingOps
+from models.transfers import to_device
 
 FOREVER = 2**31 - 1
 ANY = -1  # in front of a word that is shorter than the longest
@@ -42,9 +43,9 @@ class LogitState:
         changes = changes_of(params)
         if not changes:
             return
-        self._records[row] = self._upload(make_record(params, ids, num_prompt, eos_ids))
+        self._records[row] = to_device(make_record(params, ids, num_prompt, eos_ids), self._device)
         if changes & PENALTIES:
-            counts_V, ids_T = self._counts_RV[row], self._upload(ids).long()
+            counts_V, ids_T = self._counts_RV[row], to_device(ids, self._device).long()
             counts_V.zero_()
             counts_V[ids_T[:num_prompt]] = IN_PROMPT
             counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
@@ -73,10 +74,6 @@ class LogitState:
             self._counts_RV.view(-1).index_add_(0, rows_A * self._vocab_size + tokens_A, ones_A)
         if draws.changes & WORDS:
             self._tails[rows_A] = torch.cat((self._tails[rows_A][:, 1:], tokens_A.int()[:, None]), dim=1)
-
-    def _upload(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
 
 def make_record(params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.int32]:
