@@ -1,7 +1,7 @@
-"""What one forward pass computes: the explicit input of the decoder. The worker's runner builds one per step.
+"""The explicit input of one forward pass of the decoder.
 
-Shape legend used in all of `models/`: T tokens of the step, R rows (sequences) of the step, P patches, V vocabulary,
-D hidden size, H heads, K head_dim, B batch, L DeepStack levels, N tokens of one image.
+Shape legend used in all of `models/`: T tokens of the step, R rows (sequences) of the step, P patches, V vocabulary, D hidden size, H
+heads, K head_dim, B batch, L DeepStack levels, N tokens of one image.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from models.state import RowStates
 class AttentionLayout:
     """Which tokens attend to which KV pages in this step.
 
-    Rows are sequences; the tokens of row r are `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]` of the step. Its last query token is the last
-    of its `kv_lens_cpu[r]` cached tokens (this step's tokens included), so the causal mask is aligned to the end. Rows
-    `num_prefill_rows :` are decode rows: exactly one token each. All `*_cpu` tensors are int32 on the CPU.
+    Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
+    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: exactly one token each. All `*_cpu` tensors are int32
+    on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets

@@ -1,7 +1,4 @@
-"""From what a user passes as `--model` to a folder on disk: a folder, a short alias, or a hub id.
-
-Imports no torch; the hub is contacted only for a model that is not on disk.
-"""
+"""From what a user passes as `--model` to a folder on disk. Imports no torch; the hub is contacted only for a model that is not on disk."""
 
 import json
 from dataclasses import dataclass
@@ -35,9 +32,8 @@ class ResolvedModel:
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache (progress on stderr). A published size with
-    dummy weights needs no network: its files are written below `cache_dir`. ValueError for what is nothing of this, and when the
-    download fails."""
+    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. A published size with dummy weights needs no
+    network: its files are written below `cache_dir`. ValueError for anything else, and when the download fails."""
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()

@@ -19,7 +19,7 @@ class SmallSums(Protocol):
 
 
 class Exchange(Protocol):
-    """Collectives of few values, each in one kernel. Sums are of bfloat16, which a model has that has an exchange."""
+    """Collectives of few values, each in one kernel. Sums are of bfloat16."""
 
     max_bytes: int  # of a rank
 
@@ -49,7 +49,6 @@ class TensorParallel:
 
     @classmethod
     def single(cls) -> "TensorParallel":
-        """The whole model on one device."""
         return cls(rank=0, size=1, group=None)
 
     def share(self, total: int, what: str) -> int:
@@ -59,7 +58,7 @@ class TensorParallel:
         return total // self.size
 
     def exchange_for(self, num_bytes: int) -> Exchange | None:
-        """The exchange, if there is one and each rank's part is little enough for it."""
+        """If each rank's part is little enough for it."""
         return self.exchange if self.exchange is not None and num_bytes <= self.exchange.max_bytes else None
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,8 +85,7 @@ class TensorParallel:
         return x
 
     def warm_up(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Each collective once, for one token and for so many, on every rank: NCCL connects ranks at the first of a kind and size, which
-        takes a second and memory."""
+        """Each collective once, for one token and for so many, on every rank: NCCL's first of a kind and size takes a second and memory."""
         for count in (1, num_tokens) if self.size > 1 else ():
             x = torch.zeros((count, width), dtype=dtype, device=device)
             for tp in (self, replace(self, exchange=None)):
@@ -106,7 +104,7 @@ class TensorParallel:
         return gathered.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Counts may differ, and every rank knows all of them."""
+        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Every rank knows all counts."""
         if self.size == 1:
             return x
         longest = max(counts)

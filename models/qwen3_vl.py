@@ -1,4 +1,4 @@
-"""Qwen3-VL as the worker runs it, see `models.contract`: a vision tower whose embeddings join a decoder's tokens."""
+"""Qwen3-VL: a vision tower whose embeddings join a decoder's tokens."""
 
 from collections.abc import Iterator, Sequence
 

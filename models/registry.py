@@ -1,7 +1,4 @@
-"""Which architectures there are: a checkpoint's `model_type` -> how its files lie and which class runs it. Imports no torch.
-
-A new architecture is a file of `models/` and a line here.
-"""
+"""A checkpoint's `model_type` -> how its files lie and which class runs it. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,8 +10,8 @@ from models.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAMES
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`model` is `module:class`, which workers import. `renames`: tensors are renamed by the rules in turn. `weight_files` are patterns of
-    paths below the folder; an index is followed instead, where there is one."""
+    """`model` is `module:class`, which workers import. `weight_files` are patterns of paths below the folder; an index is followed instead,
+    where there is one."""
 
     model: str
     weight_files: tuple[str, ...] = ("model*.safetensors",)
@@ -49,7 +46,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """That of a config.json. ValueError for a model type that nobody here runs."""
+    """ValueError for a model type that nobody here runs."""
     found = ARCHITECTURES.get(str(config.get("model_type")))
     if found is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {config.get('model_type')!r}")

@@ -1,4 +1,4 @@
-"""Recurrent states of rows on the device, and their snapshots in blocks of the KV pool. Owned by the worker's rows, read by layers."""
+"""Recurrent states of rows on the device, and their snapshots in blocks of the KV pool."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class RowStates:
     """The states of one group: (layers, permanent rows + 1, bytes) uint8; the last row is scratch.
 
     A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. A row is
-    `reset_` or loaded when it is admitted, so what a layer reads is always its own row's.
+    `reset_` or loaded when it is admitted.
     """
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device) -> None:
@@ -25,7 +25,6 @@ class RowStates:
         return self.values[ordinal]
 
     def reset_(self, row: int) -> None:
-        """The row begins a sequence."""
         self.values[:, row] = 0
 
 

@@ -1,4 +1,4 @@
-"""Sizes of steps that pay on a device: the scheduler cuts prompts to them, workers have graphs of the smaller ones. Plain Python."""
+"""Sizes of steps that pay on a device: the scheduler cuts prompts to them, workers have graphs of the smaller ones."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator

@@ -30,15 +30,12 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def quantize_(self) -> None:
-        """Makes the layers' matrices float8, as the published FP8 checkpoints are. Embeddings and head stay as they are."""
         for layer in self._layers:
             layer.quantize_()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """(S, D): normalised hidden states of `batch.logits_indices`; the keys and values of all tokens are in the pool afterwards.
-
-        `attention` has been planned for this batch. After the last layer's keys are stored, only the wanted tokens go on.
-        """
+        """(S, D): normalised hidden states of `batch.logits_indices`. After the last layer's keys are stored, only the wanted tokens go
+        on."""
         hidden_TD = self.embed_tokens(batch.input_ids_T)
         for item in batch.visual:
             hidden_TD[item.tokens] = item.level(0)

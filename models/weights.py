@@ -54,7 +54,7 @@ class SafetensorsSource:
 
 
 def load_weights(model: VisionLanguageModel, folder: Path, progress: Progress) -> None:
-    """Reads the folder's safetensors into the model. ValueError names tensors that are missing, not expected, or of another shape."""
+    """From the folder's safetensors. ValueError names tensors that are missing, not expected, or of another shape."""
     architecture = model.config.architecture
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
@@ -79,7 +79,7 @@ def fill(model: VisionLanguageModel, source: WeightSource, progress: Progress) -
 
 
 def _present(part: CheckpointPart, source: WeightSource) -> tuple[CheckpointTensor, ...]:
-    """The tensors of a part; of several ways to hold it the only one that the source has whole, or else the one that it has most of."""
+    """The tensors of a part; of several ways the only one that the source has whole, or else the one that it has most of."""
     if isinstance(part, CheckpointTensor):
         return (part,)
     names = source.names()
@@ -94,8 +94,7 @@ def _present(part: CheckpointPart, source: WeightSource) -> tuple[CheckpointTens
 
 
 def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
-    """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is
-    equal on all."""
+    """Random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is equal on all."""
 
     def seeded(name: str) -> torch.Generator:
         rank = 0 if name.startswith("visual.") or name.endswith(".gate.weight") else model.tp.rank

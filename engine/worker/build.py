@@ -90,11 +90,9 @@ def build_runner(
     staging = Staging(staging_bytes(config, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
-    token_bytes, snapshot_blocks = (
-        model_config.num_visual_levels * text.hidden_size * dtype.itemsize,
-        spec.snapshot_blocks(config.block_size),
-    )
-    return runner, WorkerReady(rank, memory.num_blocks, memory.image_cache, token_bytes, step_sizes, spec.snapshot_blocks(config.block_size))
+    token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
+    sizes = memory.num_blocks, memory.image_cache, token_bytes, step_sizes, spec.snapshot_blocks(config.block_size)
+    return runner, WorkerReady(rank, *sizes)
 
 
 @contextmanager

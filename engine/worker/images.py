@@ -61,7 +61,7 @@ class EarlyImage:
         return (encode.source.ticket, encode.grid) == (self.of.source.ticket, self.of.grid)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ImageCache:
     """Embeddings (1 + L, N, D) by image id, on the device.
 

@@ -69,7 +69,7 @@ class LaunchedStep:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Runner:
     """Executes plans for one rank."""
 

@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV cache, behind one Protocol. A worker has one from its backend, plans each step and hands it on."""
+"""Causal attention over a paged KV cache, behind one Protocol."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -28,22 +28,18 @@ class AttentionBackend(Protocol):
         """Where the layer's keys and values are written, at the layout's slots."""
 
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end.
-
-        Query heads share KV heads in groups of H / KV heads; the scale is K ** -0.5. The step's keys must be in the pool already.
-        """
+        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end. Query
+        heads share KV heads in groups; the scale is K ** -0.5. The step's keys must be in the pool."""
 
 
 @runtime_checkable
 class FusedAttention(AttentionBackend, Protocol):
-    """One that for the planned step may be asked for all of it at once."""
-
     def run_fused(self, layer: int, heads: NewHeads) -> torch.Tensor:
-        """What `Ops.norm_rope_store_` does, and then `run`."""
+        """What `Ops.norm_rope_store_` does, then `run`."""
 
 
 class HostPlan(Protocol):
-    """A part of attention whose plan is arrays made on the host, which whoever uses it brings to the device."""
+    """Attention whose plan is arrays made on the host, which its user brings to the device."""
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
         """What the next run reads beside the layout's pages. Touches no device, changes nothing."""
@@ -53,14 +49,12 @@ class HostPlan(Protocol):
 
 
 class FixedAttention(AttentionBackend, HostPlan, Protocol):
-    """A backend of a fixed shape for a CUDA graph: what `read_from` was called with before the capture is filled before each replay.
-
-    The shapes of `plan_arrays` are the same for all layouts of the shape.
-    """
+    """A backend of a fixed shape for a CUDA graph: what `read_from` was given before the capture is filled before each replay. The shapes
+    of `plan_arrays` are the same for all layouts of the shape."""
 
     @property
     def max_pages(self) -> int:
-        """So many pages has a layout at most."""
+        """Of a layout."""
 
 
 MakeFixed = Callable[[int, int, int], FixedAttention]  # by prompt tokens, decode rows, and rows of the prompt tokens

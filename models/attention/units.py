@@ -21,7 +21,7 @@ def group_tokens(num_heads: int, kv_heads: int) -> int:
 
 
 def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
-    """So many groups of up to `size` tokens are enough for `num_tokens` in `num_rows` rows, however they are spread."""
+    """Enough groups of up to `size` tokens for `num_tokens` in `num_rows` rows, however they are spread."""
     return min(num_tokens, (num_tokens + num_rows * (size - 1)) // size)
 
 
@@ -47,7 +47,7 @@ def plan_units(groups: Int32s, limit: int) -> Int32s:
     """At most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS of a group. The limit must be above the number of groups.
 
     A unit is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
-    part among all, number of the group's first part, parts of the group. A group's last key is its last token's alone, and so on.
+    part among all, number of the group's first part, parts of the group.
 
     Units are as short as the limit and MIN_TILES allow; those of a group are equal up to a tile. The shortest length in tiles lies between
     sum / limit and (sum - groups) / (limit - groups), as t tiles are at most (t - 1) / length + 1 units. The last of several units is never

@@ -14,7 +14,7 @@ class VarlenAttention(Protocol):
     """Once an encode: `plan`; then `run` in each layer. Heads are stored in the order keys, values, queries."""
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """The patches of the coming `run` calls are segments of these lengths, one after the other."""
+        """The patches of the coming `run` calls are segments of these lengths."""
 
     def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
         """Rotates keys and queries, then every patch attends to all of its segment: (P, H * K). The scale is K ** -0.5. `cos_sin_PK`: see

@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         return NewHeads(self.ops.linear(x_TD, self.qkv_proj.weight), *norms, context.cos_sin_TK, context.slots_T)
 
     def store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
-        """Writes the tokens' keys and values into the cache and returns their queries (T, H, K), normalised and rotated."""
+        """Writes the tokens' keys and values into the cache. Returns their queries (T, H, K), normalised and rotated."""
         return self.ops.norm_rope_store_(heads, context.attention.pool(self.layer))
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
@@ -114,7 +114,6 @@ class DecoderLayer(nn.Module):
         self.self_attn.store(self.self_attn.new_heads(self.input_layernorm(residual), context), context)
 
     def quantize_(self) -> None:
-        """Makes the layer's matrices float8."""
         quantize_(self.self_attn.qkv_proj)
         quantize_(self.self_attn.o_proj)
         self.mlp.quantize_()

@@ -11,7 +11,7 @@ from models.layers.linear import Setup
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds a range of token ids. Also the output head's matrix (`logits`), which a tied model shares with the input."""
+    """Each rank holds a range of token ids. Also the output head's matrix, which a tied model shares with the input."""
 
     def __init__(self, vocab_size: int, hidden_size: int, setup: Setup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The linear layers, whole or cut over the ranks, and how their matrices lie in a checkpoint."""
+"""Linear layers, whole or cut over the ranks, and how their matrices lie in a checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

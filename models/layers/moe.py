@@ -16,8 +16,8 @@ ALL = slice(None)
 
 
 class StackedExperts(nn.Module):
-    """This rank's part of all experts' matrices, see `Experts`: `count` experts from `first` on, of each `width` values between its two
-    products. Some experts whole if the ranks have whole ones, else a share of each. ValueError if they do not divide."""
+    """This rank's part of all experts' matrices, see `Experts`: whole experts (`--ep`) or a share of each. ValueError if they do not
+    divide."""
 
     gate_up: Weight
     down: Weight
@@ -88,11 +88,8 @@ class StackedExperts(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """The sum of the experts that the router chooses for a token, by weights that sum to one.
-
-    Ranks have a share of every expert (`--tp`) or some experts whole (`--ep`). Every rank has all tokens, so one sum over the ranks
-    combines what each computes: an exchange of tokens pays where each rank has tokens of its own.
-    """
+    """The sum of the experts that the router chooses for a token, by weights that sum to one. Every rank has all tokens, so one sum over
+    the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup) -> None:
         super().__init__()

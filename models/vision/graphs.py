@@ -1,5 +1,5 @@
-"""CUDA graphs of small encodes whose exact list of grids comes again: one launch instead of three hundred. They are captured when the
-worker has nothing to launch, so no request waits for one."""
+"""CUDA graphs of small encodes whose exact list of grids comes again: one launch instead of three hundred. Captured when the worker has
+nothing to launch, so no request waits for one."""
 
 import logging
 from collections import OrderedDict
@@ -61,11 +61,11 @@ class TowerGraphs:
         return graph.levels.clone()
 
     def max_bytes(self) -> int:
-        """Of all graphs that are kept: inputs and outputs of each, and one share of activations that is the largest's."""
+        """Of all graphs that are kept: each one's inputs and outputs, and the largest's activations, which all share."""
         return (MAX_PATCHES_OF_ALL // KEPT_SHARE + MAX_PATCHES_OF_ONE) * self._tower.patch_bytes()
 
     def capture_one(self, is_busy: bool = False) -> bool:
-        """Captures one encode that was seen often enough; False if there is none. For a time when the host has nothing to launch."""
+        """Captures one encode that was seen often enough; False if there is none."""
         enough = SIGHTINGS_WHEN_BUSY if is_busy else SIGHTINGS
         key = next((key for key, count in reversed(self._seen.items()) if count >= enough), None)
         if key is None:

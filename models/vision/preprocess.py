@@ -1,6 +1,6 @@
-"""From decoded pixels to the patches that the vision tower multiplies. Equal to transformers' Pillow image processor (`qwen2_vl`): resize
-in Pillow's fixed-point arithmetic, one axis after the other, then cut. The normalisation x / 127.5 - 1 is left to the patch embedding: x
-- 128 is exact in bfloat16."""
+"""From decoded pixels to the patches that the vision tower multiplies, equal to transformers' Pillow image processor (`qwen2_vl`): resize
+in Pillow's fixed-point arithmetic, one axis after the other, then cut. The normalisation x / 127.5 - 1 is left to the patch embedding: x -
+128 is exact in bfloat16."""
 
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ CUBIC_REACH = 2.0
 
 
 class Preprocessor:
-    """Resizes images and cuts them into patches. Keeps the resampling weights of the sizes used last."""
+    """Keeps the resampling weights of the sizes used last."""
 
     def __init__(self, geometry: VisionGeometry, ops: Ops, device: torch.device) -> None:
         self._geometry = geometry

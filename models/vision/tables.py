@@ -24,7 +24,7 @@ class GridTables:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Of all images of an encode, one after the other. The position embeddings stay apart: they are joined where the stream begins."""
+    """Of all images of an encode. The position embeddings are joined where the stream begins."""
 
     position_PD: list[torch.Tensor]
     cos_sin_PK: torch.Tensor
@@ -79,7 +79,6 @@ class TableCache:
         self._num_patches = 0
 
     def get(self, grid: Grid) -> GridTables:
-        """The tables of `grid`, made now if they are not kept."""
         if grid in self._tables:
             self._tables.move_to_end(grid)
             return self._tables[grid]

@@ -1,8 +1,8 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. It is whole on every rank; images of one call share every
-GEMM and every attention launch.
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Whole on every rank; images of one call share every GEMM and
+attention launch.
 
-The residual stream carries products only: the biases of the layers that end in it are constants, so their running sum ("offset") is added
-where the stream is read. A product then joins the stream in its own GEMM.
+The residual stream carries products only: the biases that end in it are constants, whose running sum ("offset") is added where the stream
+is read. A product then joins the stream in its own GEMM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -116,8 +116,6 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """A pre-norm transformer block."""
-
     def __init__(self, config: VisionConfig, attention: VarlenAttention, setup: Setup) -> None:
         super().__init__()
         self.norm1 = LayerNorm(config.hidden_size, setup)
@@ -194,17 +192,16 @@ class VisionTower(nn.Module):
         return Tables([table.position_PD for table in tables], torch.cat([table.cos_sin_PK for table in tables]))
 
     def max_table_bytes(self) -> int:
-        """Of the tables of grids that are kept, at most."""
         return MAX_CACHED_PATCHES * (self.config.hidden_size * self.merger.norm.weight.itemsize + 4 * self.config.head_dim)
 
     def patch_bytes(self) -> int:
-        """Of one patch: the widest activations that are there at once, and its part of the result."""
+        """The widest activations of one patch, and its part of the result."""
         widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize
 
     def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
-        """Room for the patches of images of these grids, (P, C * patch ** 2)."""
+        """(P, C * patch ** 2) of images of these grids."""
         width = self.config.in_channels * self.config.patch_size**2
         return self.merger.norm.weight.new_empty((sum(t * h * w for t, h, w in grids), width))
 
