@@ -18,23 +18,18 @@ class Architecture:
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
     dropped: str | None = None  # tensors that match belong to something else
 
-    def name_of(self, stored: str) -> str | None:
-        """The name that the model knows a stored tensor by; None if it is not the model's."""
-        if self.dropped is not None and re.search(self.dropped, stored):
-            return None
-        for pattern, replacement in self.renames:
-            stored = re.sub(pattern, replacement, stored)
-        return stored
-
     def names_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names that the model knows -> names in the files. ValueError if two tensors become one."""
         names: dict[str, str] = {}
         for name in stored:
-            known = self.name_of(name)
+            if self.dropped is not None and re.search(self.dropped, name):
+                continue
+            known = name
+            for pattern, replacement in self.renames:
+                known = re.sub(pattern, replacement, known)
             if known in names:
                 raise ValueError(f"the checkpoint has {known} twice: as {names[known]} and as {name}")
-            if known is not None:
-                names[known] = name
+            names[known] = name
         return names
 
 

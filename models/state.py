@@ -13,8 +13,7 @@ from models.transfers import to_device
 class RowStates:
     """The states of one group: (layers, permanent rows + 1, bytes) uint8; the last row is scratch.
 
-    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. A row is
-    `reset_` or loaded when it is admitted.
+    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones.
     """
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device) -> None:
@@ -23,9 +22,6 @@ class RowStates:
     def layer(self, ordinal: int) -> torch.Tensor:
         """(rows + 1, bytes) of the group's layer, to be read and written in place."""
         return self.values[ordinal]
-
-    def reset_(self, row: int) -> None:
-        self.values[:, row] = 0
 
 
 class Snapshots:
@@ -54,7 +50,7 @@ class Snapshots:
         """The row's states become what `save` put into these blocks; with none, those of a sequence's beginning."""
         if not blocks:
             for group in self._states:
-                group.reset_(row)
+                group.values[:, row] = 0
             return
         index = self._index(blocks)
         content = torch.cat([pages[index] for pages in self._pages], dim=1).flatten()[: self._row_bytes]

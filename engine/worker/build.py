@@ -145,8 +145,8 @@ def measure_needs(
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """bfloat16 on GPUs and float32 on CPUs unless the flag says otherwise."""
-    name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if config.dtype == "auto" else config.dtype
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"auto": automatic, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
 
 
 def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend: Backend) -> TensorParallel:

@@ -55,13 +55,11 @@ class ImageReader:
     def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
         pairs = list(zip(sources, payloads, strict=True))
-        found = self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"])
-        jpegs = [source for source in sources if source.encoding == "jpeg"]
-        self._check_memory([source for source, pixels in zip(jpegs, found, strict=True) if pixels is None])
+        jpegs = [pair for pair in pairs if pair[0].encoding == "jpeg"]
+        found = self._decoder.decode([payload for _, payload in jpegs])
+        self._check_memory([source for (source, _), pixels in zip(jpegs, found, strict=True) if pixels is None])
         decoded = iter(found)
-        return [
-            self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source, payload) for source, payload in pairs
-        ]
+        return [self._checked(next(decoded), s) if s.encoding == "jpeg" else self._rgb(s, payload) for s, payload in pairs]
 
     def _check_memory(self, failed: Sequence[ImageSource]) -> None:
         """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder does not say why it failed, and that would

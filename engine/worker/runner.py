@@ -181,7 +181,7 @@ class Runner:
         """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
         self.rows.save_snapshots(chunks)
-        if not draws.num_rows:
+        if not len(draws.rows_S):
             return NOTHING_DRAWN, scores, pooled
         if self.tp.rank == 0:
             sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws.rows))

@@ -39,10 +39,6 @@ class Draws:
     reported_L: torch.Tensor  # int64 indices of draws
     num_top: tuple[int, ...]  # L: log-probabilities that each wants beside that of its token
 
-    @property
-    def num_rows(self) -> int:
-        return self.rows_S.shape[0]
-
 
 @dataclass(frozen=True, slots=True)
 class HostDraws:

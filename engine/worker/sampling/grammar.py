@@ -63,21 +63,7 @@ class Session:
         self.is_slow = time.thread_time() - started > SLOW_S
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Tokens of a step that matchers have not taken: valid on the host when `watch` is done."""
-
-    sessions: Sequence[Session | None]
-    tokens_S: torch.Tensor
-    watch: Stopwatch
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """See `SamplingOps.mask_`."""
-
-    index_A: torch.Tensor
-    allowed_AW: torch.Tensor
+Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `SamplingOps.mask_`
 
 
 def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
@@ -96,7 +82,7 @@ class Grammars:
         self._sessions: list[Session | None] = [None] * max_num_seqs
         self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the only tokens, as in a mask
         self._is_limited = [False] * max_num_seqs  # by the one or the other
-        self._drawn: deque[Drawn] = deque()
+        self._drawn: deque[tuple[list[Session | None], torch.Tensor, Stopwatch]] = deque()  # of steps that matchers have not followed
         self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
@@ -139,8 +125,7 @@ class Grammars:
         if not found:
             return None
         if any(session is not None for _, session, _ in found):
-            while self._drawn:
-                self._take(self._drawn.popleft())
+            self._take_drawn()
         following = {index: session for index, session, _ in found if session is not None and session.restricts}
         limited = [(index, allowed) for index, _, allowed in found if index in following or allowed is not None]
         if not limited:
@@ -155,7 +140,7 @@ class Grammars:
         index_A = self._staging.put(np.asarray([index for index, _ in limited], dtype=np.int64))
         allowed_AW = self._staging.put(words.numpy())
         self._staging.copy()
-        return Mask(index_A, allowed_AW)
+        return index_A, allowed_AW
 
     def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
         """These rows draw tokens, which are on the host when `watch` is done. Returns the draws whose grammar was too slow and is followed
@@ -163,14 +148,16 @@ class Grammars:
         sessions = [self._sessions[row] for row in rows.tolist()]
         if not any(session is not None for session in sessions):
             return ()
-        self._drawn.append(Drawn(sessions, tokens_S, watch))
+        self._drawn.append((sessions, tokens_S, watch))
         return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
-    def _take(self, drawn: Drawn) -> None:
-        drawn.watch.wait()
-        for session, token_id in zip(drawn.sessions, drawn.tokens_S.tolist(), strict=True):
-            if session is not None:
-                session.take(token_id)
+    def _take_drawn(self) -> None:
+        while self._drawn:
+            sessions, tokens_S, watch = self._drawn.popleft()
+            watch.wait()
+            for session, token_id in zip(sessions, tokens_S.tolist(), strict=True):
+                if session is not None:
+                    session.take(token_id)
 
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
         """Many requests share few grammars."""

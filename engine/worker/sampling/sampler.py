@@ -85,7 +85,7 @@ class Sampler:
             draws = table.draws(np.asarray([row]), np.asarray([1])).stage(staging)
             staging.copy()
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-            self.sample(torch.zeros((1, vocab_size), device=device), draws, Mask(torch.zeros_like(draws.rows_S), everything))
+            self.sample(torch.zeros((1, vocab_size), device=device), draws, (torch.zeros_like(draws.rows_S), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
         """A token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
@@ -93,7 +93,7 @@ class Sampler:
         if draws.changes:
             self._state.change_(logits_SV, draws, self._ops)
         if mask is not None:
-            self._ops.mask_(logits_SV, mask.index_A, mask.allowed_AW)
+            self._ops.mask_(logits_SV, *mask)
         tokens_S = self._ops.draw(logits_SV, draws.params)
         if draws.changes:
             self._state.note(tokens_S, draws)
