@@ -40,7 +40,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     path = Path(model).expanduser()
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)
-    hub_id = _hub_id(model)
+    hub_id = hub_id_of(model)
     _demand_hub_id(hub_id)
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
@@ -53,7 +53,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     return ResolvedModel(folder, model)
 
 
-def _hub_id(model: str) -> str:
+def hub_id_of(model: str) -> str:
     """What a short name stands for: `Qwen3-VL-8B` is the Instruct checkpoint."""
     if qwen := QWEN.fullmatch(model):
         return f"Qwen/{qwen[1]}{qwen[2] or '-Instruct'}{qwen[3] or ''}"
