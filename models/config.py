@@ -125,17 +125,17 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Reads config.json, preprocessor_config.json and generation_config.json. ValueError names what is not supported."""
-        config = _read_json(folder / "config.json", required=True)
+        config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
         _reject_unsupported(config)
-        generation = _read_json(folder / "generation_config.json", required=False)
+        generation = _read_json(folder / "generation_config.json")
         vision = _vision(config["vision_config"])
         text = config["text_config"]
         return cls(
             text=_text(text, _is_fp8(config.get("quantization_config"))),
             vision=vision,
             architecture=architecture,
-            geometry=_geometry(_read_json(folder / "preprocessor_config.json", required=False), vision),
+            geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
             sampling=_sampling(generation),
             dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -146,11 +146,11 @@ class ModelConfig:
         )
 
 
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
-    if not path.is_file():
-        if required:
-            raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}")
+def _read_json(path: Path, is_required: bool = False) -> dict[str, Any]:
+    if not path.is_file() and not is_required:
         return {}
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}")
     loaded = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(loaded, dict):
         raise ValueError(f"{path.name} must hold a JSON object")

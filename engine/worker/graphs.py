@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.worker.rows import HostStep, Int32s, Int64s, Rows
-from engine.worker.sampling.draws import Draws
+from engine.worker.rows import HostStep, Rows
+from engine.worker.sampling.draws import Draws, Int64s
 from engine.worker.staging import Staging, staged_bytes
-from models.attention.paged import FixedAttention, MakeFixed
+from models.attention.paged import FixedAttention, Int32s, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.contract import VisionLanguageModel
 from models.step_sizes import StepSizes

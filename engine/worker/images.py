@@ -57,9 +57,6 @@ class EarlyImage:
     embedding: torch.Tensor
     watch: Stopwatch
 
-    def is_of(self, encode: Encode) -> bool:
-        return (encode.source.ticket, encode.grid) == (self.of.source.ticket, self.of.grid)
-
 
 @dataclass(eq=False, repr=False)
 class ImageCache:
@@ -110,6 +107,7 @@ class ImageCache:
         if restores:
             self._let_current_stream_wait()
 
+    @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
         """Encodes an image for a plan that names its ticket, in place of the one before. Without memory nothing is done: the plan may find
         some."""
@@ -183,7 +181,7 @@ class ImageCache:
         watches: list[Stopwatch] = []
         early = self._early
         for encode in share:
-            if early is not None and early.is_of(encode):
+            if early is not None and (encode.source.ticket, encode.grid) == (early.of.source.ticket, early.of.grid):
                 self._early = None
                 kept.append(early.read[0])
                 done[encode.image_id] = early.embedding

@@ -48,7 +48,7 @@ def run(
             timeout_s = PAUSE_S
         if isinstance(plan, Prefetch):
             heart.note("images")
-            runner.prefetch(plan)
+            runner.images.prefetch(plan)
         elif isinstance(plan, LoadGrammar):
             runner.load_grammar(plan, processor.send)
         elif plan is not None:

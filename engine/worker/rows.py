@@ -9,18 +9,16 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import Admit, Chunk
-from engine.worker.sampling.draws import Draws, DrawTable, HostDraws
+from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
 from engine.worker.sampling.pooling import PooledRow
 from engine.worker.sampling.prompt import ScoredChunk, Scoring
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
 from models.state import RowStates, Snapshots
 from models.transfers import to_host
-
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, Chunk, GrammarLoaded, LoadGrammar, Prefetch, StepPlan, StepResult
+from engine.messages import Admit, Chunk, GrammarLoaded, LoadGrammar, StepPlan, StepResult
 from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
@@ -150,11 +150,6 @@ class Runner:
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_DRAWN, None, {}, NOTHING_ENCODED, watch, out_of_memory=True)
-
-    @torch.inference_mode()
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Enqueues the encoding of an image that a plan may come to name."""
-        self.images.prefetch(prefetch)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:

@@ -2,8 +2,10 @@
 few tokens (flash-decoding) the keys into parts."""
 
 from bisect import bisect_left
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from models.attention.paged import Int32s
 from models.batch import AttentionLayout
@@ -32,15 +34,19 @@ def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
 
 def token_groups(layout: AttentionLayout, size: int) -> Int32s:
     """(G, 4): first query token, number of query tokens (`size`, or a row's rest), the row's first page, end of the last token's keys."""
-    first_tokens, kv_lens = layout.qo_indptr_cpu.numpy(), layout.kv_lens_cpu.numpy()
+    first_tokens = layout.qo_indptr_cpu.numpy()
     num_tokens = first_tokens[1:] - first_tokens[:-1]
-    counts = -(-num_tokens // size)
-    row = np.repeat(np.arange(len(counts)), counts)
-    before = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * size  # of the row's tokens, those in earlier groups
-    rest = num_tokens[row] - before
-    tokens = np.minimum(rest, size)
-    end = kv_lens[row] - rest + tokens
+    row, before, tokens = cut(num_tokens, size)
+    end = (layout.kv_lens_cpu.numpy() - num_tokens)[row] + before + tokens
     return np.stack((first_tokens[row] + before, tokens, layout.page_indptr_cpu.numpy()[row], end), axis=1).astype(np.int32)
+
+
+def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
+    """Rows in pieces of `size`, or a row's rest: for each piece its row, what is before it in the row, its length."""
+    counts = -(-lengths // size)
+    row = np.repeat(np.arange(len(counts)), counts)
+    before = (np.arange(len(row)) - (counts.cumsum() - counts)[row]) * size
+    return row, before, np.minimum(lengths[row] - before, size)
 
 
 def plan_units(groups: Int32s, limit: int) -> Int32s:

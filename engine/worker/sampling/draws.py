@@ -12,9 +12,9 @@ import torch
 
 from engine.messages import SamplingParams
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.sampling import OFF, DrawParams
 
-Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 MIN_TEMPERATURE = 1e-5  # below it the noise is lost beside the logits anyway, and their quotient may overflow
@@ -109,7 +109,7 @@ def changes_of(params: SamplingParams) -> int:
     return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)
 
 
-def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> npt.NDArray[np.int32]:
+def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> Int32s:
     """32 bits for each draw: splitmix64's finaliser over seed and position. Products wrap."""
     x = seeds * SEED_FACTOR + positions.astype(np.uint64) * POSITION_FACTOR
     for shift, factor in MIX:

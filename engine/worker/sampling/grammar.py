@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
+from models.attention.paged import Int32s
 
 if TYPE_CHECKING:  # importing it takes seconds, which only those wait for who use it
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
-
-Int32s = npt.NDArray[np.int32]
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
@@ -63,6 +62,7 @@ class Session:
         self.is_slow = time.thread_time() - started > SLOW_S
 
 
+Drawn = tuple[list[Session | None], torch.Tensor, Stopwatch]  # tokens of a step that matchers have not taken
 Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `SamplingOps.mask_`
 
 
@@ -82,7 +82,7 @@ class Grammars:
         self._sessions: list[Session | None] = [None] * max_num_seqs
         self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the only tokens, as in a mask
         self._is_limited = [False] * max_num_seqs  # by the one or the other
-        self._drawn: deque[tuple[list[Session | None], torch.Tensor, Stopwatch]] = deque()  # of steps that matchers have not followed
+        self._drawn: deque[Drawn] = deque()
         self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
@@ -119,13 +119,14 @@ class Grammars:
 
         self._loader.submit(load)
 
-    def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
+    def masks(self, rows: Int64s) -> Mask | None:
         """What these rows may draw now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
         found = [(index, self._sessions[row], self._allowed[row]) for index, row in enumerate(rows.tolist()) if self._is_limited[row]]
         if not found:
             return None
         if any(session is not None for _, session, _ in found):
-            self._take_drawn()
+            while self._drawn:
+                self._take(self._drawn.popleft())
         following = {index: session for index, session, _ in found if session is not None and session.restricts}
         limited = [(index, allowed) for index, _, allowed in found if index in following or allowed is not None]
         if not limited:
@@ -142,7 +143,7 @@ class Grammars:
         self._staging.copy()
         return index_A, allowed_AW
 
-    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
+    def note(self, rows: Int64s, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
         """These rows draw tokens, which are on the host when `watch` is done. Returns the draws whose grammar was too slow and is followed
         no further."""
         sessions = [self._sessions[row] for row in rows.tolist()]
@@ -151,13 +152,12 @@ class Grammars:
         self._drawn.append((sessions, tokens_S, watch))
         return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
-    def _take_drawn(self) -> None:
-        while self._drawn:
-            sessions, tokens_S, watch = self._drawn.popleft()
-            watch.wait()
-            for session, token_id in zip(sessions, tokens_S.tolist(), strict=True):
-                if session is not None:
-                    session.take(token_id)
+    def _take(self, drawn: Drawn) -> None:
+        sessions, tokens_S, watch = drawn
+        watch.wait()
+        for session, token_id in zip(sessions, tokens_S.tolist(), strict=True):
+            if session is not None:
+                session.take(token_id)
 
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
         """Many requests share few grammars."""

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.messages import Chunk, PromptLogprobs
+from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.transfers import to_host
-
-Int64s = npt.NDArray[np.int64]
 
 SLICE = 128  # tokens whose logits are held at once: 78 MB of a vocabulary of 150,000
 
@@ -28,7 +27,7 @@ class ScoredChunk:
     targets: Int64s  # (N,) ids that follow them
 
     @classmethod
-    def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: npt.NDArray[np.int32], num_top: int) -> "ScoredChunk | None":
+    def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: Int32s, num_top: int) -> "ScoredChunk | None":
         """The part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if nothing does."""
         targets = prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1].astype(np.int64)
         return cls(index, chunk.start + 1, num_top, first + np.arange(len(targets)), targets) if len(targets) else None

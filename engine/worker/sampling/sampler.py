@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
@@ -14,6 +13,7 @@ from engine.worker.sampling.draws import Draws, DrawTable
 from engine.worker.sampling.grammar import Grammars, Mask
 from engine.worker.sampling.state import LogitState
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.config import ModelConfig
 from models.sampling import SamplingOps
 from models.transfers import to_host
@@ -62,13 +62,12 @@ class Sampler:
     """The state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, config: ModelConfig, model_folder: Path, device: torch.device):
-        vocab_size, eos_ids = config.text.vocab_size, config.eos_token_ids
-        self.grammars = Grammars(model_folder, max_num_seqs, vocab_size, device)
+        self.grammars = Grammars(model_folder, max_num_seqs, config.text.vocab_size, device)
         self._ops = ops
-        self._eos_ids = eos_ids
-        self._state = LogitState(max_num_seqs, vocab_size, device)
+        self._eos_ids = config.eos_token_ids
+        self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
-    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int) -> None:
+    def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int) -> None:
         """Row `row` now belongs to this request: `ids` are those of its prompt, then those drawn before a preemption."""
         self._state.admit(row, params, ids, num_prompt, self._eos_ids)
 

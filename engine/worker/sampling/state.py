@@ -7,11 +7,11 @@ device, as the host knows their ids a step late.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
+from models.attention.paged import Int32s
 from models.sampling import IN_PROMPT, SamplingOps
 from models.transfers import to_device
 
@@ -38,7 +38,7 @@ class LogitState:
         """Rows, vocabulary, and where they are."""
         return *self._counts_RV.shape, self._device
 
-    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> None:
+    def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> None:
         """Row `row` now belongs to this request, of which the first `num_prompt` of `ids` are the prompt."""
         changes = changes_of(params)
         if not changes:
@@ -76,7 +76,7 @@ class LogitState:
             self._tails[rows_A] = torch.cat((self._tails[rows_A][:, 1:], tokens_A.int()[:, None]), dim=1)
 
 
-def make_record(params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> Int32s:
     """A row of `LogitState._records`. Single logits change by a value in tokens at positions before `until`."""
     edits = [(token, value, FOREVER) for token, value in params.logit_bias]
     edits += [(word[0], -np.inf, FOREVER) for word in params.bad_words if len(word) == 1]
