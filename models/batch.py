@@ -67,15 +67,15 @@ class VisualSlice:
 class ForwardBatch:
     """One step. `logits_indices` may be empty: then no logits are computed (a chunk in the middle of a prompt)."""
 
-    input_ids_T: torch.Tensor  # int64 on the device; image placeholders are overwritten by `visual`
+    input_ids_T: torch.Tensor  # int64 on the device; `visual` overwrites image placeholders
     positions_3T: torch.Tensor  # (3, T) int64 on the device: M-RoPE positions (time, height, width)
     attention: AttentionLayout
     visual: tuple[VisualSlice, ...]
-    logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
-    rows: torch.Tensor  # (R,) int64 on the device: the permanent row of each sequence; rows of padding are the scratch row
+    logits_indices: torch.Tensor  # (S,) int64 on the device, ascending: tokens whose logits are wanted
+    rows: torch.Tensor  # (R,) int64 on the device: permanent rows; of padding the scratch row
     states: tuple[RowStates, ...] = ()  # one for each state group
     row_starts: torch.Tensor | None = None  # (R + 1,) int32 on the device: `qo_indptr_cpu`, of models with states
-    padding_slot: int | None = None  # tokens whose keys are written there are padding; None: there are none
+    padding_slot: int | None = None  # that of tokens which are padding; None: there are none
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from models.cache import CacheSpec, PagedGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
 
-# Of the published checkpoints' preprocessor_config.json, for folders that lack the file.
+# For folders without preprocessor_config.json: those of the published checkpoints.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
 

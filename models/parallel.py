@@ -45,7 +45,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None
     small_sums: SmallSums | None = None
     exchange: Exchange | None = None
-    whole_experts: bool = False  # each rank has some of a layer's experts whole, not a share of every one
+    whole_experts: bool = False  # not a share of every one
 
     @classmethod
     def single(cls) -> "TensorParallel":

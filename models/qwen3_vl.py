@@ -12,8 +12,7 @@ from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
-from models.layers.embedding import VocabParallelEmbedding
-from models.layers.linear import Setup
+from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
 from models.text import TextModel
 from models.vision.graphs import TowerGraphs

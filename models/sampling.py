@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-MASS_BITS = 40  # a token's probability over the best one's, as an integer: the sum over a vocabulary fits into 63 bits
+MASS_BITS = 40  # of a token's probability over the best one's: the sum over a vocabulary fits into 63 bits
 OFF = 2.0  # a `top_p` that keeps everything
 IN_PROMPT = 1 << 30  # added to the count of a token of the prompt
 

@@ -36,6 +36,6 @@ class SymmetricSums:
         return self._memory[:size].view(num_tokens, width) if size <= len(self._memory) else None
 
     def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
-        # Each rank adds a share of the values, in the same order whoever asks, and hands it out: all have the same bits.
+        # Each rank adds a share of the values and hands it out: all have the same bits.
         torch.ops.symm_mem.two_shot_all_reduce_(x_TD, "sum", self._group_name)
         return x_TD

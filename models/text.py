@@ -8,8 +8,7 @@ from models.backends.ops import Residual
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm
-from models.layers.embedding import VocabParallelEmbedding
-from models.layers.linear import Setup
+from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
 
 
@@ -26,7 +25,7 @@ class TextModel(nn.Module):
         self.rope = MRope(text, setup.ops, setup.device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
         self._layers = [DecoderLayer(i, text, setup) for i in range(text.num_layers)]
-        self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type
+        self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def quantize_(self) -> None:

@@ -42,7 +42,7 @@ from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
-STAGED_PER_TOKEN = 8 * INT64  # an id, three positions, a slot; of a scored token also its place, its target, and that it is wanted
+STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes

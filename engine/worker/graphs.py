@@ -28,11 +28,11 @@ from models.contract import VisionLanguageModel
 from models.step_sizes import StepSizes
 
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
-FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels that only they have
+FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels of their own
 PAGE_BYTES = 4
 BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
 SLACK = 4096  # for their alignment
-LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # from the first on, tensors on a GPU are cut from segments that large
+LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 
 
 class Shape(NamedTuple):
@@ -54,7 +54,7 @@ class Graph:
 
     replay: Replay
     attention: FixedAttention
-    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens, see `StepGraphs._pad`, then every decode row
+    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every decode row
 
 
 class StepGraphs:

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
-MAX_GROUP_TOKENS = 4608  # bounds the tower's activations, unless one image has more
-GATHER_COPIES = 4  # of embeddings on their way to all ranks: a rank's own ones padded, everybody's padded and in order, the cache's
-GROWTH = 2  # of one group to the next: the next is read while the tower works on the one before
+MAX_GROUP_TOKENS = 4608  # bounds activations, unless one image has more
+GATHER_COPIES = 4  # of embeddings on their way to all ranks: own ones padded, everybody's padded and in order, the cache's
+GROWTH = 2  # of one group to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class ImageCache:
         """Encodes an image for a plan that names its ticket, in place of the one before. Without memory nothing is done: the plan may find
         some."""
         if self._early is not None and self.stream is not None:
-            self.stream.synchronize()  # nobody wanted it, so perhaps the tower still reads its pixels
+            self.stream.synchronize()  # perhaps the tower still reads its pixels
         self._early = None
         with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
             read = self.reader.read_copy(prefetch.source)

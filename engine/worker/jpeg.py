@@ -48,7 +48,7 @@ class ImageReader:
         with torch.cuda.stream(self._stream):
             pixels = self._read(sources, payloads)
             if any(source.orientation != 1 for source in sources):
-                self._stream.synchronize()  # what was turned was read from the decoder's own memory, which is free again now
+                self._stream.synchronize()  # what was turned was read from the decoder's own memory, free again now
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pixels
 

@@ -25,7 +25,7 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and until that is tried again in vain
+PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and until it is tried again in vain
 SPIN_S = 20e-6
 
 
@@ -59,7 +59,7 @@ def run(
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:
-                time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
+                time.sleep(SPIN_S)
             else:
                 timeout_s = IDLE_POLL_S
 
@@ -91,7 +91,7 @@ def main() -> None:
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
         child.close()
-        os._exit(1)  # at once: a compiler may still be at work beside
+        os._exit(1)  # a compiler may still be at work
     settle_heap()
     results.send(ready)
     heart = Heart(child.run_dir, rank)
@@ -99,7 +99,7 @@ def main() -> None:
     run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heart)
     heart.stop()
     child.close()
-    os._exit(0)  # at once: tearing down collectives may wait for ranks that are gone
+    os._exit(0)  # tearing down collectives may wait for ranks that are gone
 
 
 if __name__ == "__main__":

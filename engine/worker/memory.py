@@ -69,7 +69,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
         plan = divide(config, spec, needs, free)
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.parts.items())
         logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, parts)
-    asked = plan.image_cache + plan.kv_pool  # flags may ask for more than --gpu-memory-utilization, but not for more than there is
+    asked = plan.image_cache + plan.kv_pool  # may be more than --gpu-memory-utilization, but not than there is
     if plan.num_blocks < 1 or (needs is not None and asked > free - needs.total):
         raise ValueError(
             "there is no memory for the KV pool, or not as much as was asked for: raise --gpu-memory-utilization, or lower "

@@ -42,7 +42,7 @@ class LaunchedStep:
     sampled: Sampled  # in pinned host memory, as `scores`
     scores: PromptScores | None
     pooled: dict[int, torch.Tensor]  # the same
-    encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
+    encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
     out_of_memory: bool = False
     slow_draws: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ class Runner:
             if self.tp.size > 1:
                 raise
             if self._on_gpu:
-                torch.cuda.synchronize()  # what the step has allocated so far may still be worked on
+                torch.cuda.synchronize()  # what the step has allocated may still be worked on
         return self._give_up(plan, launched)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:

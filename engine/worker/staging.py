@@ -8,7 +8,7 @@ import torch
 
 from engine.messages import DEPTH
 
-ALIGNMENT = 128  # so that pieces of up to a cache line, which kernels read at once, do not straddle two
+ALIGNMENT = 128  # pieces that kernels read at once must not straddle two cache lines
 RING = DEPTH + 1  # one is being built
 
 

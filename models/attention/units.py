@@ -13,8 +13,8 @@ from models.batch import AttentionLayout
 UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is none
 ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
 TILE = 32  # keys; units begin at multiples
-MAX_PARTS = 512  # of a group: the shares of all are kept while they are merged
-MIN_TILES = 3  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
+MAX_PARTS = 512  # of a group: all shares are kept while they are merged
+MIN_TILES = 3  # of a unit, if its group has them: merging many parts takes longer than reading a few tiles
 
 
 def group_tokens(num_heads: int, kv_heads: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
-UNIT = 64.0  # the standard deviation of random values before they are scaled
+UNIT = 64.0  # standard deviation of random values before they are scaled
 STRIPE = 1 << 14  # rows of random values that are made at a time
 LEAST_SCALE = 1e-30  # of a group that is all zeros
 SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
@@ -41,7 +41,7 @@ class BlockScaled:
         """Each block's largest value becomes LARGEST."""
         rows, columns = matrix_NK.shape
         made = cls.empty(rows, columns, matrix_NK.device)
-        for start in range(0, rows, BLOCK):  # a stripe at a time: float32 copies of whole matrices would not fit beside them
+        for start in range(0, rows, BLOCK):  # float32 copies of whole matrices would not fit beside them
             stripe = matrix_NK[start : start + BLOCK].float().unflatten(1, (-1, BLOCK))
             scale = (stripe.abs().amax((0, 2)) / LARGEST).clamp_(min=LEAST_SCALE)
             made.scales[start // BLOCK].copy_(scale)

@@ -11,7 +11,7 @@ from models.geometry import Grid
 from models.layers.linear import Setup
 from models.layers.rotary import vision_rows
 
-MAX_CACHED_PATCHES = 1 << 17  # about 300 MB of tables at 8B; the largest image has half as many patches
+MAX_CACHED_PATCHES = 1 << 17  # about 300 MB at 8B; the largest image has half as many
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbed(config, setup)
         self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, setup)
         self._blocks = [VisionBlock(config, attention, setup) for _ in range(config.depth)]
-        self.blocks = nn.ModuleList(self._blocks)  # under the checkpoint's name; the list beside it keeps the type
+        self.blocks = nn.ModuleList(self._blocks)  # the list beside it keeps the type
         self.merger = PatchMerger(config, norm_after_join=False, setup=setup)
         mergers = (PatchMerger(config, norm_after_join=True, setup=setup) for _ in config.deepstack_indexes)
         self.deepstack_merger_list = nn.ModuleList(mergers)

@@ -17,7 +17,7 @@ from models.sampling import OFF, DrawParams
 
 Int64s = npt.NDArray[np.int64]
 
-MIN_TEMPERATURE = 1e-5  # below it the noise is lost beside the logits anyway, and their quotient may overflow
+MIN_TEMPERATURE = 1e-5  # below it noise is lost beside the logits, and their quotient may overflow
 MASK64 = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 SEED_FACTOR, POSITION_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
@@ -33,7 +33,7 @@ class Draws:
 
     rows_S: torch.Tensor  # int64, permanent rows that receive the tokens
     params: DrawParams
-    changes: int  # PENALTIES, EDITS and WORDS, whatever a row of the step needs
+    changes: int  # PENALTIES, EDITS and WORDS that any row needs
     changed_A: torch.Tensor  # int64 indices of draws
     positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
     reported_L: torch.Tensor  # int64 indices of draws

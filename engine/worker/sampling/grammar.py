@@ -21,12 +21,12 @@ from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
 from models.attention.paged import Int32s
 
-if TYPE_CHECKING:  # importing it takes seconds, which only those wait for who use it
+if TYPE_CHECKING:  # importing it takes seconds
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
-SLOW_S = 0.1  # of this thread's time for one token of one row; usual are some tens of microseconds
+SLOW_S = 0.1  # of this thread's time for one token of one row; tens of microseconds are usual
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class Session:
 
     matcher: "GrammarMatcher"
     after: int | None  # the grammar holds behind this token; None if it has come
-    is_over: bool = False  # the text is complete, or left the grammar because a stop token or another rule was stronger
-    is_slow: bool = False  # a token of it took so long that all other rows waited: it is followed no further
+    is_over: bool = False  # the text is complete, or another rule made it leave the grammar
+    is_slow: bool = False  # a token took so long that all rows waited: it is followed no further
 
     @property
     def restricts(self) -> bool:
