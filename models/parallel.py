@@ -71,8 +71,7 @@ class TensorParallel:
 
     def sum_of(self, num_tokens: int, width: int, compute: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
         """The sum over the ranks of what `compute(out)` leaves in `out` (T, D), or makes if that is None. Read it before the next call."""
-        room_TD = None if self.small_sums is None else self.small_sums.room(num_tokens, width)
-        if self.small_sums is None or room_TD is None:
+        if self.small_sums is None or (room_TD := self.small_sums.room(num_tokens, width)) is None:
             return self.all_reduce_(compute(None))
         return self.small_sums.sum_(compute(room_TD))
 

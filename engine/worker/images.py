@@ -162,9 +162,8 @@ class ImageCache:
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
         """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
         zero = self._zeros(1)
-        counts = [(encode.image_id, self._num_tokens(encode)) for encode in encodes]
-        for image_id, num_tokens in [*counts, *((restore.image_id, restore.num_tokens) for restore in restores)]:
-            self.tensors[image_id] = zero.expand(-1, num_tokens, -1)
+        self.tensors |= {encode.image_id: zero.expand(-1, self._num_tokens(encode), -1) for encode in encodes}
+        self.tensors |= {restore.image_id: zero.expand(-1, restore.num_tokens, -1) for restore in restores}
 
     def prepare(self, is_busy: bool) -> bool:
         """As `VisionLanguageModel.prepare`."""

@@ -58,7 +58,7 @@ class PromptScores:
     top_NM: torch.Tensor
 
     def to_host(self) -> "PromptScores":
-        return PromptScores(self.chunks, *(to_host(values) for values in (self.logprobs_N, self.top_ids_NM, self.top_NM)))
+        return PromptScores(self.chunks, *map(to_host, (self.logprobs_N, self.top_ids_NM, self.top_NM)))
 
     def per_chunk(self) -> dict[int, PromptLogprobs]:
         """By the index of the chunk in the plan. What was copied must be on the host by now."""

@@ -32,8 +32,7 @@ class Logprobs:
     top_LN: torch.Tensor  # float32
 
     def to_host(self) -> "Logprobs":
-        copies = [to_host(values) for values in (self.tokens_L, self.top_ids_LN, self.top_LN)]
-        return Logprobs(to_host(self.reported_L), self.num_top, *copies)
+        return Logprobs(to_host(self.reported_L), self.num_top, *map(to_host, (self.tokens_L, self.top_ids_LN, self.top_LN)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,9 @@ class Sampled:
         if self.logprobs is None:
             return []
         found: list[TokenLogprobs | None] = [None] * len(self.tokens_S)
-        values = self.logprobs.reported_L, self.logprobs.tokens_L, self.logprobs.top_ids_LN, self.logprobs.top_LN
-        for n, index, token, top_ids, top in zip(self.logprobs.num_top, *(part.tolist() for part in values), strict=True):
+        of = self.logprobs
+        values = of.reported_L, of.tokens_L, of.top_ids_LN, of.top_LN
+        for n, index, token, top_ids, top in zip(of.num_top, *(part.tolist() for part in values), strict=True):
             found[index] = TokenLogprobs(token, top_ids[:n], top[:n])
         return found
 
