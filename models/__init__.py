@@ -1,1 +1,1 @@
-"""Model architecture of the Qwen3-VL family: configuration, preprocessing, layers and weights; imports neither `engine` nor `server`."""
+"""Model architecture of the Qwen3-VL family; imports neither `engine` nor `server`."""

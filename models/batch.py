@@ -1,7 +1,7 @@
-"""What one forward pass computes: the explicit input of the decoder. The worker's runner builds one per step.
+"""The explicit input of one forward pass of the decoder.
 
-Shape legend used in all of `models/`: T tokens of the step, R rows (sequences) of the step, P patches, V vocabulary,
-D hidden size, H heads, K head_dim, B batch, L DeepStack levels, N tokens of one image.
+Shape legend used in all of `models/`: T tokens of the step, R rows (sequences) of the step, P patches, V vocabulary, D hidden size, H
+heads, K head_dim, B batch, L DeepStack levels, N tokens of one image.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from models.state import RowStates
 class AttentionLayout:
     """Which tokens attend to which KV pages in this step.
 
-    Rows are sequences; the tokens of row r are `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]` of the step. Its last query token is the last
-    of its `kv_lens_cpu[r]` cached tokens (this step's tokens included), so the causal mask is aligned to the end. Rows
-    `num_prefill_rows :` are decode rows: exactly one token each. All `*_cpu` tensors are int32 on the CPU.
+    Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
+    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: exactly one token each. All `*_cpu` tensors are int32
+    on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets
@@ -54,20 +54,28 @@ class VisualSlice:
     offset: int
     embedding: torch.Tensor  # (1 + L, N, D): the main embedding, then one per DeepStack level
 
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+    def level(self, index: int) -> torch.Tensor:
+        """(length, D)."""
+        return self.embedding[index, self.offset : self.offset + self.length]
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step. `logits_indices` may be empty: then no logits are computed (a chunk in the middle of a prompt)."""
 
-    input_ids_T: torch.Tensor  # int64 on the device; image placeholders are overwritten by `visual`
+    input_ids_T: torch.Tensor  # int64 on the device; `visual` overwrites image placeholders
     positions_3T: torch.Tensor  # (3, T) int64 on the device: M-RoPE positions (time, height, width)
     attention: AttentionLayout
     visual: tuple[VisualSlice, ...]
-    logits_indices: torch.Tensor  # (S,) int64 on the device: tokens of the step whose logits are wanted, ascending
-    rows: torch.Tensor  # (R,) int64 on the device: the permanent row of each sequence; rows of padding are the scratch row
+    logits_indices: torch.Tensor  # (S,) int64 on the device, ascending: tokens whose logits are wanted
+    rows: torch.Tensor  # (R,) int64 on the device: permanent rows; of padding the scratch row
     states: tuple[RowStates, ...] = ()  # one for each state group
     row_starts: torch.Tensor | None = None  # (R + 1,) int32 on the device: `qo_indptr_cpu`, of models with states
-    padding_slot: int | None = None  # tokens whose keys are written there are padding; None: there are none
+    padding_slot: int | None = None  # that of tokens which are padding; None: there are none
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a model caches of a sequence, in groups of equal layers. Plain Python: pools, the memory plan and the scheduler's limits follow.
 
-A layer finds its cache by its group and its ordinal in the group, never by its number in the model: in `[state, state, state, attention]`
-the attention is layer 0 of the paged group.
+A layer finds its cache by its group and its ordinal there: in `[state, state, state, attention]` the attention is layer 0 of the paged
+group.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """A recurrent state of `layer_bytes` a row for each layer, however long the row's sequence is. See `models.state`."""
+    """A recurrent state of `layer_bytes` a row for each layer, however long the sequence is. See `models.state`."""
 
     num_layers: int
     layer_bytes: int
@@ -42,11 +42,9 @@ class CacheSpec:
 
     @property
     def bytes_per_row(self) -> int:
-        """Of all states of a row."""
         return sum(group.bytes_per_row for group in self.states)
 
     def block_bytes(self, block_size: int) -> int:
-        """Of a block of `block_size` tokens."""
         return block_size * self.paged.bytes_per_token
 
     def snapshot_blocks(self, block_size: int) -> int:

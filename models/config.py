@@ -1,5 +1,5 @@
 """What a checkpoint folder says about its model, as typed values: the one adapter of Hugging Face configuration files, in the layout of
-transformers 5 (`rope_parameters`) and of the published checkpoints (`rope_scaling` beside `rope_theta`). Imports no torch."""
+transformers 5 (`rope_parameters`) and of the published checkpoints (`rope_scaling`, `rope_theta`). Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from models.cache import CacheSpec, PagedGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
 
-# Of the published checkpoints' preprocessor_config.json, for folders that lack the file.
+# For folders without preprocessor_config.json: those of the published checkpoints.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
 
@@ -34,7 +34,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """The decoder. `head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 on a hidden size of 5120."""
+    """`head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 on a hidden size of 5120."""
 
     num_layers: int
     hidden_size: int
@@ -57,7 +57,7 @@ class TextConfig:
 
     @property
     def stored_layer_parameters(self) -> int:
-        """Of all of them: of every expert."""
+        """Of all of them, every expert's included."""
         return self._matrices(self.intermediate_size if self.moe is None else self.moe.num_experts * self.moe.intermediate_size)
 
     def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
@@ -70,7 +70,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The vision tower. DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+    """DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
 
     depth: int
     hidden_size: int
@@ -92,7 +92,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What the checkpoint recommends where a request is silent (generation_config.json). `top_k` 0 means off."""
+    """What generation_config.json recommends where a request is silent. `top_k` 0 means off."""
 
     temperature: float
     top_p: float
@@ -103,7 +103,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that the engine needs to know about a checkpoint besides its weights."""
+    """All that the engine needs to know of a checkpoint besides its weights."""
 
     text: TextConfig
     vision: VisionConfig
@@ -125,17 +125,17 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Reads config.json, preprocessor_config.json and generation_config.json. ValueError names what is not supported."""
-        config = _read_json(folder / "config.json", required=True)
+        config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
         _reject_unsupported(config)
-        generation = _read_json(folder / "generation_config.json", required=False)
+        generation = _read_json(folder / "generation_config.json")
         vision = _vision(config["vision_config"])
         text = config["text_config"]
         return cls(
             text=_text(text, _is_fp8(config.get("quantization_config"))),
             vision=vision,
             architecture=architecture,
-            geometry=_geometry(_read_json(folder / "preprocessor_config.json", required=False), vision),
+            geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
             sampling=_sampling(generation),
             dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -146,11 +146,11 @@ class ModelConfig:
         )
 
 
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
-    if not path.is_file():
-        if required:
-            raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}")
+def _read_json(path: Path, is_required: bool = False) -> dict[str, Any]:
+    if not path.is_file() and not is_required:
         return {}
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}")
     loaded = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(loaded, dict):
         raise ValueError(f"{path.name} must hold a JSON object")
@@ -203,7 +203,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
-    """Whether the weights are as in the published FP8 checkpoints. ValueError if they are quantized otherwise."""
+    """Whether the weights are as in the published FP8 checkpoints. ValueError if quantized otherwise."""
     if quantization is None:
         return False
     for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128]), ("activation_scheme", "dynamic"), ("fmt", "e4m3")):

@@ -1,4 +1,4 @@
-"""What the engine asks of a model. `models.registry` says which class a checkpoint is of; no file of the engine names one."""
+"""What the engine asks of a model; `models.registry` says which class a checkpoint is of."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -24,23 +24,21 @@ class VisionLanguageModel(Protocol):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What this rank's layers cache of a sequence: `TextConfig.cache_spec`, by which memory is planned."""
+        """What this rank's layers cache of a sequence."""
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """uint8 images (H, W, 3) on the device, each resized to its grid (t, h, w) in patches -> for each its embeddings (1 + L, N, D), in
-        a storage of its own. One pass: the caller bounds the patches."""
+        """uint8 images (H, W, 3) on the device, each resized to its grid (t, h, w) in patches -> its embeddings (1 + L, N, D), in a storage
+        of its own. One pass: the caller bounds the patches."""
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """(T, D) embeddings of token ids."""
 
     def __call__(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """(S, D) final hidden states of `batch.logits_indices`, whole on every rank.
-
-        `attention.plan(batch.attention)` has been called. The step's keys and values are in the pools afterwards.
-        """
+        """(S, D) final hidden states of `batch.logits_indices`, whole on every rank; the step's keys and values are in the pools
+        afterwards. `attention` has been planned for the batch."""
 
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        """(S, V) float32 over the whole vocabulary, on every rank; in `out_SV` if that is given."""
+        """(S, V) float32 over the whole vocabulary, on every rank; in `out_SV` if given."""
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         """Where each of the checkpoint's tensors goes."""
@@ -49,14 +47,14 @@ class VisionLanguageModel(Protocol):
         """As `torch.nn.Module`: for made-up weights."""
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The same, of which some hold matrices in float8."""
+        """The same; some hold matrices in float8."""
 
     def quantize_(self) -> None:
         """Makes the decoder's matrices float8; once, before anything is captured."""
 
     def kept_bytes(self) -> int:
-        """Bytes of device memory that what `prepare` makes, and tables of sizes that came, may come to hold."""
+        """Device memory that what `prepare` makes, and tables of sizes that came, may come to hold."""
 
     def prepare(self, is_busy: bool = False) -> bool:
-        """Work of some tens of milliseconds that pays later, for a time when the host has nothing to launch: False if there is none.
+        """Some tens of milliseconds of work that pays later, for a time when the host has nothing to launch: False if there is none.
         `is_busy`: the device still works."""

@@ -1,5 +1,4 @@
-"""Sizes of images in patches and tokens: the server counts tokens with it, the workers resize with it. Only this file rounds a size.
-Standard library alone."""
+"""Sizes of images in patches and tokens, for the server and the workers: only this file rounds a size. Standard library alone."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 @dataclass(frozen=True, slots=True)
 class VisionGeometry:
-    """How pixels become patches and tokens. Pixel limits are areas (height * width) after resizing."""
+    """Pixel limits are areas (height * width) after resizing."""
 
     patch_size: int
     merge_size: int
@@ -46,11 +45,11 @@ class VisionGeometry:
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def num_tokens(self, grid: Grid) -> int:
-        """Placeholder tokens that an item of this patch grid takes in the prompt."""
+        """Placeholder tokens of an item of this patch grid."""
         t, h, w = grid
         return t * h * w // self.merge_size**2
 
     def merged(self, grid: Grid) -> Grid:
-        """The grid in tokens, (t, h / merge, w / merge): what M-RoPE positions are computed from."""
+        """The grid in tokens, (t, h / merge, w / merge)."""
         t, h, w = grid
         return t, h // self.merge_size, w // self.merge_size

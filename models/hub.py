@@ -1,9 +1,7 @@
-"""From what a user passes as `--model` to a folder on disk: a folder, a short alias, or a hub id.
-
-Imports no torch; the hub is contacted only for a model that is not on disk.
-"""
+"""From what a user passes as `--model` to a folder on disk. Imports no torch; the hub is contacted only for a model that is not on disk."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,8 +20,8 @@ SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
 DEMO = "demo"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
 INDEX_PATTERNS = ("*.safetensors.index.json",)
-COSMOS_REASON_SIZES = ("2B", "8B")  # Qwen3-VL, trained further
-COSMOS3 = {"Cosmos3-Nano": "nvidia/Cosmos3-Nano", "Cosmos3-Super": "nvidia/Cosmos3-Super"}
+QWEN = re.compile(rf"(Qwen3-VL-(?:{'|'.join(SIZES)}))(-Instruct|-Thinking)?(-FP8)?")
+COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +33,14 @@ class ResolvedModel:
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache (progress on stderr). A published size with
-    dummy weights needs no network: its files are written below `cache_dir`. ValueError for what is nothing of this, and when the
-    download fails."""
+    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. A published size with dummy weights needs no
+    network: its files are written below `cache_dir`. ValueError for anything else, and when the download fails."""
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)
-    hub_id = aliases().get(model, model)
+    hub_id = hub_id_of(model)
     _demand_hub_id(hub_id)
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
@@ -56,18 +53,11 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     return ResolvedModel(folder, model)
 
 
-def aliases() -> dict[str, str]:
-    """Short names and the hub ids they stand for: `Qwen3-VL-8B` is the Instruct checkpoint."""
-    names: dict[str, str] = {}
-    for size in SIZES:
-        names[f"Qwen3-VL-{size}"] = f"Qwen/Qwen3-VL-{size}-Instruct"
-        for kind in ("Instruct", "Thinking", "Instruct-FP8", "Thinking-FP8"):
-            names[f"Qwen3-VL-{size}-{kind}"] = f"Qwen/Qwen3-VL-{size}-{kind}"
-        names[f"Qwen3-VL-{size}-FP8"] = f"Qwen/Qwen3-VL-{size}-Instruct-FP8"
-    names |= {f"Cosmos-Reason2-{size}": f"nvidia/Cosmos-Reason2-{size}" for size in COSMOS_REASON_SIZES}
-    for name, hub_id in COSMOS3.items():
-        names |= {name: hub_id, f"{name}-Reasoner": hub_id}
-    return names
+def hub_id_of(model: str) -> str:
+    """What a short name stands for: `Qwen3-VL-8B` is the Instruct checkpoint."""
+    if qwen := QWEN.fullmatch(model):
+        return f"Qwen/{qwen[1]}{qwen[2] or '-Instruct'}{qwen[3] or ''}"
+    return f"nvidia/{model.removesuffix('-Reasoner')}" if COSMOS.fullmatch(model) else model
 
 
 def _published_size(hub_id: str) -> str | None:

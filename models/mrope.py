@@ -29,6 +29,6 @@ def mrope_positions(num_tokens: int, spans: Sequence[tuple[int, Grid]]) -> tuple
         position += max(h, w)
         token = end
     positions[:, token:] = np.arange(position, position + num_tokens - token)
-    # The next token follows the largest position used so far, which a grid with many frame pairs may hold on the time axis.
+    # The next token follows the largest position, which many frame pairs may hold on the time axis.
     next_position = int(positions.max()) + 1 if num_tokens else 0
     return positions, next_position - num_tokens

@@ -19,7 +19,7 @@ class SmallSums(Protocol):
 
 
 class Exchange(Protocol):
-    """Collectives of few values, each in one kernel. Sums are of bfloat16, which a model has that has an exchange."""
+    """Collectives of few values, each in one kernel. Sums are of bfloat16."""
 
     max_bytes: int  # of a rank
 
@@ -45,11 +45,10 @@ class TensorParallel:
     group: dist.ProcessGroup | None
     small_sums: SmallSums | None = None
     exchange: Exchange | None = None
-    whole_experts: bool = False  # each rank has some of a layer's experts whole, not a share of every one
+    whole_experts: bool = False  # not a share of every one
 
     @classmethod
     def single(cls) -> "TensorParallel":
-        """The whole model on one device."""
         return cls(rank=0, size=1, group=None)
 
     def share(self, total: int, what: str) -> int:
@@ -59,7 +58,7 @@ class TensorParallel:
         return total // self.size
 
     def exchange_for(self, num_bytes: int) -> Exchange | None:
-        """The exchange, if there is one and each rank's part is little enough for it."""
+        """If each rank's part is little enough for it."""
         return self.exchange if self.exchange is not None and num_bytes <= self.exchange.max_bytes else None
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,8 +71,7 @@ class TensorParallel:
 
     def sum_of(self, num_tokens: int, width: int, compute: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
         """The sum over the ranks of what `compute(out)` leaves in `out` (T, D), or makes if that is None. Read it before the next call."""
-        room_TD = None if self.small_sums is None else self.small_sums.room(num_tokens, width)
-        if self.small_sums is None or room_TD is None:
+        if self.small_sums is None or (room_TD := self.small_sums.room(num_tokens, width)) is None:
             return self.all_reduce_(compute(None))
         return self.small_sums.sum_(compute(room_TD))
 
@@ -86,8 +84,7 @@ class TensorParallel:
         return x
 
     def warm_up(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Each collective once, for one token and for so many, on every rank: NCCL connects ranks at the first of a kind and size, which
-        takes a second and memory."""
+        """Each collective once, for one token and for so many, on every rank: NCCL's first of a kind and size takes a second and memory."""
         for count in (1, num_tokens) if self.size > 1 else ():
             x = torch.zeros((count, width), dtype=dtype, device=device)
             for tp in (self, replace(self, exchange=None)):
@@ -106,7 +103,7 @@ class TensorParallel:
         return gathered.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Counts may differ, and every rank knows all of them."""
+        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Every rank knows all counts."""
         if self.size == 1:
             return x
         longest = max(counts)

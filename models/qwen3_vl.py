@@ -1,7 +1,6 @@
-"""Qwen3-VL as the worker runs it, see `models.contract`: a vision tower whose embeddings join a decoder's tokens."""
+"""Qwen3-VL: a vision tower whose embeddings join a decoder's tokens."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -13,8 +12,7 @@ from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
-from models.layers.decoder import MLP, FeedForward
-from models.layers.embedding import VocabParallelEmbedding
+from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
 from models.text import TextModel
 from models.vision.graphs import TowerGraphs
@@ -23,9 +21,7 @@ from models.vision.tower import VisionTower
 
 
 class Qwen3VL(nn.Module):
-    """This rank's part of the decoder and head, and the whole vision tower. Weights are uninitialised until loaded (`models.weights`)."""
-
-    feed_forward: ClassVar[FeedForward] = MLP
+    """See `VisionLanguageModel`. With experts or without, as the configuration says."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,14 +30,16 @@ class Qwen3VL(nn.Module):
         self.dtype = dtype
         self.device = device = backend.device
         self.ops = backend.ops
+        setup = Setup(tp, self.ops, dtype, device)
+        attention = backend.varlen_attention(config.vision.num_heads, config.vision.head_dim)
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
-        self.visual = VisionTower(config.vision, backend, dtype)
+        self.visual = VisionTower(config.vision, attention, setup)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
-        self.language_model = TextModel(config, tp, self.ops, self.feed_forward, dtype, device)
+        self.language_model = TextModel(config, setup)
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
-            self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, tp, dtype, device)
+            self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
 
     @property
     def cache_spec(self) -> CacheSpec:

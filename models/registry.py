@@ -1,7 +1,4 @@
-"""Which architectures there are: a checkpoint's `model_type` -> how its files lie and which class runs it. Imports no torch.
-
-A new architecture is a file of `models/` and a line here.
-"""
+"""A checkpoint's `model_type` -> how its files lie and which class runs it. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,43 +10,38 @@ from models.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAMES
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`model` is `module:class`, which workers import. `renames`: tensors are renamed by the rules in turn. `weight_files` are patterns of
-    paths below the folder; an index is followed instead, where there is one."""
+    """`model` is `module:class`, which workers import. `weight_files` are patterns of paths below the folder; an index is followed instead,
+    where there is one."""
 
     model: str
     weight_files: tuple[str, ...] = ("model*.safetensors",)
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
     dropped: str | None = None  # tensors that match belong to something else
 
-    def name_of(self, stored: str) -> str | None:
-        """The name that the model knows a stored tensor by; None if it is not the model's."""
-        if self.dropped is not None and re.search(self.dropped, stored):
-            return None
-        for pattern, replacement in self.renames:
-            stored = re.sub(pattern, replacement, stored)
-        return stored
-
     def names_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names that the model knows -> names in the files. ValueError if two tensors become one."""
         names: dict[str, str] = {}
         for name in stored:
-            known = self.name_of(name)
+            if self.dropped is not None and re.search(self.dropped, name):
+                continue
+            known = name
+            for pattern, replacement in self.renames:
+                known = re.sub(pattern, replacement, known)
             if known in names:
                 raise ValueError(f"the checkpoint has {known} twice: as {names[known]} and as {name}")
-            if known is not None:
-                names[known] = name
+            names[known] = name
         return names
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": Architecture("models.qwen3_vl:Qwen3VL"),
-    "qwen3_vl_moe": Architecture("models.qwen3_vl_moe:Qwen3VLMoe"),
+    "qwen3_vl_moe": Architecture("models.qwen3_vl:Qwen3VL"),
     "cosmos3_omni": Architecture("models.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """That of a config.json. ValueError for a model type that nobody here runs."""
+    """ValueError for a model type that nobody here runs."""
     found = ARCHITECTURES.get(str(config.get("model_type")))
     if found is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {config.get('model_type')!r}")

@@ -2,8 +2,7 @@
 
 A row's score is its logit over the temperature. Filters keep the best tokens in the order (logit descending, id ascending): the `top_k`
 first; of these the first whose renormalised probabilities reach `top_p`, the one that crosses it included; of these the ones not less
-probable than `min_p` times the best, which always stays. The token has the largest score plus Gumbel noise, the lowest id if there are
-several.
+probable than `min_p` times the best. The token has the largest score plus Gumbel noise, the lowest id of several.
 
 The noise is a function of the row's key and the token id. Probabilities are summed as integers, so no order of a sum decides anything.
 """
@@ -13,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-MASS_BITS = 40  # a token's probability over the best one's, as an integer: the sum over a vocabulary fits into 63 bits
+MASS_BITS = 40  # of a token's probability over the best one's: the sum over a vocabulary fits into 63 bits
 OFF = 2.0  # a `top_p` that keeps everything
 IN_PROMPT = 1 << 30  # added to the count of a token of the prompt
 
@@ -44,7 +43,7 @@ class SamplingOps(Protocol):
         IN_PROMPT if it is in the prompt.
 
         A logit of a token that was drawn or is in the prompt is divided by the repetition penalty, or multiplied if negative; then it loses
-        the frequency penalty for each time it was drawn, and the presence penalty if it was drawn at all.
+        the frequency penalty for each time it was drawn, and the presence penalty if drawn at all.
         """
 
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent states of rows on the device, and their snapshots in blocks of the KV pool. Owned by the worker's rows, read by layers."""
+"""Recurrent states of rows on the device, and their snapshots in blocks of the KV pool."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ import torch
 
 from models.backends.ops import KVPool
 from models.cache import StateGroup
+from models.transfers import to_device
 
 
 class RowStates:
     """The states of one group: (layers, permanent rows + 1, bytes) uint8; the last row is scratch.
 
-    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. A row is
-    `reset_` or loaded when it is admitted, so what a layer reads is always its own row's.
+    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones.
     """
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device) -> None:
@@ -22,10 +22,6 @@ class RowStates:
     def layer(self, ordinal: int) -> torch.Tensor:
         """(rows + 1, bytes) of the group's layer, to be read and written in place."""
         return self.values[ordinal]
-
-    def reset_(self, row: int) -> None:
-        """The row begins a sequence."""
-        self.values[:, row] = 0
 
 
 class Snapshots:
@@ -54,7 +50,7 @@ class Snapshots:
         """The row's states become what `save` put into these blocks; with none, those of a sequence's beginning."""
         if not blocks:
             for group in self._states:
-                group.reset_(row)
+                group.values[:, row] = 0
             return
         index = self._index(blocks)
         content = torch.cat([pages[index] for pages in self._pages], dim=1).flatten()[: self._row_bytes]
@@ -72,6 +68,4 @@ class Snapshots:
             self._dirty.difference_update(dirty)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        host = torch.from_numpy(np.asarray(blocks, dtype=np.int64))
-        device = self._pages[0].device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return to_device(np.asarray(blocks, dtype=np.int64), self._pages[0].device)

@@ -1,4 +1,4 @@
-"""Sizes of steps that pay on a device: the scheduler cuts prompts to them, workers have graphs of the smaller ones. Plain Python."""
+"""Sizes of steps that pay on a device: the scheduler cuts prompts to them, workers have graphs of the smaller ones."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import msgspec
 
 LONG_STEP = 16  # tokens: sizes of long prompts are multiples
-LONGEST = 3072  # tokens: a longer chunk is rare, and starts late by less than its part
-LONG_PADDING = 32  # a long prompt is padded by this part of its tokens at most
+LONGEST = 3072  # tokens: longer chunks are rare
+LONG_PADDING = 32  # a long prompt is padded by this part at most
 
 
 class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,13 +16,13 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     mixed: tuple[int, ...]  # tokens of steps that compute prompts beside decodes
     cheap: int  # to cut such a step smaller saves little
     usual: int  # most tokens of such a step unless much more waits: --mixed-step-tokens
-    usual_sparse: int  # the same for experts in bfloat16: a step reads nearly all, whatever a token goes to
+    usual_sparse: int  # the same for experts in bfloat16, of which a step reads nearly all
     max_mixed_prefill: int  # most prompt tokens of such a step, whatever waits: --max-num-mixed-tokens
     decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts
     mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts, from none on
     small_chunks: tuple[int, ...] = ()  # prompt tokens for the end of a cached prompt, beside any number of decodes
     largest_chunk: int = 0  # prompt tokens of a graph beside many decodes
-    launch_work: int = 0  # tokens times parameters of a layer: with more, the device is busy while the host launches the layer
+    launch_work: int = 0  # tokens times parameters of a layer: with more, the device is slower than the host
     few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
     large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this

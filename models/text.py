@@ -4,47 +4,40 @@ import torch
 from torch import nn
 
 from models.attention.paged import AttentionBackend, FusedAttention
-from models.backends.ops import Ops, Residual
+from models.backends.ops import Residual
 from models.batch import ForwardBatch
 from models.config import ModelConfig
-from models.layers.decoder import DecoderLayer, FeedForward, LayerContext
-from models.layers.embedding import VocabParallelEmbedding
-from models.layers.norm import RMSNorm
+from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm
+from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
-from models.parallel import TensorParallel
-from models.vision.splice import add_deepstack_, splice_
 
 
 class TextModel(nn.Module):
     """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
 
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallel, ops: Ops, feed_forward: FeedForward, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, setup: Setup) -> None:
         super().__init__()
         text = config.text
-        self.ops = ops
+        self.ops = setup.ops
         self._is_sparse = text.moe is not None
         self.num_deepstack_levels = len(config.vision.deepstack_indexes)
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
-        self.rope = MRope(text, ops, device)
-        self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, tp, dtype, device)
-        self._layers = [DecoderLayer(i, text, tp, ops, feed_forward, dtype, device) for i in range(text.num_layers)]
-        self.layers = nn.ModuleList(self._layers)  # under the checkpoint's name; the list beside it keeps the type
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype, device)
+        self.rope = MRope(text, setup.ops, setup.device)
+        self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
+        self._layers = [DecoderLayer(i, text, setup) for i in range(text.num_layers)]
+        self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def quantize_(self) -> None:
-        """Makes the layers' matrices float8, as the published FP8 checkpoints are. Embeddings and head stay as they are."""
         for layer in self._layers:
             layer.quantize_()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """(S, D): normalised hidden states of `batch.logits_indices`; the keys and values of all tokens are in the pool afterwards.
-
-        `attention` has been planned for this batch. After the last layer's keys are stored, only the wanted tokens go on.
-        """
+        """(S, D): normalised hidden states of `batch.logits_indices`. After the last layer's keys are stored, only the wanted tokens go
+        on."""
         hidden_TD = self.embed_tokens(batch.input_ids_T)
-        splice_(hidden_TD, batch.visual)
+        for item in batch.visual:
+            hidden_TD[item.tokens] = item.level(0)
         residual = Residual(hidden_TD)
         slots_T = batch.attention.slot_mapping_T
         real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
@@ -53,8 +46,8 @@ class TextModel(nn.Module):
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)
-            if i < self.num_deepstack_levels:
-                add_deepstack_(residual.sum_TD, batch.visual, level=i)
+            for item in batch.visual if i < self.num_deepstack_levels else ():
+                residual.sum_TD[item.tokens] += item.level(1 + i)
         wanted_S = batch.logits_indices
         if len(wanted_S) == 0:
             last.store(residual, context)

@@ -2,10 +2,10 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -18,82 +18,49 @@ from models.registry import Architecture
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
 
-class WeightSource(Protocol):
-    """Named tensors of which slices can be read."""
+class Stored(Protocol):
+    """A tensor of which slices can be read, on any device."""
 
-    def names(self) -> set[str]:
-        """All tensors there are."""
+    def get_shape(self) -> Sequence[int]:
+        """Of the whole."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        """`tensor[index]`, on any device."""
-
-
-class SafetensorsSource:
-    """The weight files of a model folder, under the names that the model knows. A context manager: it holds them open."""
-
-    def __init__(self, folder: Path, architecture: Architecture) -> None:
-        self._files = {file: safe_open(file, framework="pt") for file in weight_files(folder, architecture)}
-        file_of = {name: opened for opened in self._files.values() for name in opened.keys()}  # noqa: SIM118 - not a dict
-        self._places = {name: (file_of[stored], stored) for name, stored in architecture.names_of(file_of).items()}
-
-    def __enter__(self) -> "SafetensorsSource":
-        for opened in self._files.values():
-            opened.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for opened in self._files.values():
-            opened.__exit__(kind, error, trace)
-
-    def names(self) -> set[str]:
-        return set(self._places)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        part: torch.Tensor = self._slice(name)[index]
-        return part
-
-    def _slice(self, name: str) -> Any:
-        opened, stored = self._places[name]
-        return opened.get_slice(stored)
+    def __getitem__(self, index: Index) -> torch.Tensor: ...
 
 
 def load_weights(model: VisionLanguageModel, folder: Path, progress: Progress) -> None:
-    """Reads the folder's safetensors into the model. ValueError names tensors that are missing, not expected, or of another shape."""
-    with SafetensorsSource(folder, model.config.architecture) as source:
-        fill(model, source, progress)
+    """From the folder's safetensors. ValueError names tensors that are missing, not expected, or of another shape."""
+    architecture = model.config.architecture
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
+        names = architecture.names_of(file_of)
+        fill(model, {known: file_of[name].get_slice(name) for known, name in names.items()}, progress)
 
 
-def fill(model: VisionLanguageModel, source: WeightSource, progress: Progress) -> None:
-    """As `load_weights`, from any source. Values are converted to the model's dtype."""
+def fill(model: VisionLanguageModel, source: Mapping[str, Stored], progress: Progress) -> None:
+    """As `load_weights`, from tensors under the names that the model knows. Values are converted to its dtype."""
     slots = [slot for part in model.checkpoint_tensors() for slot in _present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
-    found = source.names() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    found = source.keys() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     _demand_none("misses", expected.keys() - found)
     _demand_none("has unexpected", found - expected.keys())
     total, done = sum(slot.target.nbytes for slot in slots), 0
     for slot in slots:
-        if source.shape(slot.name) != slot.shape:
-            raise ValueError(f"tensor {slot.name} has shape {source.shape(slot.name)}, the configuration says {slot.shape}")
+        if (shape := tuple(source[slot.name].get_shape())) != slot.shape:
+            raise ValueError(f"tensor {slot.name} has shape {shape}, the configuration says {slot.shape}")
         if slot.target.numel():
-            slot.target.copy_(source.read(slot.name, slot.index))
+            slot.target.copy_(source[slot.name][slot.index])
         done += slot.target.nbytes
         progress(done, total)
 
 
-def _present(part: CheckpointPart, source: WeightSource) -> tuple[CheckpointTensor, ...]:
-    """The tensors of a part; of several ways to hold it the only one that the source has whole, or else the one that it has most of."""
+def _present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:
+    """The tensors of a part; of several ways the only one that the source has whole, or else the one that it has most of."""
     if isinstance(part, CheckpointTensor):
         return (part,)
-    names = source.names()
 
     def num_found(way: tuple[CheckpointTensor, ...]) -> int:
-        return sum(slot.name in names and source.shape(slot.name) == slot.shape for slot in way)
+        return sum(slot.name in source and tuple(source[slot.name].get_shape()) == slot.shape for slot in way)
 
     whole = [way for way in part.ways if num_found(way) == len(way)]
     if len(whole) > 1:
@@ -102,8 +69,7 @@ def _present(part: CheckpointPart, source: WeightSource) -> tuple[CheckpointTens
 
 
 def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
-    """Random values on the device: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is
-    equal on all."""
+    """Random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is equal on all."""
 
     def seeded(name: str) -> torch.Generator:
         rank = 0 if name.startswith("visual.") or name.endswith(".gate.weight") else model.tp.rank

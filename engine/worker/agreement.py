@@ -1,8 +1,5 @@
-"""Before the first collective of a step its ranks tell each other whether each has memory for it: behind one, who has none would leave the
-others waiting for ever. Made by `build`, asked by the runner.
-
-A rank writes its answer where the others read it, in memory that all map; that takes some tens of microseconds and nothing of the device.
-"""
+"""Before a step's first collective its ranks tell each other whether each has memory for it: behind one, who has none would leave the
+others waiting for ever. Answers lie in memory that all map: tens of microseconds, nothing of the device."""
 
 import mmap
 import os
@@ -15,10 +12,10 @@ WORD = 8
 
 
 class Agreement:
-    """Rank `rank` of `size`, which all name the same file: it may, but need not be there.
+    """Rank `rank` of `size`, which all name the same file; it need not be there yet.
 
-    The n-th answers are the n-th on every rank, since all get the same plans. There is room for those of two questions: who asks the next
-    but one has seen everybody answer the next one, which nobody does before having read this one's answers.
+    The n-th answers are the n-th on every rank, since all get the same plans. There is room for two questions: who asks the next but one
+    has seen everybody answer the next, which nobody does before having read this one's answers.
     """
 
     def __init__(self, path: Path, rank: int, size: int, is_stopping: Callable[[], bool]):
@@ -34,7 +31,7 @@ class Agreement:
         self._count = 0
 
     def all_can(self, can: bool) -> bool:
-        """Whether every rank says so. Waits for the slowest, but not if the worker is told to stop: the others may be gone."""
+        """Whether every rank says so. Waits for the slowest; False if the worker is told to stop."""
         self._count += 1
         start = self._count % 2 * self._size
         answers = self._answers[start : start + self._size]

@@ -1,11 +1,11 @@
-"""Assembles a worker's parts in order: model, weights, profile, memory, KV pool, graphs. Called once by `engine.worker.main`.
-
-Everything that depends on the kind of device is decided here, so that the step itself has no branches for it.
-"""
+"""Assembles a worker: model, weights, profile, memory, KV pool, graphs. The kind of device is decided here, so that a step has no branches
+for it."""
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +22,6 @@ from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.loading import Loading
 from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
@@ -43,7 +42,7 @@ from models.symmetric import SymmetricSums, peers_are_mapped
 from models.weights import init_dummy_weights, load_weights
 
 INT64 = 8
-STAGED_PER_TOKEN = 8 * INT64  # an id, three positions, a slot; of a scored token also its place, its target, and that it is wanted
+STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
 STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
@@ -56,34 +55,32 @@ def build_runner(
     config, free = child.config, free_bytes(device)
     dtype = pick_dtype(config, device)
     backend = make_backend(child.runtime.backend, device)
-    loading = Loading(child, backend, model_config)
-    tp = join_ranks(child, rank, model_config.text.hidden_size, dtype, backend)
-    tp.warm_up(config.max_num_batched_tokens, model_config.text.hidden_size, dtype, device)
-    model = load_model(child, model_config, tp, backend, dtype)
-    tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    sampling_ops = backend.sampling(config.max_num_seqs, model_config.text.vocab_size)
-    sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
-    sampler.warm_up()
-    if device.type == "cuda" and rank == 0:
-        sampler.grammars.load()  # seconds, for which streams would have to wait
-    decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
-    warm_up(decoder)
-    loading.wait()
-    text, is_float8 = model_config.text, model_config.text.is_fp8 or config.quantization == "fp8"
-    of_rank = text.layer_parameters // tp.size
+    text = model_config.text
+    with compiling(child, backend, model_config):
+        tp = join_ranks(child, rank, text.hidden_size, dtype, backend)
+        tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
+        model = load_model(child, model_config, tp, backend, dtype)
+        tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        sampling_ops = backend.sampling(config.max_num_seqs, text.vocab_size)
+        sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
+        sampler.warm_up()
+        if device.type == "cuda" and rank == 0:
+            sampler.grammars.load()  # seconds, for which streams would have to wait
+        decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
+        warm_up(decoder)
+    is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", text.layer_parameters // tp.size
     step_sizes = backend.step_sizes.for_layers(of_rank, config.max_num_batched_tokens, text.moe is not None, is_float8)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
     spec = model.cache_spec
     memory = plan_memory(config, spec, needs, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
-    num_heads = model_config.text.num_heads // tp.size
-    attention = backend.attention(pools, num_heads)
+    attention = backend.attention(pools, text.num_heads // tp.size)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
     states = tuple(RowStates(group, config.max_num_seqs, device) for group in spec.states)
     snapshots = Snapshots(pools, states) if states else None
-    row_sizes = config.max_num_seqs, max_blocks, config.block_size
-    rows = Rows(*row_sizes, model_config.geometry, device, sampling_ops.max_top_k, states, snapshots)
+    geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, states, snapshots)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
@@ -93,10 +90,31 @@ def build_runner(
     staging = Staging(staging_bytes(config, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
-    bytes_per_image_token = model_config.num_visual_levels * model_config.text.hidden_size * dtype.itemsize
-    num_blocks, image_bytes = memory.num_blocks, memory.image_cache
-    snapshot_blocks = spec.snapshot_blocks(config.block_size)
-    return runner, WorkerReady(rank, num_blocks, image_bytes, bytes_per_image_token, step_sizes, snapshot_blocks)
+    token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
+    sizes = memory.num_blocks, memory.image_cache, token_bytes, step_sizes, spec.snapshot_blocks(config.block_size)
+    return runner, WorkerReady(rank, *sizes)
+
+
+@contextmanager
+def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
+    """Compiles and checks kernels in a thread meanwhile, and waits for it at the end: RuntimeError if a compiler fails or a kernel computes
+    what it should not. A file in the run directory says so, by which the api tells `/health` that the worker is not hung."""
+    mark = child.compiling_mark()
+    mark.touch()
+    pool = ThreadPoolExecutor(1, "compile")
+
+    def load() -> None:
+        if backend.device.type == "cuda":
+            torch.cuda.set_device(backend.device)  # a thread has its own
+        backend.load(config.text.head_dim, config.vision.head_dim)
+
+    loaded = pool.submit(load)
+    yield
+    try:
+        loaded.result()
+    finally:
+        mark.unlink(missing_ok=True)
+        pool.shutdown()
 
 
 def measure_needs(
@@ -108,8 +126,8 @@ def measure_needs(
     tower_stream: torch.cuda.Stream,
     free: int,
 ) -> Needs:
-    """What this rank's GPU, of which `free` bytes were free at the start, will hold beside the KV pool and the image cache. Graphs will be
-    captured of these sizes, if of any."""
+    """What this rank's GPU, with `free` bytes free at the start, will hold beside the KV pool and the image cache. `captured`: sizes of
+    graphs to come."""
     weights = torch.cuda.memory_allocated(model.device)
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
@@ -127,15 +145,13 @@ def measure_needs(
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """bfloat16 on GPUs and float32 on CPUs unless the flag says otherwise."""
-    name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if config.dtype == "auto" else config.dtype
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"auto": automatic, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
 
 
 def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend: Backend) -> TensorParallel:
-    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port.
-
-    Collectives of few tokens, `width` values each, go through memory that GPUs map from each other, if they can.
-    """
+    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port. Collectives of few
+    tokens, `width` values each, go through memory that GPUs map from each other, if they can."""
     size, device = child.config.tp, backend.device
     if size == 1:
         return TensorParallel.single()
@@ -153,9 +169,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
     return replace(tp, small_sums=SymmetricSums(group, width, dtype, device), exchange=exchange)
 
 
-def load_model(
-    child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype
-) -> VisionLanguageModel:
+def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> VisionLanguageModel:
     """The model with its weights, read or made up."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
@@ -174,7 +188,7 @@ def load_model(
 
 
 def make_host_tier(child: Child, device: torch.device) -> torch.Tensor | None:
-    """The host memory for embeddings that leave the device, if there is to be any."""
+    """Host memory for embeddings that leave the device, if there is to be any."""
     num_bytes = child.config.image_host_cache_bytes
     if not num_bytes:
         return None
@@ -210,13 +224,13 @@ def make_graphs(
 
 
 def warm_up(decoder: JpegDecoder) -> None:
-    """Lets a decoder allocate what it needs: its first batch may take seconds, and no request should wait for that."""
+    """A decoder's first batch may take seconds: no request should wait for that."""
     buffer = io.BytesIO()
     Image.effect_noise(WARM_UP_SIZE, 64).convert("RGB").save(buffer, "JPEG")
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
 def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
-    """Upper bound of what one step stages: per token, per row, and the int32 pages of every row's table."""
+    """Upper bound of what one step stages: per token, per row, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
     return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_ROW * config.max_num_seqs + pages + MIB

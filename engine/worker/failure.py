@@ -1,4 +1,4 @@
-"""Why a worker could not start, in one line that says what to do. Called by `engine/worker/main.py`; the traceback is in the debug log."""
+"""Why a worker could not start, in one line that says what to do; the traceback is in the debug log."""
 
 import re
 
@@ -11,7 +11,7 @@ LIBRARIES = re.compile(r"\blib\w+\.so\S*")
 
 
 def explain(problem: Exception) -> str:
-    """The line. Its beginning is ours, the rest what the library says of it."""
+    """The line. Its beginning is ours, the rest what the library says."""
     text = str(problem)
     if isinstance(problem, ModuleNotFoundError):
         return f"the package {problem.name} is missing: install the extra with `pip install -e '.[cuda]'`, or serve with --device cpu"

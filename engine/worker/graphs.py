@@ -1,11 +1,9 @@
-"""CUDA graphs of steps with few tokens: decode rows, alone or beside a small chunk of prompts, and longer chunks with few decode rows.
-Built by `build`, asked by the runner.
+"""CUDA graphs of steps with few tokens: decode rows, alone or beside a chunk of prompts.
 
-Without a graph a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or for a few
-thousand if the model is small or a rank has a small part of it. A graph has a
-fixed shape: so many prompt tokens, then so many decode rows, which read their input from the rows' last tokens. A smaller step is padded:
-prompt tokens with a row of its own, decode rows with rows of one token. Padding reads and writes the scratch row and the scratch block, so
-it touches nothing that anybody reads.
+Without one a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands if a
+rank's part of the model is small. A graph has a fixed shape: so many prompt tokens, then so many decode rows, whose input is the rows' last
+tokens. A smaller step is padded: prompt tokens with a row of its own, decode rows with rows of one token. Padding reads and writes the
+scratch row and the scratch block, which nobody reads.
 
 All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
 shape, with what has no fixed length behind:
@@ -21,20 +19,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.worker.rows import HostStep, Int32s, Int64s, Rows
-from engine.worker.sampling.draws import Draws
+from engine.worker.rows import HostStep, Rows
+from engine.worker.sampling.draws import Draws, Int64s
 from engine.worker.staging import Staging, staged_bytes
-from models.attention.paged import FixedAttention, MakeFixed
+from models.attention.paged import FixedAttention, Int32s, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.contract import VisionLanguageModel
 from models.step_sizes import StepSizes
 
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
-FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels that only they have
+FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels of their own
 PAGE_BYTES = 4
 BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
 SLACK = 4096  # for their alignment
-LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # from the first on, tensors on a GPU are cut from segments that large
+LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 
 
 class Shape(NamedTuple):
@@ -56,14 +54,12 @@ class Graph:
 
     replay: Replay
     attention: FixedAttention
-    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens, see `StepGraphs._pad`, then every decode row
+    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every decode row
 
 
 class StepGraphs:
-    """Replays small steps.
-
-    `make_attention(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows` rows.
-    """
+    """Replays small steps. `make_attention(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows`
+    rows."""
 
     def __init__(
         self,
@@ -95,7 +91,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self) -> int:
-        """Captures every shape, largest first so that all share one memory pool. Returns their number."""
+        """Captures every shape, the largest first so that all share one memory pool. Returns their number."""
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
         shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
         backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
@@ -116,7 +112,7 @@ class StepGraphs:
         return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decodes)][-1]
 
     def bytes_beside(self, num_prompt_tokens: int) -> int:
-        """What a step with a graph takes of memory that is not its graph's: the prompts' embedding, see `_embed`."""
+        """What a step with a graph takes of memory that is not its graph's: see `_embed`."""
         num_bytes = self._embedding[0, :num_prompt_tokens].nbytes
         return num_bytes if num_bytes < LARGE_TENSOR else max(num_bytes, SEGMENT)
 
@@ -127,11 +123,8 @@ class StepGraphs:
         return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.decode_rows))
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
-        """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them.
-
-        Outside of the graph the device copies once and launches nothing but what new rows and, if there are prompts, `_embed` take. No
-        more steps may be in flight than `Staging` allows for.
-        """
+        """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them. Beside the graph the
+        device copies once and launches only what new rows and `_embed` take. No more steps may be in flight than `Staging` allows for."""
         shape = self._shape_for(len(step.ids), len(step.decode_rows))
         graph, padded = self._graphs[shape], self._pad(step, shape)
         self._staging.begin()
@@ -153,14 +146,14 @@ class StepGraphs:
         return Shape(_round_up(self._chunk_sizes[rows], num_prefill), rows)
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
-        """Where the graph finds its prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
+        """Fills the graph's prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
         self._embedding[0, : len(ids_P)] = self._model.embed(ids_P)
         self._embedding[1:, : len(ids_P)] = 0
         for item in visual:
-            self._embedding[:, item.start : item.start + item.length] = item.embedding[:, item.offset : item.offset + item.length]
+            self._embedding[:, item.tokens] = item.embedding[:, item.offset : item.offset + item.length]
 
     def _pad(self, step: HostStep, shape: Shape) -> HostStep:
-        """The step with as many tokens and rows as `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
+        """The step with the tokens and rows of `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
         tokens, decodes = shape
         num_prefill, num_decode = len(step.ids), len(step.decode_rows)
         ids_P, first_decode = np.zeros(tokens, dtype=np.int64), _num_prefill_rows(shape)
@@ -179,7 +172,7 @@ class StepGraphs:
         return replace(step, ids=ids_P, rows=rows_R, positions=positions_3T, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """The layout with the rows of `shape`: one takes the tokens that lack, further ones are empty; then decode rows of one token."""
+        """The layout with the rows of `shape`: one takes the missing tokens, further ones are empty; then decode rows of one token."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
         lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
@@ -224,14 +217,14 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Makes CUDA graphs that share one memory pool, which is sound since their replays follow each other on one stream."""
+    """Makes CUDA graphs that share one memory pool: sound, since their replays follow each other on one stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._num_warm_ups = FIRST_WARM_UPS
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        """Returns how to run `forward` again, and where its result will be."""
+        """How to run `forward` again, and where its result will be."""
         for _ in range(self._num_warm_ups):
             forward()
         self._num_warm_ups = 1

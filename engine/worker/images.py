@@ -1,12 +1,12 @@
 """The worker's side of the image cache: tensors by id. What is encoded, evicted, saved and restored comes with the plan.
 
-Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them. Used by the runner.
+Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them.
 
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
       or      save ──▶ restore ──────────────────▶ │                  stream of the tower
 
-An image that an idle engine hears of before there is a plan is read and encoded at once; the plan that names it finds it done.
+An image that an idle engine hears of before there is a plan is encoded at once; the plan that names it finds it done.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from engine.messages import Encode, Prefetch, Restore, Save
 from engine.worker.jpeg import ImageReader
-from engine.worker.stopwatch import Marks, Stopwatch
+from engine.worker.stopwatch import Stopwatch
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
 
@@ -28,20 +28,20 @@ logger = logging.getLogger(__name__)
 
 FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
-MAX_GROUP_TOKENS = 4608  # bounds the tower's activations, unless one image has more
-GATHER_COPIES = 4  # of embeddings on their way to all ranks: a rank's own ones padded, everybody's padded and in order, the cache's
-GROWTH = 2  # of one group to the next: the next is read while the tower works on the one before
+MAX_GROUP_TOKENS = 4608  # bounds activations, unless one image has more
+GATHER_COPIES = 4  # of embeddings on their way to all ranks: own ones padded, everybody's padded and in order, the cache's
+GROWTH = 2  # of one group to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What encoding left behind: images that could not be decoded, pixels that must live until the step is done, host time of reading,
-    and marks around each stretch of the tower's work. `starved` are images for which there was no memory."""
+    """What encoding left behind: images that could not be decoded, pixels to keep until the step is done, host time of reading, marks
+    around each stretch of the tower's work, and images for which there was no memory."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
     read_ms: float
-    marks: tuple[Marks, ...]
+    watches: tuple[Stopwatch, ...]
     starved: tuple[int, ...] = ()
 
 
@@ -55,94 +55,85 @@ class EarlyImage:
     of: Prefetch
     read: tuple[torch.Tensor, bytes]  # pixels and what they were decoded from, while the device may read either
     embedding: torch.Tensor
-    marks: Marks
-
-    def is_of(self, encode: Encode) -> bool:
-        return (encode.source.ticket, encode.grid) == (self.of.source.ticket, self.of.grid)
+    watch: Stopwatch
 
 
+@dataclass(eq=False, repr=False)
 class ImageCache:
     """Embeddings (1 + L, N, D) by image id, on the device.
 
-    The tower has a stream of its own (None: the current one): it multiplies while the step before, if that decodes, waits for memory.
-    All of its tensors are allocated and used on that stream; the current stream reads embeddings only.
+    The tower has a stream of its own (None: the current one): it multiplies while the step before waits for memory. All of its tensors are
+    allocated and used there; the current stream reads embeddings only.
 
-    `host` is the memory of the second tier, uint8 and pinned on a GPU; plans name offsets in it. All copies to and from it are made on the
-    tower's stream in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
+    `host` is the second tier's memory, uint8 and pinned on a GPU; plans name offsets in it. Copies to and from it run on the tower's stream
+    in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
     """
 
-    def __init__(
-        self,
-        model: VisionLanguageModel,
-        reader: ImageReader,
-        tp: TensorParallel,
-        stream: torch.cuda.Stream | None = None,
-        host: torch.Tensor | None = None,
-    ):
-        self.tensors: dict[int, torch.Tensor] = {}
-        self._model = model
-        self._reader = reader
-        self._tp = tp
-        self._stream = stream
-        self._host = host
-        self._last_use: dict[int, torch.cuda.Event] = {}
-        self._early: EarlyImage | None = None
+    model: VisionLanguageModel
+    reader: ImageReader
+    tp: TensorParallel
+    stream: torch.cuda.Stream | None = None
+    host: torch.Tensor | None = None
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    _early: EarlyImage | None = None
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copies embeddings to host memory, before they are evicted. Reads only: a step that still runs may read them, too."""
-        with torch.cuda.stream(self._stream):
+        """Copies embeddings to host memory before they are evicted. Reads only: a running step may read them, too."""
+        with torch.cuda.stream(self.stream):
             for save in saves:
                 tensor = self.tensors[save.image_id]
                 self._region(save.host_offset, tensor.shape[1]).copy_(tensor, non_blocking=True)
-        if saves and self._tp.size > 1:
+        if saves and self.tp.size > 1:
             self._let_current_stream_wait()  # what was gathered belongs to it: it may reuse the memory
 
     def evict(self, image_ids: Sequence[int]) -> None:
         for image_id in image_ids:
             del self.tensors[image_id]
             last_use = self._last_use.pop(image_id, None)
-            if last_use is not None and self._stream is not None:
-                self._stream.wait_event(last_use)  # what follows there may reuse the memory
+            if last_use is not None and self.stream is not None:
+                self.stream.wait_event(last_use)  # what follows there may reuse the memory
 
     def note_use(self, image_ids: Iterable[int], end: torch.cuda.Event) -> None:
         """The step that ends with this event reads these images."""
         self._last_use.update(dict.fromkeys(image_ids, end))
 
     def restore(self, restores: Sequence[Restore]) -> None:
-        """Adds embeddings that were saved to the cache, for the current stream."""
-        with torch.cuda.stream(self._stream):
+        """Adds saved embeddings to the cache, for the current stream."""
+        with torch.cuda.stream(self.stream):
             for restore in restores:
-                tensor = torch.empty(self._shape(restore.num_tokens), dtype=self._model.dtype, device=self._model.device)
+                tensor = torch.empty(self._shape(restore.num_tokens), dtype=self.model.dtype, device=self.model.device)
                 self.tensors[restore.image_id] = tensor.copy_(self._region(restore.host_offset, restore.num_tokens), non_blocking=True)
         if restores:
             self._let_current_stream_wait()
 
+    @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Encodes an image for a plan that names its ticket, in place of the one before. Without memory, nothing is done: the plan may
-        find some."""
-        if self._early is not None and self._stream is not None:
-            self._stream.synchronize()  # nobody wanted it, so perhaps the tower still reads its pixels
+        """Encodes an image for a plan that names its ticket, in place of the one before. Without memory nothing is done: the plan may find
+        some."""
+        if self._early is not None and self.stream is not None:
+            self.stream.synchronize()  # perhaps the tower still reads its pixels
         self._early = None
-        with torch.cuda.stream(self._stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
-            read = self._reader.read_copy(prefetch.source)
+        with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+            read = self.reader.read_copy(prefetch.source)
             if read is not None:
                 watch = self._stopwatch()
-                (embedding,) = self._model.encode([read[0]], [prefetch.grid])
+                (embedding,) = self.model.encode([read[0]], [prefetch.grid])
                 watch.mark()
-                self._early = EarlyImage(prefetch, read, embedding, watch.marks())
+                self._early = EarlyImage(prefetch, read, embedding, watch)
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
-        """Adds a step's images to the cache, for the current stream. One that cannot be decoded has zeros for an embedding, and its rank
-        reports it. Where memory runs out, all of a rank's share is zeros: the other ranks wait for it in a collective. A single rank
-        raises torch.OutOfMemoryError or MemoryError instead.
+        """Adds a step's images to the cache, for the current stream. One that cannot be decoded becomes zeros, and its rank reports it.
+        Where memory runs out, all of a rank's share is zeros, since the others wait in a collective; a single rank raises
+        torch.OutOfMemoryError or MemoryError instead.
 
-        Images are read and encoded in groups: while the device encodes one group, the host and the decoder read the next.
+        Images go in groups: while the device encodes one, the host and the decoder read the next.
         """
-        share = self._share(encodes, self._tp.rank)
+        share = self._share(encodes, self.tp.rank)
         own, encoded = self._encode_if_possible(share)
         if own:
             self._let_current_stream_wait()
-        if self._tp.size == 1:
+        if self.tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
         elif encodes:
             self._gather(encodes, own)
@@ -150,13 +141,13 @@ class ImageCache:
 
     def _encode_if_possible(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.stream):
                 return self._encode(share)
         except (torch.OutOfMemoryError, MemoryError):
-            if self._tp.size == 1:
+            if self.tp.size == 1:
                 raise
         logger.error("there is no memory for %d images: their requests fail", len(share))
-        if self._model.device.type == "cuda":
+        if self.model.device.type == "cuda":
             torch.cuda.synchronize()  # what was allocated so far may still be worked on
             torch.cuda.empty_cache()
         zero = self._zeros(1)
@@ -164,21 +155,20 @@ class ImageCache:
         return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
 
     def gather_bytes(self, encodes: Sequence[Encode]) -> int:
-        """What it takes to give every rank the embeddings of these images, at its peak and for each rank."""
+        """What it takes each rank at its peak to give all ranks the embeddings of these images."""
         num_tokens = sum(self._num_tokens(encode) for encode in encodes)
-        return GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._model.dtype.itemsize
+        return GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self.model.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
-        """What a step that was given up should have added are zeros, which take next to no memory, until a plan evicts them."""
+        """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
         zero = self._zeros(1)
-        counts = [(encode.image_id, self._num_tokens(encode)) for encode in encodes]
-        for image_id, num_tokens in [*counts, *((restore.image_id, restore.num_tokens) for restore in restores)]:
-            self.tensors[image_id] = zero.expand(-1, num_tokens, -1)
+        self.tensors |= {encode.image_id: zero.expand(-1, self._num_tokens(encode), -1) for encode in encodes}
+        self.tensors |= {restore.image_id: zero.expand(-1, restore.num_tokens, -1) for restore in restores}
 
     def prepare(self, is_busy: bool) -> bool:
         """As `VisionLanguageModel.prepare`."""
-        with torch.cuda.stream(self._stream):
-            return self._model.prepare(is_busy)
+        with torch.cuda.stream(self.stream):
+            return self.model.prepare(is_busy)
 
     def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
         """The embeddings of these images in their order."""
@@ -187,38 +177,35 @@ class ImageCache:
         failed: list[int] = []
         kept: list[torch.Tensor] = []
         done: dict[int, torch.Tensor] = {}
-        marks: list[Marks] = []
+        watches: list[Stopwatch] = []
         early = self._early
         for encode in share:
-            if early is not None and early.is_of(encode):
+            if early is not None and (encode.source.ticket, encode.grid) == (early.of.source.ticket, early.of.grid):
                 self._early = None
                 kept.append(early.read[0])
                 done[encode.image_id] = early.embedding
-                marks.append(early.marks)
+                watches.append(early.watch)
         read_ms = 0.0
         watch = self._stopwatch()
         for group in self._groups([encode for encode in share if encode.image_id not in done]):
             started = time.monotonic()
-            pixels = self._reader.read([encode.source for encode in group])
+            pixels = self.reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
-            embeddings = iter(self._model.encode([image for image, _ in good], [grid for _, grid in good]))
+            embeddings = iter(self.model.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)
                 if image is None:
                     failed.append(encode.image_id)
             kept += [image for image, _ in good]
         watch.mark()
-        return [done[encode.image_id] for encode in share], Encoded(failed, kept, read_ms, (*marks, watch.marks()))
+        return [done[encode.image_id] for encode in share], Encoded(failed, kept, read_ms, (*watches, watch))
 
     def _stopwatch(self) -> Stopwatch:
-        """Of the tower, from now on."""
-        watch = Stopwatch(self._model.device.type == "cuda")
-        watch.mark()
-        return watch
+        return Stopwatch(self.model.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """The share in its order: a small group first, so that the device starts early."""
+        """The share in its order, in growing groups, so that the device starts early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
         for encode in share:
@@ -232,21 +219,21 @@ class ImageCache:
 
     def _gather(self, encodes: Sequence[Encode], own: Sequence[torch.Tensor]) -> None:
         """All ranks' embeddings to all ranks, in one collective over rows (N, 1 + L, D)."""
-        shares = [self._share(encodes, rank) for rank in range(self._tp.size)]
+        shares = [self._share(encodes, rank) for rank in range(self.tp.size)]
         counts = [sum(self._num_tokens(encode) for encode in share) for share in shares]
         blank = self._zeros(0)
-        rows = self._tp.all_gather_rows(torch.cat([blank, *own], dim=1).transpose(0, 1), counts)
+        rows = self.tp.all_gather_rows(torch.cat([blank, *own], dim=1).transpose(0, 1), counts)
         start = 0
         for encode in (encode for share in shares for encode in share):
             end = start + self._num_tokens(encode)
             self.tensors[encode.image_id] = rows[start:end].transpose(0, 1).contiguous()  # a view would keep all rows alive
             start = end
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has read this rank's own ones
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which has read this rank's own ones
 
     def _share(self, encodes: Sequence[Encode], rank: int) -> list[Encode]:
-        """The images that `rank` encodes: the largest first, each to the least loaded rank. Every rank computes the same shares."""
-        loads = [0] * self._tp.size
+        """The images that `rank` encodes, the same for every rank that asks: the largest first, each to the least loaded rank."""
+        loads = [0] * self.tp.size
         share = []
         for encode in sorted(encodes, key=lambda e: (-self._num_tokens(e), e.image_id)):
             target = loads.index(min(loads))
@@ -256,22 +243,22 @@ class ImageCache:
         return share
 
     def _let_current_stream_wait(self) -> None:
-        """What the current stream does from now on comes after what the tower's was given until now."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        """For all that the tower's stream was given until now."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _region(self, offset: int, num_tokens: int) -> torch.Tensor:
         """Host memory from `offset` on, as an embedding."""
-        assert self._host is not None, "a plan names host memory that there is not"
+        assert self.host is not None, "a plan names host memory that there is not"
         shape = self._shape(num_tokens)
-        num_bytes = math.prod(shape) * self._model.dtype.itemsize
-        return self._host[offset : offset + num_bytes].view(self._model.dtype).view(shape)
+        num_bytes = math.prod(shape) * self.model.dtype.itemsize
+        return self.host[offset : offset + num_bytes].view(self.model.dtype).view(shape)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
-        return torch.zeros(self._shape(num_tokens), dtype=self._model.dtype, device=self._model.device)
+        return torch.zeros(self._shape(num_tokens), dtype=self.model.dtype, device=self.model.device)
 
     def _shape(self, num_tokens: int) -> tuple[int, int, int]:
-        return self._model.config.num_visual_levels, num_tokens, self._model.config.text.hidden_size
+        return self.model.config.num_visual_levels, num_tokens, self.model.config.text.hidden_size
 
     def _num_tokens(self, encode: Encode) -> int:
-        return self._model.config.geometry.num_tokens(encode.grid)
+        return self.model.config.geometry.num_tokens(encode.grid)

@@ -1,8 +1,4 @@
-"""Image bytes in shared memory -> uint8 RGB tensors on the device. Used by the worker's image cache; decides nothing.
-
-Baseline JPEGs come encoded, everything else as RGB; plans name no files. A JPEG that cannot be decoded is None: its request fails, not the
-engine.
-"""
+"""Image bytes in shared memory -> uint8 RGB tensors on the device. Baseline JPEGs come encoded, everything else as RGB."""
 
 from collections.abc import Sequence
 
@@ -17,7 +13,7 @@ DECODER_BYTES_PER_PIXEL = 6  # the pixels, and what they are made from
 
 
 class ImageReader:
-    """Reads image sources out of the processor's arena. On a GPU it works on a stream of its own, beside the step that runs."""
+    """Reads image sources out of the processor's arena; on a GPU on a stream of its own, beside the step that runs."""
 
     def __init__(self, arena: ArenaView, decoder: JpegDecoder, device: torch.device):
         self._arena = arena
@@ -28,8 +24,8 @@ class ImageReader:
     def read_copy(self, source: ImageSource) -> tuple[torch.Tensor, bytes] | None:
         """Pixels of a JPEG as `read` gives them, and the copy that they are decoded from: the caller keeps both.
 
-        Its bytes may be another upload's by now, which nobody has checked: to decode such could take any time and memory. So they are
-        copied, and the copy is decoded only if it is a plain JPEG of the size that was announced.
+        Its bytes may be another upload's by now, which nobody has checked: decoding such could take any time and memory. So the copy is
+        decoded only if it is a plain JPEG of the announced size.
         """
         copy = bytes(self._bytes(source))
         plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
@@ -40,7 +36,7 @@ class ImageReader:
         return None if pixels is None else (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded.
+        """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded: its request fails, not the engine.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
@@ -52,24 +48,22 @@ class ImageReader:
         with torch.cuda.stream(self._stream):
             pixels = self._read(sources, payloads)
             if any(source.orientation != 1 for source in sources):
-                self._stream.synchronize()  # what was turned was read from the decoder's own memory, which is free again now
+                self._stream.synchronize()  # what was turned was read from the decoder's own memory, free again now
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pixels
 
     def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
         pairs = list(zip(sources, payloads, strict=True))
-        found = self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"])
-        jpegs = [source for source in sources if source.encoding == "jpeg"]
-        self._check_memory([source for source, pixels in zip(jpegs, found, strict=True) if pixels is None])
+        jpegs = [pair for pair in pairs if pair[0].encoding == "jpeg"]
+        found = self._decoder.decode([payload for _, payload in jpegs])
+        self._check_memory([source for (source, _), pixels in zip(jpegs, found, strict=True) if pixels is None])
         decoded = iter(found)
-        return [
-            self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source, payload) for source, payload in pairs
-        ]
+        return [self._checked(next(decoded), s) if s.encoding == "jpeg" else self._rgb(s, payload) for s, payload in pairs]
 
     def _check_memory(self, failed: Sequence[ImageSource]) -> None:
-        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder, which has its own, does not say why it
-        failed, and that would be no fault of the client's."""
+        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder does not say why it failed, and that would
+        be no fault of the client's."""
         if failed and self._stream is not None:
             num_bytes = DECODER_BYTES_PER_PIXEL * max(source.height * source.width for source in failed)
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -85,7 +79,7 @@ class ImageReader:
 
     @staticmethod
     def _checked(pixels: torch.Tensor | None, source: ImageSource) -> torch.Tensor | None:
-        """Upright pixels; None if the decoded size is not what the header said when the tokens were counted."""
+        """Upright pixels; None if their size is not the one that tokens were counted for."""
         if pixels is None:
             return None
         upright = apply_orientation(pixels, source.orientation)

@@ -1,4 +1,4 @@
-"""A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`. Started by the launcher, driven by plans.
+"""A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`.
 
 plan ──▶ launch (returns at once) ──▶ pending, at most DEPTH ──▶ done? ──▶ result
 """
@@ -25,7 +25,7 @@ from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and until that is tried again in vain
+PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and until it is tried again in vain
 SPIN_S = 20e-6
 
 
@@ -37,7 +37,7 @@ def run(
     stopping: StopFlag,
     heart: Heart,
 ) -> None:
-    """The loop: a step is launched while the one before it still runs; results go out in order."""
+    """A step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
@@ -48,18 +48,18 @@ def run(
             timeout_s = PAUSE_S
         if isinstance(plan, Prefetch):
             heart.note("images")
-            runner.prefetch(plan)
+            runner.images.prefetch(plan)
         elif isinstance(plan, LoadGrammar):
             runner.load_grammar(plan, processor.send)
         elif plan is not None:
             heart.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
             heart.note("step")
-        if pending and (len(pending) == DEPTH or pending[0].marks.is_done()):
+        if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:
-                time.sleep(SPIN_S)  # a short nap: the next plan or the end of the step, whichever comes first
+                time.sleep(SPIN_S)
             else:
                 timeout_s = IDLE_POLL_S
 
@@ -75,7 +75,6 @@ def take_device(child: Child, rank: int) -> torch.device:
 
 
 def main() -> None:
-    """Entry point of a worker process."""
     rank = int(sys.argv[2])
     child = Child.attach(f"worker-{rank}")
     stopping = StopFlag()
@@ -92,7 +91,7 @@ def main() -> None:
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
         child.close()
-        os._exit(1)  # at once: a compiler may still be at work beside
+        os._exit(1)  # a compiler may still be at work
     settle_heap()
     results.send(ready)
     heart = Heart(child.run_dir, rank)
@@ -100,7 +99,7 @@ def main() -> None:
     run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heart)
     heart.stop()
     child.close()
-    os._exit(0)  # at once: tearing down collectives may wait for ranks that are gone
+    os._exit(0)  # tearing down collectives may wait for ranks that are gone
 
 
 if __name__ == "__main__":

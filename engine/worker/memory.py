@@ -1,7 +1,5 @@
-"""What a device has and what a step takes of it, measured; `engine.plan` divides it. Host memory for embeddings is had here, too.
-
-On a CPU nothing is measured, and the sizes are the configured ones.
-"""
+"""What a device has and what a step takes of it, measured on GPUs; `engine.plan` divides it. Host memory for embeddings is had here,
+too."""
 
 import logging
 import mmap
@@ -35,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class StepMemory:
-    """What a step may come to hold on a device, at most. A CPU's memory is not counted."""
+    """What a step may take of a device, at most. A CPU's memory is not counted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,7 +41,7 @@ class StepMemory:
         self.note_graphs()
 
     def note_graphs(self) -> None:
-        """After a capture: what graphs compute in stays theirs. It takes milliseconds."""
+        """After a capture: what graphs compute in stays theirs. Takes milliseconds."""
         if self._device.type == "cuda":
             self._kept_bytes = idle_bytes_of_graphs(torch.cuda.memory_snapshot(include_traces=False), self._device.index)
 
@@ -56,13 +54,13 @@ class StepMemory:
 
 
 def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: int) -> int:
-    """Of torch's `segments` those that lie in pools of graphs, without what tensors take of them."""
+    """Of torch's `segments` those in pools of graphs, less what tensors take of them."""
     mine = [segment for segment in segments if segment["device"] == device_index and segment["segment_pool_id"] != DEFAULT_POOL]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in mine)
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """`needs` of a GPU that had `free` bytes before anything was there, None on a CPU. ValueError if no block fits."""
+    """`needs` of a GPU that had `free` bytes at the start, None on a CPU. ValueError if no block fits."""
     if needs is None:
         block_bytes = spec.block_bytes(config.block_size)
         kv_pool = fixed_kv_bytes(config, block_bytes) or CPU_KV_BYTES
@@ -71,7 +69,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
         plan = divide(config, spec, needs, free)
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.parts.items())
         logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, parts)
-    asked = plan.image_cache + plan.kv_pool  # flags may ask for more than --gpu-memory-utilization, but not for more than there is
+    asked = plan.image_cache + plan.kv_pool  # may be more than --gpu-memory-utilization, but not than there is
     if plan.num_blocks < 1 or (needs is not None and asked > free - needs.total):
         raise ValueError(
             "there is no memory for the KV pool, or not as much as was asked for: raise --gpu-memory-utilization, or lower "
@@ -81,10 +79,9 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
 
 
 def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 host memory of exactly this size; pinned for a GPU, so that copies wait for nobody. OSError or ValueError if it cannot be had.
+    """uint8 host memory of exactly this size, pinned for a GPU as long as the tensor lives. OSError or ValueError if it cannot be had.
 
-    Mapped and registered by hand: torch's allocator of pinned memory rounds up to a power of two, 20 GiB to 32. Pinned as long as the
-    returned tensor lives: what is mapped at a place that is still registered could not be.
+    Mapped and registered by hand: torch's allocator of pinned memory rounds up to a power of two, 20 GiB to 32.
     """
     host = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     if device.type == "cuda":
@@ -99,8 +96,8 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
 def profile_peak(
     model: VisionLanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
 ) -> int:
-    """Bytes of activations at the peak: of an encoder budget of images, and of a full batch of tokens whose rows are all drawn by sorting
-    beside it, since `tower_stream` may encode while another step runs."""
+    """Bytes of activations at the peak: of an encoder budget of images, and beside it (`tower_stream`) a full batch of tokens whose rows
+    are all drawn by sorting."""
     device, model_config = model.device, model.config
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

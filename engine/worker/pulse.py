@@ -1,4 +1,4 @@
-"""A worker's sign of life: once a second, whatever its main thread does, and what that is. Started by `engine.worker.main`."""
+"""A worker's heartbeat: once a second, whatever its main thread does, and what that is."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ INTERVAL_S = 1.0
 
 
 class Heart:
-    """Beats from a thread of its own, with a socket of its own: the main thread may be busy for long in what releases the interpreter."""
+    """Beats from its own thread and socket: the main thread may be busy for long in what releases the interpreter."""
 
     def __init__(self, run_dir: str, rank: int):
         self._rank = rank
@@ -25,7 +25,7 @@ class Heart:
         self._beat = Beat(self._rank, activity, time.monotonic())
 
     def begin_compiling(self) -> None:
-        """In the middle of something, the main thread has to make a kernel first."""
+        """The main thread must make a kernel before it goes on."""
         self._interrupted = self._beat.activity
         self.note("compiling")
 

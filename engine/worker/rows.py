@@ -1,7 +1,5 @@
-"""What a worker remembers of each running sequence, and how a plan's chunks become the explicit input of a forward pass.
-
-Used by the runner and by graphs. Rows are permanent slots: their last sampled token stays on the device, so a plan carries no token values.
-"""
+"""What a worker remembers of each running sequence, and how a plan's chunks become the input of a forward pass. Rows are permanent slots:
+their last sampled token stays on the device, so a plan carries no token values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,23 +9,21 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import Admit, Chunk
-from engine.worker.sampling.draws import Draws, DrawTable, HostDraws
+from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
 from engine.worker.sampling.pooling import PooledRow
 from engine.worker.sampling.prompt import ScoredChunk, Scoring
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
 from models.state import RowStates, Snapshots
 from models.transfers import to_host
 
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-
 
 @dataclass(slots=True)
 class Row:
-    """A sequence as admitted: ids known to the host, M-RoPE positions of its prompt, and what is added to every later position."""
+    """A sequence: ids known to the host, M-RoPE positions of its prompt, and what is added to every later position."""
 
     known_ids: Int32s
     prompt_positions: Int64s  # (3, num_prompt)
@@ -38,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A step before it goes to the device: P tokens of prompts, then D decode rows, whose input token is the last one drawn."""
+    """A step on the host: P tokens of prompts, then D decode rows, whose input is the last token drawn."""
 
     ids: Int64s  # (P,)
     rows: Int64s  # (R,) permanent rows of the prompts, then of the D decode rows
@@ -58,7 +54,6 @@ class HostStep:
 
     @classmethod
     def empty(cls) -> "HostStep":
-        """A step without tokens."""
         nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
         layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
         pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
@@ -76,8 +71,7 @@ class StepInputs:
 
 
 class Rows:
-    """All rows of a worker: block tables on the host; last tokens and recurrent states on the device, with one scratch row more for padded
-    graphs."""
+    """Block tables on the host; last tokens and recurrent states on the device, with one scratch row more for padded graphs."""
 
     def __init__(
         self,
@@ -101,7 +95,7 @@ class Rows:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def admit(self, admit: Admit, prompt_ids: Int32s) -> Int32s:
-        """Row `admit.row` now holds this request. `prompt_ids` may be a view of shared memory: it is copied. Returns all known ids."""
+        """Row `admit.row` now holds this request. `prompt_ids` may be a view of shared memory. Returns all known ids."""
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
@@ -114,7 +108,7 @@ class Rows:
         return known_ids
 
     def take_blocks(self, chunks: Sequence[Chunk]) -> None:
-        """The blocks that chunks are about to fill. After all rows of the plan are admitted: it may reuse the blocks of their snapshots."""
+        """The blocks that chunks are about to fill. After all admits of the plan: it may reuse the blocks of their snapshots."""
         for chunk in chunks:
             self._append_blocks(chunk.row, chunk.blocks)
             if self._snapshots is not None:
@@ -128,7 +122,7 @@ class Rows:
                 self._snapshots.save(chunk.row, chunk.snapshot)
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
-        """Turns a plan's chunks into arrays: decides nothing, only looks up."""
+        """A plan's chunks as arrays."""
         num_decodes = sum(is_decode(chunk) for chunk in chunks)
         prefills, decodes = chunks[: len(chunks) - num_decodes], chunks[len(chunks) - num_decodes :]
         ids, positions = self._tokens(prefills, decodes)
@@ -171,12 +165,12 @@ class Rows:
         return StepInputs(batch, draws, places, scoring)
 
     def remember(self, admitted: torch.Tensor) -> None:
-        """Last tokens of new rows, `HostStep.admitted` on the device: before anything reads them."""
+        """Last tokens of new rows (`HostStep.admitted` on the device), before anything reads them."""
         if admitted.shape[1]:
             self.last_token_R[admitted[0]] = admitted[1]
 
     def deliver(self, tokens_S: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
-        """Drawn tokens to their rows, for the next step. They will be in the memory that this returns, on the host."""
+        """Gives rows their drawn tokens. Returns host memory in which they will be."""
         self.last_token_R[rows_S] = tokens_S
         return to_host(tokens_S)
 
@@ -245,7 +239,7 @@ class Rows:
 
 
 def is_decode(chunk: Chunk) -> bool:
-    """A row whose one input token is the last one drawn. The plan puts these last."""
+    """A row whose one input token is the last one drawn. Plans put these last."""
     return chunk.sample and chunk.length == 1 and not chunk.visual
 
 

@@ -1,7 +1,5 @@
-"""One step on the device: save, evict, admit, restore, encode, forward, sample. Called by the worker's loop with each plan, in plan order.
-
-Nothing here waits for the device: a launched step is a handle that is asked later whether it is done.
-"""
+"""One step on the device: save, evict, admit, restore, encode, forward, sample. Nothing here waits for the device: a launched step is a
+handle that is asked later whether it is done."""
 
 import logging
 import time
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, Chunk, GrammarLoaded, LoadGrammar, Prefetch, StepPlan, StepResult
+from engine.messages import Admit, Chunk, GrammarLoaded, LoadGrammar, StepPlan, StepResult
 from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
@@ -24,7 +22,7 @@ from engine.worker.sampling.pooling import pool
 from engine.worker.sampling.prompt import PromptScores, score_prompts
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
-from engine.worker.stopwatch import Marks, Stopwatch
+from engine.worker.stopwatch import Stopwatch
 from models.attention.paged import AttentionBackend
 from models.contract import VisionLanguageModel
 from models.parallel import TensorParallel
@@ -36,7 +34,7 @@ NOTHING_DRAWN = Sampled(torch.empty(0, dtype=torch.int64), None)
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device works on. `sampled` is valid once `marks` are done."""
+    """A step that the device works on. `sampled` is valid once `watch` is done."""
 
     step: int
     rank: int
@@ -44,16 +42,14 @@ class LaunchedStep:
     sampled: Sampled  # in pinned host memory, as `scores`
     scores: PromptScores | None
     pooled: dict[int, torch.Tensor]  # the same
-    encoded: Encoded  # its pixels are kept until the step is done: they belong to the reader's stream
-    marks: Marks
+    encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
+    watch: Stopwatch
     out_of_memory: bool = False
     slow_draws: tuple[int, ...] = ()
 
     def result(self) -> StepResult:
-        """Waits for the device, then says what came out."""
-        self.marks.wait()
-        (forward_ms,) = self.marks.spans_ms()
-        encode_ms = sum(span for marks in self.encoded.marks for span in marks.spans_ms())
+        """Waits for the device."""
+        self.watch.wait()
         return StepResult(
             rank=self.rank,
             step=self.step,
@@ -63,8 +59,8 @@ class LaunchedStep:
             launched=self.launched,
             done=time.monotonic(),
             decode_ms=self.encoded.read_ms,
-            encode_ms=encode_ms,
-            forward_ms=forward_ms,
+            encode_ms=sum(watch.elapsed_ms() for watch in self.encoded.watches),
+            forward_ms=self.watch.elapsed_ms(),
             logprobs=self.sampled.logprobs_per_draw(),
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
             pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
@@ -73,148 +69,130 @@ class LaunchedStep:
         )
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Executes plans for one rank."""
 
-    def __init__(
-        self,
-        model: VisionLanguageModel,
-        attention: AttentionBackend,
-        rows: Rows,
-        sampler: Sampler,
-        images: ImageCache,
-        staging: Staging,
-        graphs: StepGraphs | None,
-        prompts: ArenaView,
-        tp: TensorParallel,
-        agreement: Agreement | None = None,
-    ):
-        self._model = model
-        self._attention = attention
-        self._rows = rows
-        self._sampler = sampler
-        self._images = images
-        self._staging = staging
-        self._graphs = graphs
-        self._prompts = prompts
-        self._tp = tp
-        self._agreement = agreement
-        self._memory = StepMemory(model.device)
-        self._on_gpu = rows.last_token_R.is_cuda
+    model: VisionLanguageModel
+    attention: AttentionBackend
+    rows: Rows
+    sampler: Sampler
+    images: ImageCache
+    staging: Staging
+    graphs: StepGraphs | None
+    prompts: ArenaView
+    tp: TensorParallel
+    agreement: Agreement | None = None
+
+    def __post_init__(self) -> None:
+        self._memory = StepMemory(self.model.device)
+        self._on_gpu = self.rows.last_token_R.is_cuda
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueues a whole step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks
-        count what it will take and give it up together before it begins; behind that, others may wait in a collective."""
+        """Enqueues a step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks count
+        what it will take and give it up together before it begins; later, others may wait in a collective."""
         launched = time.monotonic()
         try:
             return self._launch(plan, launched)
         except (torch.OutOfMemoryError, MemoryError):
-            if self._tp.size > 1:
+            if self.tp.size > 1:
                 raise
             if self._on_gpu:
-                torch.cuda.synchronize()  # what the step has allocated so far may still be worked on
+                torch.cuda.synchronize()  # what the step has allocated may still be worked on
         return self._give_up(plan, launched)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
-        self._images.save(plan.saves)
-        self._images.evict(plan.evict)
+        self.images.save(plan.saves)
+        self.images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
-            ids = self._rows.admit(admit, np.frombuffer(self._prompts.view(region.offset, region.length), dtype=np.int32))
-            self._sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
+            ids = self.rows.admit(admit, np.frombuffer(self.prompts.view(region.offset, region.length), dtype=np.int32))
+            self.sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
             self._admit_grammar(admit)
-        self._rows.take_blocks(plan.chunks)
-        self._images.restore(plan.restores)
+        self.rows.take_blocks(plan.chunks)
+        self.images.restore(plan.restores)
         if not self._has_memory_everywhere(plan):
             return self._give_up(plan, launched)
-        encoded = self._images.encode(plan.encodes)
+        encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
-        watch.mark()
-        step = self._rows.build(plan.admits, plan.chunks, self._images.tensors)
+        step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
         sampled, scores, pooled = self._draw(step, plan.chunks)
         scores = scores and scores.to_host()
         watch.mark()
-        marks = watch.marks()
-        slow_draws = self._sampler.grammars.note(step.draws.rows, sampled.tokens_S, marks)
+        slow_draws = self.sampler.grammars.note(step.draws.rows, sampled.tokens_S, watch)
         if self._on_gpu:
-            self._images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), marks.events[-1])
-        return LaunchedStep(plan.step, self._tp.rank, launched, sampled, scores, pooled, encoded, marks, slow_draws=slow_draws)
+            self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, slow_draws=slow_draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, roughly and rather too much: to begin without memory ends the engine. A step of decodes
-        with a graph takes nothing that is not there."""
-        if self._agreement is None:
+        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Decodes with a graph take
+        nothing."""
+        if self.agreement is None:
             return True
         prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
         num_tokens, num_decodes = sum(prompts), len(plan.chunks) - len(prompts)
-        if self._graphs is not None and self._graphs.cover(len(prompts), num_tokens, num_decodes):
-            needed = self._graphs.bytes_beside(num_tokens)
+        if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_decodes):
+            needed = self.graphs.bytes_beside(num_tokens)
         else:
-            needed = step_bytes(self._model.config, self._tp.size, num_tokens + num_decodes)
-        needed += self._images.gather_bytes(plan.encodes)
+            needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decodes)
+        needed += self.images.gather_bytes(plan.encodes)
         if not needed:
             return True
-        return self._agreement.all_can(needed <= self._memory.free_bytes())
+        return self.agreement.all_can(needed <= self._memory.free_bytes())
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """A step that computes nothing. Plans on their way may name its images."""
         logger.error("step %d ran out of memory and is given up", plan.step)
         if self._on_gpu:
             torch.cuda.empty_cache()
-        self._images.leave_out(plan.encodes, plan.restores)
+        self.images.leave_out(plan.encodes, plan.restores)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
-        watch.mark()
-        return LaunchedStep(plan.step, self._tp.rank, launched, NOTHING_DRAWN, None, {}, NOTHING_ENCODED, watch.marks(), out_of_memory=True)
-
-    @torch.inference_mode()
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Enqueues the reading and encoding of an image that a plan may come to name."""
-        self._images.prefetch(prefetch)
+        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_DRAWN, None, {}, NOTHING_ENCODED, watch, out_of_memory=True)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
-        """For a moment without plans: what would be in the way of a request, in small pieces. False if there was nothing to do."""
-        has_prepared = self._images.prepare(is_busy)
-        if has_prepared and self._agreement is not None:
+        """Without plans: does a small piece of what would be in the way of a request. False if there was nothing to do."""
+        has_prepared = self.images.prepare(is_busy)
+        if has_prepared and self.agreement is not None:
             self._memory.note_graphs()
         return has_prepared
 
     def load_grammar(self, message: LoadGrammar, answer: Callable[[GrammarLoaded], None]) -> None:
         """Begins to read a grammar that a plan may come to name; the answer comes from another thread."""
-        data = bytes(self._prompts.view(message.region.offset, message.region.length))
-        self._sampler.grammars.load_ahead(data, lambda: answer(GrammarLoaded(message.ticket)))
+        data = bytes(self.prompts.view(message.region.offset, message.region.length))
+        self.sampler.grammars.load_ahead(data, lambda: answer(GrammarLoaded(message.ticket)))
 
     def _admit_grammar(self, admit: Admit) -> None:
         """Rank 0 alone draws, so it alone needs the grammar."""
         data, after = None, None
-        if admit.grammar is not None and self._tp.rank == 0:
+        if admit.grammar is not None and self.tp.rank == 0:
             region, after = admit.grammar.region, admit.grammar.after
-            data = bytes(self._prompts.view(region.offset, region.length))
-        self._sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
+            data = bytes(self.prompts.view(region.offset, region.length))
+        self.sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
     def _draw(self, step: HostStep, chunks: Sequence[Chunk]) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
         """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
-        self._rows.save_snapshots(chunks)
-        if not draws.num_rows:
+        self.rows.save_snapshots(chunks)
+        if not len(draws.rows_S):
             return NOTHING_DRAWN, scores, pooled
-        if self._tp.rank == 0:
-            sampled = self._sampler.sample(logits_SV, draws, self._sampler.grammars.masks(step.draws.rows))
+        if self.tp.rank == 0:
+            sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws.rows))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
-        self._tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
-        return sampled.on_host(self._rows.deliver(sampled.tokens_S, draws.rows_S)), scores, pooled
+        self.tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
+        return sampled.on_host(self.rows.deliver(sampled.tokens_S, draws.rows_S)), scores, pooled
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
-        if self._graphs is not None and self._graphs.fits(step):
-            return *self._graphs.run(step), None, {}
-        inputs = self._rows.stage(step, self._staging)
-        self._attention.plan(inputs.batch.attention)
-        hidden_SD, scores = self._model(inputs.batch, self._attention), None
+        if self.graphs is not None and self.graphs.fits(step):
+            return *self.graphs.run(step), None, {}
+        inputs = self.rows.stage(step, self.staging)
+        self.attention.plan(inputs.batch.attention)
+        hidden_SD, scores = self.model(inputs.batch, self.attention), None
         if inputs.scoring is not None:
-            scores = score_prompts(hidden_SD, inputs.scoring, self._model.logits)
+            scores = score_prompts(hidden_SD, inputs.scoring, self.model.logits)
             hidden_SD = hidden_SD[inputs.places_S]
-        logits_SV = self._model.logits(hidden_SD)
+        logits_SV = self.model.logits(hidden_SD)
         return logits_SV, inputs.draws, scores, pool(step.pooled, hidden_SD, logits_SV)

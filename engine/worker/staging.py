@@ -1,8 +1,4 @@
-"""One transfer to the device per step: small arrays are packed into a pinned buffer and become views of one device buffer.
-
-Used by the runner and by graphs. The ring has one buffer more than there are steps in flight, so no pinned buffer is written while its
-copy may run.
-"""
+"""One transfer to the device per step: small arrays are packed into a pinned buffer and become views of one device buffer."""
 
 from collections.abc import Iterable
 
@@ -12,15 +8,16 @@ import torch
 
 from engine.messages import DEPTH
 
-ALIGNMENT = 128  # so that pieces of up to a cache line, which kernels read at once, do not straddle two
+ALIGNMENT = 128  # pieces that kernels read at once must not straddle two cache lines
 RING = DEPTH + 1  # one is being built
 
 
 class Staging:
-    """Call `begin`, `put` for every array, then `copy`: from then on the returned tensors hold the data, in stream order.
+    """Call `begin`, `put` for every array, then `copy`: from then until the next `copy` the returned tensors hold the data, in stream
+    order.
 
-    The tensors are views of one device buffer and are valid until the next `copy`. On a CPU they are views of the host buffer. Equal
-    sizes in equal order have equal addresses, which a CUDA graph may therefore remember.
+    They are views of one device buffer, on a CPU of the host buffer. Equal sizes in equal order have equal addresses, which a CUDA graph
+    may remember. The ring has a buffer more than there are steps in flight: none is written while its copy may run.
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
@@ -32,7 +29,6 @@ class Staging:
         self._used = 0
 
     def begin(self) -> None:
-        """Starts a step's packing."""
         self._index = (self._index + 1) % len(self._hosts)
         self._used = 0
 
@@ -58,5 +54,5 @@ class Staging:
 
 
 def staged_bytes(arrays: Iterable[npt.NDArray[np.generic]]) -> int:
-    """What they take in a buffer that nothing else is in."""
+    """What they take in a buffer of their own."""
     return sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)

@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV cache, behind one Protocol. A worker has one from its backend, plans each step and hands it on."""
+"""Causal attention over a paged KV cache, behind one Protocol."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -10,6 +10,7 @@ import torch
 from models.backends.ops import KVPool, NewHeads
 from models.batch import AttentionLayout
 from models.cache import PagedGroup
+from models.transfers import to_device
 
 Int32s = npt.NDArray[np.int32]
 
@@ -27,22 +28,18 @@ class AttentionBackend(Protocol):
         """Where the layer's keys and values are written, at the layout's slots."""
 
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end.
-
-        Query heads share KV heads in groups of H / KV heads; the scale is K ** -0.5. The step's keys must be in the pool already.
-        """
+        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end. Query
+        heads share KV heads in groups; the scale is K ** -0.5. The step's keys must be in the pool."""
 
 
 @runtime_checkable
 class FusedAttention(AttentionBackend, Protocol):
-    """One that for the planned step may be asked for all of it at once."""
-
     def run_fused(self, layer: int, heads: NewHeads) -> torch.Tensor:
-        """What `Ops.norm_rope_store_` does, and then `run`."""
+        """What `Ops.norm_rope_store_` does, then `run`."""
 
 
 class HostPlan(Protocol):
-    """A part of attention whose plan is arrays made on the host, which whoever uses it brings to the device."""
+    """Attention whose plan is arrays made on the host, which its user brings to the device."""
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
         """What the next run reads beside the layout's pages. Touches no device, changes nothing."""
@@ -52,14 +49,12 @@ class HostPlan(Protocol):
 
 
 class FixedAttention(AttentionBackend, HostPlan, Protocol):
-    """A backend of a fixed shape for a CUDA graph: what `read_from` was called with before the capture is filled before each replay.
-
-    The shapes of `plan_arrays` are the same for all layouts of the shape.
-    """
+    """A backend of a fixed shape for a CUDA graph: what `read_from` was given before the capture is filled before each replay. The shapes
+    of `plan_arrays` are the same for all layouts of the shape."""
 
     @property
     def max_pages(self) -> int:
-        """So many pages has a layout at most."""
+        """Of a layout."""
 
 
 MakeFixed = Callable[[int, int, int], FixedAttention]  # by prompt tokens, decode rows, and rows of the prompt tokens
@@ -67,27 +62,12 @@ MakeFixed = Callable[[int, int, int], FixedAttention]  # by prompt tokens, decod
 
 def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
     """Plans a step that no graph replays."""
-    part.read_from(on_device(part.plan_arrays(layout), layout.pages.device), layout.pages)
-
-
-def on_device(arrays: Sequence[Int32s], device: torch.device) -> list[torch.Tensor]:
-    """A plan in memory of its own."""
-
-    def moved(array: Int32s) -> torch.Tensor:
-        staged = torch.from_numpy(array)
-        if device.type == "cuda":
-            staged = staged.pin_memory()  # a buffer of its own: torch gives it to nobody before the copy is done
-        return staged.to(device, non_blocking=True)
-
-    return [moved(array) for array in arrays]
+    part.read_from([to_device(array, layout.pages.device) for array in part.plan_arrays(layout)], layout.pages)
 
 
 def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
     """One (k, v) pair for each layer of the group, zeros: a page that was never written must not hold NaN."""
     assert group.dtype_bytes == dtype.itemsize
     shape = num_blocks, page_size, group.num_kv_heads, group.head_dim
-
-    def zeros() -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return [(zeros(), zeros()) for _ in range(group.num_layers)]
+    pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * group.num_layers)]
+    return list(zip(pools[::2], pools[1::2], strict=True))

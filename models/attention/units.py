@@ -2,8 +2,10 @@
 few tokens (flash-decoding) the keys into parts."""
 
 from bisect import bisect_left
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from models.attention.paged import Int32s
 from models.batch import AttentionLayout
@@ -11,8 +13,8 @@ from models.batch import AttentionLayout
 UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is none
 ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
 TILE = 32  # keys; units begin at multiples
-MAX_PARTS = 512  # of a group: the shares of all are kept while they are merged
-MIN_TILES = 3  # of a unit, if its group has them: to merge many parts takes longer than to read a few tiles
+MAX_PARTS = 512  # of a group: all shares are kept while they are merged
+MIN_TILES = 3  # of a unit, if its group has them: merging many parts takes longer than reading a few tiles
 
 
 def group_tokens(num_heads: int, kv_heads: int) -> int:
@@ -21,7 +23,7 @@ def group_tokens(num_heads: int, kv_heads: int) -> int:
 
 
 def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
-    """So many groups of up to `size` tokens are enough for `num_tokens` in `num_rows` rows, however they are spread."""
+    """Enough groups of up to `size` tokens for `num_tokens` in `num_rows` rows, however they are spread."""
     return min(num_tokens, (num_tokens + num_rows * (size - 1)) // size)
 
 
@@ -31,24 +33,27 @@ def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
 
 
 def token_groups(layout: AttentionLayout, size: int) -> Int32s:
-    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), offset of the row's pages, end of the last token's keys.
-    """
-    first_tokens, kv_lens = layout.qo_indptr_cpu.numpy(), layout.kv_lens_cpu.numpy()
+    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), the row's first page, end of the last token's keys."""
+    first_tokens = layout.qo_indptr_cpu.numpy()
     num_tokens = first_tokens[1:] - first_tokens[:-1]
-    counts = -(-num_tokens // size)
-    row = np.repeat(np.arange(len(counts)), counts)
-    before = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * size  # of the row's tokens, those in earlier groups
-    rest = num_tokens[row] - before
-    tokens = np.minimum(rest, size)
-    end = kv_lens[row] - rest + tokens
+    row, before, tokens = cut(num_tokens, size)
+    end = (layout.kv_lens_cpu.numpy() - num_tokens)[row] + before + tokens
     return np.stack((first_tokens[row] + before, tokens, layout.page_indptr_cpu.numpy()[row], end), axis=1).astype(np.int32)
+
+
+def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
+    """Rows in pieces of `size`, or a row's rest: for each piece its row, what is before it in the row, its length."""
+    counts = -(-lengths // size)
+    row = np.repeat(np.arange(len(counts)), counts)
+    before = (np.arange(len(row)) - (counts.cumsum() - counts)[row]) * size
+    return row, before, np.minimum(lengths[row] - before, size)
 
 
 def plan_units(groups: Int32s, limit: int) -> Int32s:
     """At most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS of a group. The limit must be above the number of groups.
 
     A unit is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
-    part among all, number of the group's first part, parts of the group. A group's last key is its last token's alone, and so on.
+    part among all, number of the group's first part, parts of the group.
 
     Units are as short as the limit and MIN_TILES allow; those of a group are equal up to a tile. The shortest length in tiles lies between
     sum / limit and (sum - groups) / (limit - groups), as t tiles are at most (t - 1) / length + 1 units. The last of several units is never

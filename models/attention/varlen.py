@@ -8,13 +8,14 @@ import numpy.typing as npt
 import torch
 
 from models.attention.paged import Int32s
+from models.attention.units import cut
 
 
 class VarlenAttention(Protocol):
     """Once an encode: `plan`; then `run` in each layer. Heads are stored in the order keys, values, queries."""
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """The patches of the coming `run` calls are segments of these lengths, one after the other."""
+        """The patches of the coming `run` calls are segments of these lengths."""
 
     def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
         """Rotates keys and queries, then every patch attends to all of its segment: (P, H * K). The scale is K ** -0.5. `cos_sin_PK`: see
@@ -23,8 +24,6 @@ class VarlenAttention(Protocol):
 
 def varlen_tiles(lengths: npt.NDArray[np.int64], tile_rows: int) -> Int32s:
     """(n, 4): first patch, number of patches (`tile_rows`, or a segment's rest), first patch and length of its segment."""
-    counts, starts = -(-lengths // tile_rows), lengths.cumsum() - lengths
-    segment = np.repeat(np.arange(len(lengths)), counts)
-    before = (np.arange(len(segment)) - (counts.cumsum() - counts)[segment]) * tile_rows  # of the segment's patches, those in earlier tiles
-    rows = np.minimum(lengths[segment] - before, tile_rows)
-    return np.stack((starts[segment] + before, rows, starts[segment], lengths[segment]), axis=1).astype(np.int32)
+    segment, before, rows = cut(lengths, tile_rows)
+    starts = (lengths.cumsum() - lengths)[segment]
+    return np.stack((starts + before, rows, starts, lengths[segment]), axis=1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Which part of which checkpoint tensor goes into which part of a parameter. Declared by the layers, filled by `models.weights`."""
+"""Which part of which checkpoint tensor goes into which part of a parameter: layers declare it, `models.weights` fills."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class CheckpointTensor:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Complete ways in which checkpoints hold the same parameters: names and shapes must say which one this checkpoint has."""
+    """Complete ways in which checkpoints hold the same parameters, told apart by names and shapes."""
 
     ways: tuple[tuple[CheckpointTensor, ...], ...]
 
@@ -32,14 +32,14 @@ CheckpointPart = CheckpointTensor | OneOf
 
 @runtime_checkable
 class HasCheckpointTensors(Protocol):
-    """A module whose parameters are not the checkpoint's tensors one to one: it says itself where its parts come from."""
+    """A module whose parameters are not the checkpoint's tensors one to one."""
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
         """`prefix` is the dotted path of this module, which is that of the checkpoint except for fused layers."""
 
 
 def module_tensors(module: nn.Module, prefix: str) -> Iterator[CheckpointPart]:
-    """The slots of a module and all below it; a plain parameter is the whole checkpoint tensor of the same path."""
+    """Those of a module and all below it; a plain parameter is the whole checkpoint tensor of the same path."""
     if isinstance(module, HasCheckpointTensors):
         yield from module.checkpoint_tensors(prefix)
         return

@@ -8,14 +8,14 @@ import torch
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
-UNIT = 64.0  # the standard deviation of random values before they are scaled
+UNIT = 64.0  # standard deviation of random values before they are scaled
 STRIPE = 1 << 14  # rows of random values that are made at a time
 LEAST_SCALE = 1e-30  # of a group that is all zeros
 SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
 
 
 def unfit(columns: int, *rows: int) -> ValueError:
-    """What to raise for matrices, or shares of them, that are not made of whole blocks."""
+    """For matrices, or shares of them, that are not made of whole blocks."""
     shapes = " and ".join(f"{count} x {columns}" for count in sorted(set(rows)))
     return ValueError(f"FP8 needs matrices of whole {BLOCK} x {BLOCK} blocks on every rank; here are {shapes} (--quantization, --tp)")
 
@@ -38,10 +38,10 @@ class BlockScaled:
 
     @classmethod
     def quantized(cls, matrix_NK: torch.Tensor) -> "BlockScaled":
-        """Each block's largest value becomes the largest that there is."""
+        """Each block's largest value becomes LARGEST."""
         rows, columns = matrix_NK.shape
         made = cls.empty(rows, columns, matrix_NK.device)
-        for start in range(0, rows, BLOCK):  # a stripe at a time: float32 copies of whole matrices would not fit beside them
+        for start in range(0, rows, BLOCK):  # float32 copies of whole matrices would not fit beside them
             stripe = matrix_NK[start : start + BLOCK].float().unflatten(1, (-1, BLOCK))
             scale = (stripe.abs().amax((0, 2)) / LARGEST).clamp_(min=LEAST_SCALE)
             made.scales[start // BLOCK].copy_(scale)
@@ -49,7 +49,6 @@ class BlockScaled:
         return made
 
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
-        """Random values."""
         for stripe in self.values.split(STRIPE):
             normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
             stripe.copy_(normal.mul_(UNIT).clamp_(-LARGEST, LARGEST))
@@ -69,7 +68,7 @@ class BlockScaled:
 
     @cached_property
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and padded scales as cuBLAS takes them. Kept: the host would take as long to make them as to launch a product."""
+        """Values and padded scales as cuBLAS takes them. Kept: making them takes the host as long as launching a product."""
         return self.values.t(), self.padded_scales.t()
 
     def dequantized(self) -> torch.Tensor:
@@ -106,7 +105,7 @@ class GroupScaled:
 
     @classmethod
     def quantized(cls, x_TK: torch.Tensor) -> "GroupScaled":
-        """Each group's largest value becomes the largest that there is."""
+        """Each group's largest value becomes LARGEST."""
         num_tokens, width = x_TK.shape
         made = cls.empty(num_tokens, width, x_TK.device)
         groups = x_TK.float().unflatten(1, (-1, BLOCK))

@@ -1,4 +1,4 @@
-"""The linear layers, whole or cut over the ranks, and how their matrices lie in a checkpoint."""
+"""Linear layers and the embedding, whole or cut over the ranks, and how their matrices lie in a checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,26 +29,32 @@ def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
     return Part(name, total_rows, tp.rank * rows, rows)
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialised parameter without gradient; the loader or the dummy initialiser fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the layers of a model share. Parameters are uninitialised and without gradient."""
+
+    tp: TensorParallel
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def matrix(self, rows: int, columns: int, is_fp8: bool) -> Weight:
+        return BlockScaled.empty(rows, columns, self.device) if is_fp8 else self.parameter(rows, columns)
 
 
 class Linear(nn.Module):
     """A whole linear layer with bias, the same on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, in_features: int, out_features: int, setup: Setup) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_features, dtype=dtype, device=device)
+        self.weight = setup.parameter(out_features, in_features)
+        self.bias = setup.parameter(out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-def empty_weight(rows: int, columns: int, dtype: torch.dtype | None, device: torch.device) -> Weight:
-    """An uninitialised matrix; `dtype` None is float8 in scaled blocks."""
-    return BlockScaled.empty(rows, columns, device) if dtype is None else empty_parameter(rows, columns, dtype=dtype, device=device)
 
 
 def quantize_(layer: nn.Module, name: str = "weight") -> None:
@@ -77,12 +83,12 @@ def _blocks(values: slice) -> slice:
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one; its user multiplies."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], is_fp8: bool, setup: Setup) -> None:
         super().__init__()
-        self.parts = tuple(parts)
-        if dtype is None and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
+        self.parts = parts
+        if is_fp8 and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
             raise unfit(in_features, *(part.rows for part in parts))
-        self.weight = empty_weight(sum(part.rows for part in parts), in_features, dtype, device)
+        self.weight = setup.matrix(sum(part.rows for part in parts), in_features, is_fp8)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
@@ -116,13 +122,11 @@ def add_sum_(
 class RowParallelLinear(nn.Module):
     """Each rank holds some input columns; the sum of outputs over the ranks joins the residual."""
 
-    def __init__(
-        self, in_features: int, out_features: int, tp: TensorParallel, ops: Ops, dtype: torch.dtype | None, device: torch.device
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, is_fp8: bool, setup: Setup) -> None:
         super().__init__()
-        self.tp = tp
-        self.ops = ops
-        self.weight = empty_weight(out_features, tp.share(in_features, "in_features"), dtype, device)
+        self.tp = setup.tp
+        self.ops = setup.ops
+        self.weight = setup.matrix(out_features, self.tp.share(in_features, "in_features"), is_fp8)
 
     def add_(self, residual: Residual, x_TX: Activation) -> None:
         """residual += the layer's output."""
@@ -135,3 +139,27 @@ class RowParallelLinear(nn.Module):
         rows, columns = self.weight.shape
         share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
         yield from weight_tensors(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds a range of token ids. Also the output head's matrix, which a tied model shares with the input."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, setup: Setup) -> None:
+        super().__init__()
+        self.tp = setup.tp
+        self.weight = setup.parameter(self.tp.share(vocab_size, "vocab_size"), hidden_size)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Ids (T,) of the whole vocabulary -> (T, D)."""
+        if self.tp.size == 1:
+            return F.embedding(ids_T, self.weight)
+        rows = self.weight.shape[0]
+        local_T = ids_T - self.tp.rank * rows
+        elsewhere_T = (local_T < 0) | (local_T >= rows)
+        hidden_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        return self.tp.all_reduce_(hidden_TD.masked_fill_(elsewhere_T[:, None], 0))
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        rows, columns = self.weight.shape
+        index = (slice(self.tp.rank * rows, (self.tp.rank + 1) * rows),)
+        yield CheckpointTensor(f"{prefix}.weight", (rows * self.tp.size, columns), index, self.weight.data)

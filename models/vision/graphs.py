@@ -1,5 +1,5 @@
-"""CUDA graphs of small encodes whose exact list of grids comes again: one launch instead of three hundred. They are captured when the
-worker has nothing to launch, so no request waits for one."""
+"""CUDA graphs of small encodes whose exact list of grids comes again: one launch instead of three hundred. Captured when the worker has
+nothing to launch, so no request waits for one."""
 
 import logging
 from collections import OrderedDict
@@ -14,10 +14,10 @@ from models.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
-MAX_PATCHES_OF_ONE = 8192  # above it the device takes longer than the host that launches
-MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B; what lies between them is shared by all graphs
-SIGHTINGS = 2  # before an encode is worth a graph, if there is nothing else to do
-SIGHTINGS_WHEN_BUSY = 6  # if the device works: to capture takes the host longer than a step, so that streams may wait once
+MAX_PATCHES_OF_ONE = 8192  # above it the device is slower than the host
+MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B
+SIGHTINGS = 2  # before an encode is worth a graph
+SIGHTINGS_WHEN_BUSY = 6  # to capture takes the host longer than a step: streams may wait once
 MAX_SEEN = 256
 KEPT_SHARE = 3  # inputs and outputs of a graph take less than a third of its activations
 
@@ -42,8 +42,8 @@ class TowerGraphs:
         self._graphs: OrderedDict[Key, TowerGraph] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures. A graph keeps the workspace that cuBLAS has for its stream, and torch hands out the same 32 streams in turn:
-        # a new one for each capture would sooner or later be that of the step graphs, which run at the same time.
+        # One for all captures: a graph keeps cuBLAS's workspace for its stream, and of torch's 32 streams a new one would sooner or
+        # later be that of the step graphs, which run at the same time.
         self._stream = torch.cuda.Stream()
 
     def __call__(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -55,17 +55,17 @@ class TowerGraphs:
             levels: torch.Tensor = self._tower(patches_PX, grids)
             return levels
         self._graphs.move_to_end(key)
-        self._tower.plan(grids)  # the graph reads the plan from the attention's own buffers, where other encodes leave theirs
+        self._tower.plan(grids)  # which the graph reads from buffers that other encodes use, too
         graph.patches_PX.copy_(patches_PX)
         graph.graph.replay()
         return graph.levels.clone()
 
     def max_bytes(self) -> int:
-        """Of all graphs that are kept: inputs and outputs of each, and one share of activations that is the largest's."""
+        """Of all graphs that are kept: each one's inputs and outputs, and the largest's activations, which all share."""
         return (MAX_PATCHES_OF_ALL // KEPT_SHARE + MAX_PATCHES_OF_ONE) * self._tower.patch_bytes()
 
     def capture_one(self, is_busy: bool = False) -> bool:
-        """Captures one encode that was seen often enough; False if there is none. For a time when the host has nothing to launch."""
+        """Captures one encode that was seen often enough; False if there is none."""
         enough = SIGHTINGS_WHEN_BUSY if is_busy else SIGHTINGS
         key = next((key for key, count in reversed(self._seen.items()) if count >= enough), None)
         if key is None:
@@ -73,7 +73,7 @@ class TowerGraphs:
         del self._seen[key]
         try:
             self._graphs[key] = self._capture(key)
-        except RuntimeError as problem:  # no memory for it, which has several names: it is a matter of speed alone
+        except RuntimeError as problem:  # no memory, which has several names: a matter of speed alone
             logger.warning("an encode was not captured: %s", problem)
             return True
         while sum(len(graph.patches_PX) for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:

@@ -1,6 +1,6 @@
-"""From decoded pixels to the patches that the vision tower multiplies. Equal to transformers' Pillow image processor (`qwen2_vl`): resize
-in Pillow's fixed-point arithmetic, one axis after the other, then cut. The normalisation x / 127.5 - 1 is left to the patch embedding: x
-- 128 is exact in bfloat16."""
+"""From decoded pixels to the patches that the vision tower multiplies, equal to transformers' Pillow image processor (`qwen2_vl`): resize
+in Pillow's fixed-point arithmetic, one axis after the other, then cut. The normalisation x / 127.5 - 1 is left to the patch embedding: x -
+128 is exact in bfloat16."""
 
 from functools import lru_cache
 
@@ -10,6 +10,7 @@ import torch
 
 from models.backends.ops import TAP_BITS, Ops, Taps
 from models.geometry import Grid, VisionGeometry
+from models.transfers import to_device
 
 PIXEL_SCALE = 127.5  # with p the pixel minus 128, (p + 0.5) / 127.5 is the reference's normalised value
 MAX_CACHED_TAPS = 256  # of a few tens of kB each
@@ -18,7 +19,7 @@ CUBIC_REACH = 2.0
 
 
 class Preprocessor:
-    """Resizes images and cuts them into patches. Keeps the resampling weights of the sizes used last."""
+    """Keeps the resampling weights of the sizes used last."""
 
     def __init__(self, geometry: VisionGeometry, ops: Ops, device: torch.device) -> None:
         self._geometry = geometry
@@ -35,10 +36,7 @@ class Preprocessor:
         self._ops.resample_to_patches_(image_HWC, axis, self._taps(image_HWC.shape[axis], size), patch, merge, out_PX)
 
     def _upload_taps(self, old: int, new: int) -> Taps:
-        first, weights = (torch.from_numpy(array) for array in make_taps(old, new))
-        if self._device.type == "cuda":  # from pageable memory the copy would wait for the device
-            first, weights = first.pin_memory(), weights.pin_memory()
-        return Taps(first.to(self._device, non_blocking=True), weights.to(self._device, non_blocking=True))
+        return Taps(*(to_device(array, self._device) for array in make_taps(old, new)))
 
 
 def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tuple[int, int]]:

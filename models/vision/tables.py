@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from models.geometry import Grid
-from models.layers.linear import empty_parameter
+from models.layers.linear import Setup
 from models.layers.rotary import vision_rows
 
-MAX_CACHED_PATCHES = 1 << 17  # about 300 MB of tables at 8B; the largest image has half as many patches
+MAX_CACHED_PATCHES = 1 << 17  # about 300 MB at 8B; the largest image has half as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class GridTables:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Of all images of an encode, one after the other. The position embeddings stay apart: they are joined where the stream begins."""
+    """Of all images of an encode. The position embeddings are joined where the stream begins."""
 
     position_PD: list[torch.Tensor]
     cos_sin_PK: torch.Tensor
@@ -33,9 +33,9 @@ class Tables:
 class PositionGrid(nn.Module):
     """A learned square grid of embeddings, stretched over an image by bilinear interpolation with aligned corners."""
 
-    def __init__(self, num_positions: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_positions: int, hidden_size: int, setup: Setup) -> None:
         super().__init__()
-        self.weight = empty_parameter(num_positions, hidden_size, dtype=dtype, device=device)
+        self.weight = setup.parameter(num_positions, hidden_size)
 
     def interpolate(self, rows: int, columns: int) -> torch.Tensor:
         """(rows, columns, D) float32; the formula is that of transformers' `get_vision_interpolation_indices_and_weights`."""
@@ -79,7 +79,6 @@ class TableCache:
         self._num_patches = 0
 
     def get(self, grid: Grid) -> GridTables:
-        """The tables of `grid`, made now if they are not kept."""
         if grid in self._tables:
             self._tables.move_to_end(grid)
             return self._tables[grid]

@@ -1,8 +1,8 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. It is whole on every rank; images of one call share every
-GEMM and every attention launch.
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Whole on every rank; images of one call share every GEMM and
+attention launch.
 
-The residual stream carries products only: the biases of the layers that end in it are constants, so their running sum ("offset") is added
-where the stream is read. A product then joins the stream in its own GEMM.
+The residual stream carries products only: the biases that end in it are constants, whose running sum ("offset") is added where the stream
+is read. A product then joins the stream in its own GEMM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.varlen import VarlenAttention
-from models.backends.backend import Backend
-from models.backends.ops import Ops
 from models.config import VisionConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointTensor
-from models.layers.linear import Linear, empty_parameter
+from models.layers.linear import Linear, Setup
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import PIXEL_SCALE
 from models.vision.tables import MAX_CACHED_PATCHES, GridTables, PositionGrid, TableCache, Tables, grid_tables
@@ -29,12 +27,12 @@ LAYER_NORM_EPS = 1e-6
 class PatchEmbed(nn.Module):
     """The Conv3d of the checkpoint as a GEMM. A still image is two equal frames, so their kernels are summed."""
 
-    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, setup: Setup) -> None:
         super().__init__()
         self._kernel = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
         frame = config.in_channels * config.patch_size**2
-        self.weight = empty_parameter(config.temporal_patch_size, config.hidden_size, frame, dtype=dtype, device=device)
-        self.bias = empty_parameter(config.hidden_size, dtype=dtype, device=device)
+        self.weight = setup.parameter(config.temporal_patch_size, config.hidden_size, frame)
+        self.bias = setup.parameter(config.hidden_size)
 
     @cached_property
     def _frame_weight(self) -> torch.Tensor:
@@ -59,11 +57,11 @@ class PatchEmbed(nn.Module):
 class LayerNorm(nn.Module):
     """Over the last of two dimensions, of a stream that still lacks its offset."""
 
-    def __init__(self, size: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, setup: Setup) -> None:
         super().__init__()
-        self.ops = ops
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.bias = empty_parameter(size, dtype=dtype, device=device)
+        self.ops = setup.ops
+        self.weight = setup.parameter(size)
+        self.bias = setup.parameter(size)
 
     def forward(self, x: torch.Tensor, offset_D: torch.Tensor) -> torch.Tensor:
         return self.ops.layer_norm(x, offset_D, self.weight, self.bias, LAYER_NORM_EPS)
@@ -90,12 +88,12 @@ class ResidualLinear(Linear):
 class VisionAttention(nn.Module):
     """Full attention inside each image."""
 
-    def __init__(self, config: VisionConfig, attention: VarlenAttention, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, attention: VarlenAttention, setup: Setup) -> None:
         super().__init__()
         self.attention = attention
         self.num_heads = config.num_heads
-        self.qkv = KeyValueQuery(config.hidden_size, 3 * config.hidden_size, dtype, device)
-        self.proj = ResidualLinear(config.hidden_size, config.hidden_size, dtype, device)
+        self.qkv = KeyValueQuery(config.hidden_size, 3 * config.hidden_size, setup)
+        self.proj = ResidualLinear(config.hidden_size, config.hidden_size, setup)
 
     def add_(self, normed_PD: torch.Tensor, cos_sin_PK: torch.Tensor, x_PD: torch.Tensor) -> None:
         """x += the attention's output."""
@@ -106,11 +104,11 @@ class VisionAttention(nn.Module):
 class VisionMLP(nn.Module):
     """fc2(gelu_tanh(fc1(x)))."""
 
-    def __init__(self, config: VisionConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, setup: Setup) -> None:
         super().__init__()
-        self.ops = ops
-        self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, dtype, device)
-        self.linear_fc2 = ResidualLinear(config.intermediate_size, config.hidden_size, dtype, device)
+        self.ops = setup.ops
+        self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, setup)
+        self.linear_fc2 = ResidualLinear(config.intermediate_size, config.hidden_size, setup)
 
     def add_(self, normed_PD: torch.Tensor, x_PD: torch.Tensor) -> None:
         """x += the MLP's output."""
@@ -118,14 +116,12 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, config: VisionConfig, attention: VarlenAttention, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, attention: VarlenAttention, setup: Setup) -> None:
         super().__init__()
-        self.norm1 = LayerNorm(config.hidden_size, ops, dtype, device)
-        self.norm2 = LayerNorm(config.hidden_size, ops, dtype, device)
-        self.attn = VisionAttention(config, attention, dtype, device)
-        self.mlp = VisionMLP(config, ops, dtype, device)
+        self.norm1 = LayerNorm(config.hidden_size, setup)
+        self.norm2 = LayerNorm(config.hidden_size, setup)
+        self.attn = VisionAttention(config, attention, setup)
+        self.mlp = VisionMLP(config, setup)
 
     def add_(self, x_PD: torch.Tensor, cos_sin_PK: torch.Tensor, offsets_2D: torch.Tensor) -> None:
         """x += the block's output; `offsets_2D` are those of the stream before the attention and before the MLP."""
@@ -140,13 +136,13 @@ class VisionBlock(nn.Module):
 class PatchMerger(nn.Module):
     """Joins the patches of a merge block into one token. The main merger normalises each patch, the others the joint."""
 
-    def __init__(self, config: VisionConfig, ops: Ops, norm_after_join: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, norm_after_join: bool, setup: Setup) -> None:
         super().__init__()
         self.joined_size = config.hidden_size * config.merge_size**2
         self.norm_size = self.joined_size if norm_after_join else config.hidden_size
-        self.norm = LayerNorm(self.norm_size, ops, dtype, device)
-        self.linear_fc1 = Linear(self.joined_size, self.joined_size, dtype, device)
-        self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size, dtype, device)
+        self.norm = LayerNorm(self.norm_size, setup)
+        self.linear_fc1 = Linear(self.joined_size, self.joined_size, setup)
+        self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size, setup)
 
     def forward(self, x_PD: torch.Tensor, offset_D: torch.Tensor, out_ND: torch.Tensor) -> None:
         """The stream (P, vision hidden) -> `out_ND` (P / merge ** 2, decoder hidden)."""
@@ -158,20 +154,18 @@ class PatchMerger(nn.Module):
 class VisionTower(nn.Module):
     """All blocks, the main merger and one merger per DeepStack level."""
 
-    def __init__(self, config: VisionConfig, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(self, config: VisionConfig, attention: VarlenAttention, setup: Setup) -> None:
         super().__init__()
-        ops, device = backend.ops, backend.device
         self.config = config
-        self.attention = backend.varlen_attention(config.num_heads, config.head_dim)
-        self.patch_embed = PatchEmbed(config, dtype, device)
-        self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, dtype, device)
-        self._blocks = [VisionBlock(config, self.attention, ops, dtype, device) for _ in range(config.depth)]
-        self.blocks = nn.ModuleList(self._blocks)  # under the checkpoint's name; the list beside it keeps the type
-        self.merger = PatchMerger(config, ops, norm_after_join=False, dtype=dtype, device=device)
-        self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, ops, norm_after_join=True, dtype=dtype, device=device) for _ in config.deepstack_indexes
-        )
-        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2).to(device)
+        self.attention = attention
+        self.patch_embed = PatchEmbed(config, setup)
+        self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, setup)
+        self._blocks = [VisionBlock(config, attention, setup) for _ in range(config.depth)]
+        self.blocks = nn.ModuleList(self._blocks)  # the list beside it keeps the type
+        self.merger = PatchMerger(config, norm_after_join=False, setup=setup)
+        mergers = (PatchMerger(config, norm_after_join=True, setup=setup) for _ in config.deepstack_indexes)
+        self.deepstack_merger_list = nn.ModuleList(mergers)
+        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2).to(setup.device)
         self._tables = TableCache(self._make_tables)
 
     def _make_tables(self, grid: Grid) -> GridTables:
@@ -198,17 +192,16 @@ class VisionTower(nn.Module):
         return Tables([table.position_PD for table in tables], torch.cat([table.cos_sin_PK for table in tables]))
 
     def max_table_bytes(self) -> int:
-        """Of the tables of grids that are kept, at most."""
         return MAX_CACHED_PATCHES * (self.config.hidden_size * self.merger.norm.weight.itemsize + 4 * self.config.head_dim)
 
     def patch_bytes(self) -> int:
-        """Of one patch: the widest activations that are there at once, and its part of the result."""
+        """The widest activations of one patch, and its part of the result."""
         widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize
 
     def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
-        """Room for the patches of images of these grids, (P, C * patch ** 2)."""
+        """(P, C * patch ** 2) of images of these grids."""
         width = self.config.in_channels * self.config.patch_size**2
         return self.merger.norm.weight.new_empty((sum(t * h * w for t, h, w in grids), width))
 

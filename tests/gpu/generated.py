@@ -1,5 +1,6 @@
 """Random weights of any shape, each tensor made on the device when it is read: the same on every rank and for transformers' model."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,21 +19,26 @@ def config_of(shape: str, folder: Path) -> ModelConfig:
     return ModelConfig.from_folder(folder)
 
 
-class GeneratedSource:
-    """A `WeightSource` in bfloat16."""
+@dataclass
+class Generated:
+    """A `Stored` tensor in bfloat16."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._shapes = tensor_shapes(config)
-        self._device = device
+    name: str
+    shape: tuple[int, ...]
+    device: torch.device
 
-    def names(self) -> set[str]:
-        return set(self._shapes)
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        whole = random_tensor(name, self._shapes[name], SEED, torch.bfloat16, self._device)
-        if whole.dim() > 1 and (".layers." in name or ".blocks." in name):
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        whole = random_tensor(self.name, self.shape, SEED, torch.bfloat16, self.device)
+        if whole.dim() > 1 and (".layers." in self.name or ".blocks." in self.name):
             whole *= GAIN
         return whole[index]
+
+
+class GeneratedSource(dict[str, Generated]):
+    """What `fill` reads."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__({name: Generated(name, shape, device) for name, shape in tensor_shapes(config).items()})

@@ -24,7 +24,7 @@ from models.backends.torch.ops import TorchOps
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
 from models.parallel import TensorParallel
-from models.qwen3_vl_moe import Qwen3VLMoe
+from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource
@@ -51,22 +51,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(backend: Backend, folder: Path) -> Iterator[Qwen3VLMoe]:
-    ours = Qwen3VLMoe(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+def model(backend: Backend, folder: Path) -> Iterator[Qwen3VL]:
+    ours = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
     fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
     with torch.inference_mode():
         yield ours
 
 
 @pytest.fixture(scope="module")
-def expected(model: Qwen3VLMoe, folder: Path) -> dict[str, torch.Tensor]:
+def expected(model: Qwen3VL, folder: Path) -> dict[str, torch.Tensor]:
     """The reference's logits of every token of every prompt; its model is gone afterwards."""
     with DEVICE:
         theirs = Qwen3VLMoeForConditionalGeneration._from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
     source = GeneratedSource(model.config, DEVICE)
     with torch.no_grad():
         for name, tensor in theirs.state_dict().items():
-            stored = source.read(name, (slice(None),))
+            stored = source[name][(slice(None),)]
             tensor.copy_(stored.transpose(1, 2) if ".experts." in name else stored)
     return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
 
@@ -122,12 +122,12 @@ def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_logits_equal_transformers(model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
+def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
     assert median(whole(model, backend, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
 
 
 def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    ours = Qwen3VLMoe(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    ours = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
     fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
     with torch.inference_mode():
         ours.quantize_()
@@ -136,9 +136,7 @@ def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, tor
 
 
 @pytest.mark.parametrize("decodes", [(4,), (1, 4)])
-def test_graphs_equal_transformers(
-    model: Qwen3VLMoe, backend: Backend, expected: dict[str, torch.Tensor], decodes: tuple[int, ...]
-) -> None:
+def test_graphs_equal_transformers(model: Qwen3VL, backend: Backend, expected: dict[str, torch.Tensor], decodes: tuple[int, ...]) -> None:
     """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows or alone, teacher-forced."""
     sizes = msgspec.structs.replace(
         HOPPER_STEP_SIZES, decodes=decodes, mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256

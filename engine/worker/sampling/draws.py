@@ -1,7 +1,7 @@
 """What the rows of a step need of the sampler: looked up in a table on the host, staged with the rest of the step.
 
-Used by the worker's rows and graphs. The key of a draw depends on the seed and the token's position only, so a seed gives the same text
-whatever the row, the batch, the chunking or a preemption.
+A draw's key depends on the seed and the token's position only, so a seed gives the same text whatever the row, the batch, the chunking or a
+preemption.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ import torch
 
 from engine.messages import SamplingParams
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.sampling import OFF, DrawParams
 
-Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-MIN_TEMPERATURE = 1e-5  # below it the noise is lost beside the logits anyway, and their quotient may overflow
+MIN_TEMPERATURE = 1e-5  # below it noise is lost beside the logits, and their quotient may overflow
 MASK64 = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 SEED_FACTOR, POSITION_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
@@ -33,15 +33,11 @@ class Draws:
 
     rows_S: torch.Tensor  # int64, permanent rows that receive the tokens
     params: DrawParams
-    changes: int  # PENALTIES, EDITS and WORDS, whatever a row of the step needs
+    changes: int  # PENALTIES, EDITS and WORDS that any row needs
     changed_A: torch.Tensor  # int64 indices of draws
     positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
     reported_L: torch.Tensor  # int64 indices of draws
     num_top: tuple[int, ...]  # L: log-probabilities that each wants beside that of its token
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows_S.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,6 @@ class HostDraws:
 
     @classmethod
     def empty(cls) -> "HostDraws":
-        """No draws."""
         return DrawTable(0, 0).draws(*np.zeros((2, 0), dtype=np.int64))
 
     def stage(self, staging: Staging) -> Draws:
@@ -89,7 +84,7 @@ class DrawTable:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """The row now draws like this. A greedy row has no filter: which of its best tokens comes first, no sorting may decide."""
+        """A greedy row has no filter: no sorting may decide which of its best tokens comes first."""
         is_random = params.temperature > 0
         inverse = 1 / max(params.temperature, MIN_TEMPERATURE) if is_random else 0.0
         top_p = params.top_p if is_random and params.top_p < 1 else OFF
@@ -109,13 +104,12 @@ class DrawTable:
 
 
 def changes_of(params: SamplingParams) -> int:
-    """Which changes of logits a request asks for."""
     penalises = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
     edits = bool(params.logit_bias) or params.min_tokens > 0 or any(len(word) == 1 for word in params.bad_words)
     return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)
 
 
-def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> npt.NDArray[np.int32]:
+def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> Int32s:
     """32 bits for each draw: splitmix64's finaliser over seed and position. Products wrap."""
     x = seeds * SEED_FACTOR + positions.astype(np.uint64) * POSITION_FACTOR
     for shift, factor in MIX:

@@ -1,8 +1,7 @@
 """Which tokens the grammars of rows, and their lists of allowed tokens, leave next.
 
-The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
-before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
-grammar waits for nothing.
+The host learns a drawn token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the step before,
+lets the matchers take them and fills the masks while the device is busy. A step without grammars waits for nothing.
 """
 
 import contextlib
@@ -15,20 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import ALIGNMENT, Staging
-from engine.worker.stopwatch import Marks
+from engine.worker.stopwatch import Stopwatch
+from models.attention.paged import Int32s
 
-if TYPE_CHECKING:  # importing it takes seconds, which only those wait for who use it
+if TYPE_CHECKING:  # importing it takes seconds
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
-
-Int32s = npt.NDArray[np.int32]
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
-SLOW_S = 0.1  # of this thread's time for one token of one row; usual are some tens of microseconds
+SLOW_S = 0.1  # of this thread's time for one token of one row; tens of microseconds are usual
 
 
 @dataclass(slots=True)
@@ -37,8 +35,8 @@ class Session:
 
     matcher: "GrammarMatcher"
     after: int | None  # the grammar holds behind this token; None if it has come
-    is_over: bool = False  # the text is complete, or left the grammar because a stop token or another rule was stronger
-    is_slow: bool = False  # a token of it took so long that all other rows waited: it is followed no further
+    is_over: bool = False  # the text is complete, or another rule made it leave the grammar
+    is_slow: bool = False  # a token took so long that all rows waited: it is followed no further
 
     @property
     def restricts(self) -> bool:
@@ -64,21 +62,8 @@ class Session:
         self.is_slow = time.thread_time() - started > SLOW_S
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Tokens of a step that matchers have not taken: valid on the host when `marks` are done."""
-
-    sessions: Sequence[Session | None]
-    tokens_S: torch.Tensor
-    marks: Marks
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """See `SamplingOps.mask_`."""
-
-    index_A: torch.Tensor
-    allowed_AW: torch.Tensor
+Drawn = tuple[list[Session | None], torch.Tensor, Stopwatch]  # tokens of a step that matchers have not taken
+Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `SamplingOps.mask_`
 
 
 def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
@@ -124,7 +109,7 @@ class Grammars:
             session.take(token_id)
 
     def load_ahead(self, data: bytes, done: Callable[[], None]) -> None:
-        """Reads a compiled grammar in a thread, which leaves the interpreter to others, and then calls `done` there."""
+        """Reads a compiled grammar in a thread, which leaves the interpreter to others, then calls `done` there."""
 
         def load() -> None:
             try:
@@ -134,8 +119,8 @@ class Grammars:
 
         self._loader.submit(load)
 
-    def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
-        """What these rows may draw now; None if they may draw anything. Waits for the tokens drawn before if a row has a grammar."""
+    def masks(self, rows: Int64s) -> Mask | None:
+        """What these rows may draw now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
         found = [(index, self._sessions[row], self._allowed[row]) for index, row in enumerate(rows.tolist()) if self._is_limited[row]]
         if not found:
             return None
@@ -156,20 +141,21 @@ class Grammars:
         index_A = self._staging.put(np.asarray([index for index, _ in limited], dtype=np.int64))
         allowed_AW = self._staging.put(words.numpy())
         self._staging.copy()
-        return Mask(index_A, allowed_AW)
+        return index_A, allowed_AW
 
-    def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> tuple[int, ...]:
-        """These rows draw tokens, which are on the host when `marks` are done. Returns which of these draws follow a grammar no further,
-        because it was too slow."""
+    def note(self, rows: Int64s, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
+        """These rows draw tokens, which are on the host when `watch` is done. Returns the draws whose grammar was too slow and is followed
+        no further."""
         sessions = [self._sessions[row] for row in rows.tolist()]
         if not any(session is not None for session in sessions):
             return ()
-        self._drawn.append(Drawn(sessions, tokens_S, marks))
+        self._drawn.append((sessions, tokens_S, watch))
         return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
     def _take(self, drawn: Drawn) -> None:
-        drawn.marks.wait()
-        for session, token_id in zip(drawn.sessions, drawn.tokens_S.tolist(), strict=True):
+        sessions, tokens_S, watch = drawn
+        watch.wait()
+        for session, token_id in zip(sessions, tokens_S.tolist(), strict=True):
             if session is not None:
                 session.take(token_id)
 

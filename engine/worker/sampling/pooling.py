@@ -1,4 +1,4 @@
-"""What a request wants instead of tokens: the last hidden state of its prompt, or the logits of a few tokens there. Used by the runner."""
+"""What a request wants instead of tokens: the last hidden state of its prompt, or the logits of a few tokens there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,5 @@ class PooledRow:
 
 def pool(rows: Sequence[PooledRow], hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> dict[int, torch.Tensor]:
     """By the index of the chunk, float32 on the host when the step is done."""
-    found = {}
-    for row in rows:
-        values = logits_SV[row.draw, list(row.ids)] if row.ids else hidden_SD[row.draw]
-        found[row.chunk] = to_host(values.float())
-    return found
+    values = (logits_SV[row.draw, list(row.ids)] if row.ids else hidden_SD[row.draw] for row in rows)
+    return {row.chunk: to_host(value.float()) for row, value in zip(rows, values, strict=True)}

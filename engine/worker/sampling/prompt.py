@@ -1,21 +1,17 @@
-"""Log-probabilities of a prompt's own tokens. Used by the worker's rows and runner.
-
-Each token of a chunk predicts the next one of the prompt. The head is applied to a slice of them at a time: a whole prompt's logits would
-be gigabytes.
-"""
+"""Log-probabilities of a prompt's own tokens: each token of a chunk predicts the next one. The head is applied to a slice at a time, since
+a whole prompt's logits would be gigabytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.messages import Chunk, PromptLogprobs
+from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.transfers import to_host
-
-Int64s = npt.NDArray[np.int64]
 
 SLICE = 128  # tokens whose logits are held at once: 78 MB of a vocabulary of 150,000
 
@@ -31,7 +27,7 @@ class ScoredChunk:
     targets: Int64s  # (N,) ids that follow them
 
     @classmethod
-    def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: npt.NDArray[np.int32], num_top: int) -> "ScoredChunk | None":
+    def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: Int32s, num_top: int) -> "ScoredChunk | None":
         """The part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if nothing does."""
         targets = prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1].astype(np.int64)
         return cls(index, chunk.start + 1, num_top, first + np.arange(len(targets)), targets) if len(targets) else None
@@ -54,7 +50,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What came out of it: (N,) log-probabilities, and (N, M) most likely tokens with theirs."""
+    """(N,) log-probabilities, and (N, M) most likely tokens with theirs."""
 
     chunks: Sequence[ScoredChunk]
     logprobs_N: torch.Tensor
@@ -62,7 +58,7 @@ class PromptScores:
     top_NM: torch.Tensor
 
     def to_host(self) -> "PromptScores":
-        return PromptScores(self.chunks, *(to_host(values) for values in (self.logprobs_N, self.top_ids_NM, self.top_NM)))
+        return PromptScores(self.chunks, *map(to_host, (self.logprobs_N, self.top_ids_NM, self.top_NM)))
 
     def per_chunk(self) -> dict[int, PromptLogprobs]:
         """By the index of the chunk in the plan. What was copied must be on the host by now."""

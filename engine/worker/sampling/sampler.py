@@ -1,10 +1,9 @@
-"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes. Called by the runner."""
+"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
@@ -14,6 +13,7 @@ from engine.worker.sampling.draws import Draws, DrawTable
 from engine.worker.sampling.grammar import Grammars, Mask
 from engine.worker.sampling.state import LogitState
 from engine.worker.staging import Staging
+from models.attention.paged import Int32s
 from models.config import ModelConfig
 from models.sampling import SamplingOps
 from models.transfers import to_host
@@ -32,8 +32,7 @@ class Logprobs:
     top_LN: torch.Tensor  # float32
 
     def to_host(self) -> "Logprobs":
-        copies = [to_host(values) for values in (self.tokens_L, self.top_ids_LN, self.top_LN)]
-        return Logprobs(to_host(self.reported_L), self.num_top, *copies)
+        return Logprobs(to_host(self.reported_L), self.num_top, *map(to_host, (self.tokens_L, self.top_ids_LN, self.top_LN)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Sampled:
     logprobs: Logprobs | None
 
     def on_host(self, tokens_S: torch.Tensor) -> "Sampled":
-        """The same on the host, where its tokens are already: enqueues copies of the rest."""
+        """With copies on the host, where its tokens are already."""
         return Sampled(tokens_S, self.logprobs and self.logprobs.to_host())
 
     def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
@@ -52,23 +51,23 @@ class Sampled:
         if self.logprobs is None:
             return []
         found: list[TokenLogprobs | None] = [None] * len(self.tokens_S)
-        values = self.logprobs.reported_L, self.logprobs.tokens_L, self.logprobs.top_ids_LN, self.logprobs.top_LN
-        for n, index, token, top_ids, top in zip(self.logprobs.num_top, *(part.tolist() for part in values), strict=True):
+        of = self.logprobs
+        values = of.reported_L, of.tokens_L, of.top_ids_LN, of.top_LN
+        for n, index, token, top_ids, top in zip(of.num_top, *(part.tolist() for part in values), strict=True):
             found[index] = TokenLogprobs(token, top_ids[:n], top[:n])
         return found
 
 
 class Sampler:
-    """Holds the state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+    """The state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, config: ModelConfig, model_folder: Path, device: torch.device):
-        vocab_size, eos_ids = config.text.vocab_size, config.eos_token_ids
-        self.grammars = Grammars(model_folder, max_num_seqs, vocab_size, device)
+        self.grammars = Grammars(model_folder, max_num_seqs, config.text.vocab_size, device)
         self._ops = ops
-        self._eos_ids = eos_ids
-        self._state = LogitState(max_num_seqs, vocab_size, device)
+        self._eos_ids = config.eos_token_ids
+        self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
-    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int) -> None:
+    def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int) -> None:
         """Row `row` now belongs to this request: `ids` are those of its prompt, then those drawn before a preemption."""
         self._state.admit(row, params, ids, num_prompt, self._eos_ids)
 
@@ -85,15 +84,15 @@ class Sampler:
             draws = table.draws(np.asarray([row]), np.asarray([1])).stage(staging)
             staging.copy()
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-            self.sample(torch.zeros((1, vocab_size), device=device), draws, Mask(torch.zeros_like(draws.rows_S), everything))
+            self.sample(torch.zeros((1, vocab_size), device=device), draws, (torch.zeros_like(draws.rows_S), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
-        """Draws a token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
+        """A token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
         raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
         if draws.changes:
             self._state.change_(logits_SV, draws, self._ops)
         if mask is not None:
-            self._ops.mask_(logits_SV, mask.index_A, mask.allowed_AW)
+            self._ops.mask_(logits_SV, *mask)
         tokens_S = self._ops.draw(logits_SV, draws.params)
         if draws.changes:
             self._state.note(tokens_S, draws)
@@ -101,7 +100,6 @@ class Sampler:
 
 
 def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) -> Logprobs:
-    """Those of the raw logits."""
     norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
     tokens_L1 = tokens_S[draws.reported_L][:, None]
     top_LN, top_ids_LN = raw_LV.topk(max(draws.num_top), dim=-1)

@@ -1,18 +1,19 @@
-"""What changes the logits of a row, on the device: token counts, additions to single logits, forbidden words. Used by the sampler.
+"""What changes a row's logits on the device: token counts, additions to single logits, forbidden words.
 
-A row's state is written when it is admitted, from the prompt and the output known then, so it survives a preemption; from then on draws
-update it on the device, as the host knows their ids a step late.
+It is written when the row is admitted, from the prompt and the output known then, so it survives a preemption; then draws update it on the
+device, as the host knows their ids a step late.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
+from models.attention.paged import Int32s
 from models.sampling import IN_PROMPT, SamplingOps
+from models.transfers import to_device
 
 FOREVER = 2**31 - 1
 ANY = -1  # in front of a word that is shorter than the longest
@@ -37,20 +38,20 @@ class LogitState:
         """Rows, vocabulary, and where they are."""
         return *self._counts_RV.shape, self._device
 
-    def admit(self, row: int, params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> None:
+    def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> None:
         """Row `row` now belongs to this request, of which the first `num_prompt` of `ids` are the prompt."""
         changes = changes_of(params)
         if not changes:
             return
-        self._records[row] = self._upload(make_record(params, ids, num_prompt, eos_ids))
+        self._records[row] = to_device(make_record(params, ids, num_prompt, eos_ids), self._device)
         if changes & PENALTIES:
-            counts_V, ids_T = self._counts_RV[row], self._upload(ids).long()
+            counts_V, ids_T = self._counts_RV[row], to_device(ids, self._device).long()
             counts_V.zero_()
             counts_V[ids_T[:num_prompt]] = IN_PROMPT
             counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
 
     def change_(self, logits_SV: torch.Tensor, draws: Draws, ops: SamplingOps) -> None:
-        """What the rows of `draws.changed_A` do to their logits: single logits first, then penalties, as vLLM; forbidden words at last."""
+        """Of the rows of `draws.changed_A`: single logits first, then penalties, as vLLM; forbidden words last."""
         rows_A = draws.rows_S[draws.changed_A]
         flat, starts_A1 = logits_SV.view(-1), (draws.changed_A * logits_SV.shape[1])[:, None]
         if draws.changes & EDITS:
@@ -74,12 +75,8 @@ class LogitState:
         if draws.changes & WORDS:
             self._tails[rows_A] = torch.cat((self._tails[rows_A][:, 1:], tokens_A.int()[:, None]), dim=1)
 
-    def _upload(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
-
-def make_record(params: SamplingParams, ids: npt.NDArray[np.int32], num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> Int32s:
     """A row of `LogitState._records`. Single logits change by a value in tokens at positions before `until`."""
     edits = [(token, value, FOREVER) for token, value in params.logit_bias]
     edits += [(word[0], -np.inf, FOREVER) for word in params.bad_words if len(word) == 1]

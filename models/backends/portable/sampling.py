@@ -134,9 +134,7 @@ def _penalise(
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _mask(
-    logits: tensor, index: tensor, allowed: tensor, stride: tensor, V: constexpr, WORDS: constexpr, TILE: constexpr
-) -> None:
+def _mask(logits: tensor, index: tensor, allowed: tensor, stride: tensor, V: constexpr, WORDS: constexpr, TILE: constexpr) -> None:
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     word = tl.load(allowed + row * WORDS + token // 32, mask=token < V, other=-1)

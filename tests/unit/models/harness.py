@@ -34,20 +34,24 @@ def load(folder: Path) -> Qwen3VL:
     return model
 
 
-class TensorSource:
-    """A `WeightSource` of whole tensors in memory."""
+@dataclass
+class Whole:
+    """A `Stored` tensor in memory."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        return self.tensor[index]
+
+
+class TensorSource(dict[str, Whole]):
+    """What `fill` reads, of tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        return self._tensors[name][index]
+        super().__init__({name: Whole(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass

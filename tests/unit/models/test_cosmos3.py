@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.config import ModelConfig
-from models.hub import aliases
+from models.hub import hub_id_of
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import load_weights
 from tests.unit.models.harness import ONE_IMAGE, Prompt, load
@@ -88,5 +88,4 @@ def test_two_tensors_for_one_place_are_refused(tmp_path: Path) -> None:
 
 
 def test_aliases() -> None:
-    names = aliases()
-    assert names["Cosmos-Reason2-8B"] == "nvidia/Cosmos-Reason2-8B" and names["Cosmos3-Nano"] == "nvidia/Cosmos3-Nano"
+    assert hub_id_of("Cosmos-Reason2-8B") == "nvidia/Cosmos-Reason2-8B" and hub_id_of("Cosmos3-Nano") == "nvidia/Cosmos3-Nano"

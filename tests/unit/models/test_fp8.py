@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
+from models.backends.torch.ops import TorchOps
 from models.config import ModelConfig
 from models.layers.fp8 import BlockScaled
-from models.layers.linear import FusedColumnParallelLinear, Part
+from models.layers.linear import FusedColumnParallelLinear, Part, Setup
+from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models import reference
@@ -134,8 +136,9 @@ def test_a_matrix_and_back() -> None:
 def test_blocks_are_whole(rows: tuple[int, ...], columns: int) -> None:
     """Red if a matrix, or one of several beside each other, may begin or end inside a block: it would get another one's scale."""
     parts = [Part(f"part_{i}", count, 0, count) for i, count in enumerate(rows)]
+    setup = Setup(TensorParallel.single(), TorchOps(), torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"{min(rows)} x {columns}"):
-        FusedColumnParallelLinear(columns, parts, None, torch.device("cpu"))
+        FusedColumnParallelLinear(columns, parts, True, setup)
 
 
 def test_a_checkpoint_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from models.backends.torch.ops import TorchOps
 from models.config import ModelConfig
 from models.hub import resolve
 from models.layers.fp8 import BlockScaled
+from models.layers.linear import Setup
 from models.layers.moe import SparseMoe
 from models.parallel import TensorParallel
-from models.qwen3_vl_moe import Qwen3VLMoe
+from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.shapes import Experts as ExpertsShape
 from models.weights import fill, init_dummy_weights, load_weights
@@ -41,11 +42,11 @@ EXPERTS = "mlp.experts."
 Tensors = dict[str, torch.Tensor]
 
 
-def empty(folder: Path, tp: TensorParallel | None = None) -> Qwen3VLMoe:
-    return Qwen3VLMoe(ModelConfig.from_folder(folder), tp or TensorParallel.single(), TORCH, torch.float32)
+def empty(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
+    return Qwen3VL(ModelConfig.from_folder(folder), tp or TensorParallel.single(), TORCH, torch.float32)
 
 
-def load(folder: Path, tp: TensorParallel | None = None) -> Qwen3VLMoe:
+def load(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
     model = empty(folder, tp)
     load_weights(model, folder, lambda done, total: None)
     return model
@@ -64,7 +65,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def logits_of(model: Qwen3VLMoe, parts: list[object], chunk: int = 1 << 30) -> torch.Tensor:
+def logits_of(model: Qwen3VL, parts: list[object], chunk: int = 1 << 30) -> torch.Tensor:
     prompt = Prompt.build(model.config, parts)  # type: ignore[arg-type]
     runner = PagedRunner(model)
     session = runner.start(prompt)
@@ -72,7 +73,7 @@ def logits_of(model: Qwen3VLMoe, parts: list[object], chunk: int = 1 << 30) -> t
     return torch.cat([runner.step([(session, count)], num_prefill_rows=1, want="all") for count in counts])
 
 
-def expected_logits(theirs: Qwen3VLMoeForConditionalGeneration, model: Qwen3VLMoe, parts: list[object]) -> torch.Tensor:
+def expected_logits(theirs: Qwen3VLMoeForConditionalGeneration, model: Qwen3VL, parts: list[object]) -> torch.Tensor:
     return reference.logits(theirs, model.config, Prompt.build(model.config, parts))  # type: ignore[arg-type]
 
 
@@ -84,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path) -> Qwen3VLMoe:
+def ours(folder: Path) -> Qwen3VL:
     return load(folder)
 
 
@@ -112,16 +113,14 @@ def test_logits_of_every_token_equal_the_reference(tmp_path: Path, variant: str)
 
 
 @pytest.mark.parametrize("name", ["text", "one image"])
-def test_greedy_tokens_equal_the_reference_for_any_chunking(
-    ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, name: str
-) -> None:
+def test_greedy_tokens_equal_the_reference_for_any_chunking(ours: Qwen3VL, theirs: Qwen3VLMoeForConditionalGeneration, name: str) -> None:
     prompt = Prompt.build(ours.config, PROMPTS[name])
     expected = reference.greedy(theirs, ours.config, prompt, steps=24)
     for chunk in (1 << 30, 64, 7):
         assert PagedRunner(ours).greedy(prompt, steps=24, chunk=chunk) == expected, f"chunks of {chunk}"
 
 
-def test_what_is_cached_equals_what_is_fresh(ours: Qwen3VLMoe) -> None:
+def test_what_is_cached_equals_what_is_fresh(ours: Qwen3VL) -> None:
     """A second session that shares the first one's pages and computes only what comes after them."""
     prompt = Prompt.build(ours.config, ONE_IMAGE)
     runner = PagedRunner(ours)
@@ -156,7 +155,7 @@ def swap_halves(experts: Experts) -> Experts:
 
 @pytest.mark.parametrize("fault", [shift_experts, transpose_an_expert, swap_halves])
 def test_wrong_experts_are_found(
-    ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, fault: Callable[[Experts], Experts], monkeypatch: pytest.MonkeyPatch
+    ours: Qwen3VL, theirs: Qwen3VLMoeForConditionalGeneration, fault: Callable[[Experts], Experts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute = TorchOps.sparse_swiglu
     monkeypatch.setattr(TorchOps, "sparse_swiglu", lambda self, x, experts, real: compute(self, x, fault(experts), real))
@@ -174,13 +173,13 @@ def worst(logits: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("fault", [not_renormalised, worst])
 def test_wrong_weights_are_found(
-    ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, fault: object, monkeypatch: pytest.MonkeyPatch
+    ours: Qwen3VL, theirs: Qwen3VLMoeForConditionalGeneration, fault: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_moe, "route", fault)
     assert relative(logits_of(ours, TEXT), expected_logits(theirs, ours, TEXT)) > 1e-2  # type: ignore[arg-type]
 
 
-def test_padding_goes_to_no_expert(ours: Qwen3VLMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_goes_to_no_expert(ours: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a token that is written to the padding's slot costs an expert's work, in any layer, or alters another token."""
     prompt, runner = Prompt.build(ours.config, TEXT), PagedRunner(ours)  # type: ignore[arg-type]
     session = runner.start(prompt)
@@ -227,7 +226,7 @@ def single(tensors: Tensors) -> Tensors:
     return made
 
 
-def values_of(model: Qwen3VLMoe) -> list[torch.Tensor]:
+def values_of(model: Qwen3VL) -> list[torch.Tensor]:
     """All parameters, with the values and scales of float8 matrices."""
     scaled = [m for module in model.modules() for m in vars(module).values() if isinstance(m, BlockScaled)]
     return [*model.parameters(), *(part for m in scaled for part in (m.values.view(torch.uint8), m.scales))]
@@ -255,7 +254,7 @@ def test_every_layout_gives_the_same(
         assert first.equal(second) and (not first.is_floating_point() or first.isfinite().all())
 
 
-def test_what_transformers_saves_gives_the_same(ours: Qwen3VLMoe, theirs: Qwen3VLMoeForConditionalGeneration, tmp_path: Path) -> None:
+def test_what_transformers_saves_gives_the_same(ours: Qwen3VL, theirs: Qwen3VLMoeForConditionalGeneration, tmp_path: Path) -> None:
     """Both in the layout that it writes today, and in that of its own parameters."""
     theirs.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved")
@@ -346,13 +345,14 @@ def test_two_ranks_give_the_logits_of_one(folder: Path, float8_folder: Path, tmp
 
 def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path) -> None:
     text = ModelConfig.from_folder(folder).text
+    assert text.moe is not None
     for tp, is_fp8, message in (
         (TensorParallel(0, 3, None), False, r"moe_intermediate_size \(256\) does not divide over 3"),
         (TensorParallel(0, 3, None, whole_experts=True), False, r"num_experts \(8\) does not divide over 3"),
         (TensorParallel(0, 4, None), True, "64 x 128"),
     ):
         with pytest.raises(ValueError, match=message):
-            SparseMoe(replace(text, is_fp8=is_fp8), tp, TorchOps(), torch.float32, torch.device("cpu"))
+            SparseMoe(text.hidden_size, text.moe, is_fp8, Setup(tp, TorchOps(), torch.float32, torch.device("cpu")))
 
 
 # ---- float8 ------------------------------------------------------------------------------------------------------------------------

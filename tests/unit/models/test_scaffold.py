@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from models.config import ModelConfig
-from models.hub import aliases, resolve
+from models.hub import hub_id_of, resolve
 from models.scaffold import SHAPES, write_model_folder
 
 SPECIAL_IDS = {
@@ -139,8 +139,8 @@ def test_sampling_defaults_and_stop_tokens_come_from_the_folder(published: Path)
 
 
 def test_registry(tmp_path: Path, published: Path) -> None:
-    assert aliases()["Qwen3-VL-8B"] == "Qwen/Qwen3-VL-8B-Instruct"
-    assert aliases()["Qwen3-VL-2B-Thinking"] == "Qwen/Qwen3-VL-2B-Thinking"
+    assert hub_id_of("Qwen3-VL-8B") == "Qwen/Qwen3-VL-8B-Instruct"
+    assert hub_id_of("Qwen3-VL-2B-Thinking") == "Qwen/Qwen3-VL-2B-Thinking"
     resolved = resolve("Qwen3-VL-4B", "dummy", tmp_path)
     assert resolved.name == "Qwen3-VL-4B" and ModelConfig.from_folder(resolved.folder).text.hidden_size == 2560
     assert resolve(str(published), "auto", tmp_path).folder == published

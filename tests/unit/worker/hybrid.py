@@ -10,7 +10,6 @@ from models.batch import ForwardBatch
 from models.cache import CacheSpec, PagedGroup, StateGroup
 from models.layers.decoder import LayerContext
 from models.qwen3_vl import Qwen3VL
-from models.vision.splice import splice_
 from tests.unit.worker.in_process import load_model
 
 NUM_FEATURES = 8
@@ -29,7 +28,8 @@ class HybridModel(Qwen3VL):
     def __call__(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         decoder = self.language_model
         hidden_TD = decoder.embed_tokens(batch.input_ids_T)
-        splice_(hidden_TD, batch.visual)
+        for item in batch.visual:
+            hidden_TD[item.tokens] = item.level(0)
         residual = Residual(hidden_TD)
         context = LayerContext(attention, None, decoder.rope.rows(batch.positions_3T), batch.attention.slot_mapping_T, None)
         ordinals = {"s": 0, "a": 0}

@@ -43,7 +43,6 @@ from models.config import ModelConfig
 from models.demo import CHECKPOINT
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
-from models.qwen3_vl_moe import Qwen3VLMoe
 from models.state import RowStates, Snapshots
 from models.step_sizes import StepSizes
 from models.weights import load_weights
@@ -71,7 +70,7 @@ def make_picture(seed: int, height: int, width: int) -> Picture:
 
 def load_model(folder: Path) -> Qwen3VL:
     config = ModelConfig.from_folder(folder)
-    model = (Qwen3VL if config.text.moe is None else Qwen3VLMoe)(config, TensorParallel.single(), TORCH, torch.float32)
+    model = Qwen3VL(config, TensorParallel.single(), TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     return model
 

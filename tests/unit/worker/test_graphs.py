@@ -187,7 +187,7 @@ def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeyp
     engine = Engine(model, graphs=True, sizes=SIZES)
     runner = engine._runner
     asked: list[bool] = []
-    monkeypatch.setattr(runner, "_agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or can))
+    monkeypatch.setattr(runner, "agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or can))
     of_50_tokens = 50 * model.config.text.hidden_size * model.dtype.itemsize
     for rid, (num_tokens, free) in enumerate([(50, of_50_tokens), (50, of_50_tokens - 1), (62, of_50_tokens), (62, 1 << 30)]):
         monkeypatch.setattr(runner._memory, "free_bytes", lambda free=free: free)
@@ -197,6 +197,6 @@ def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeyp
     engine.add(4, [[4, 5], make_picture(1, 64, 64)])
     engine.run()
     assert len(asked) == 5 and all(len(engine.tokens[rid]) == 8 for rid in (0, 3, 4))
-    assert runner._graphs is not None
-    monkeypatch.setattr(runner._graphs, "_embedding", torch.empty((1, 20_000, 1024), dtype=torch.bfloat16))
-    assert [runner._graphs.bytes_beside(count) >> 20 for count in (0, 511, 512, 20_000)] == [0, 0, 20, 39]
+    assert runner.graphs is not None
+    monkeypatch.setattr(runner.graphs, "_embedding", torch.empty((1, 20_000, 1024), dtype=torch.bfloat16))
+    assert [runner.graphs.bytes_beside(count) >> 20 for count in (0, 511, 512, 20_000)] == [0, 0, 20, 39]

@@ -140,7 +140,7 @@ def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Ex
     """Red if the others wait for it for ever, if it does not say which images it lacks, or if those of the others are lost with them."""
     tower, pair = Tower(), OneOfTwo()
     cache = cache_of(tower)
-    cache._tp = pair  # type: ignore[assignment]
+    cache.tp = pair  # type: ignore[assignment]
     healthy = tower.encode
 
     def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:

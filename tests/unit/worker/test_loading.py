@@ -1,6 +1,7 @@
 """Kernels are made while weights are read: what is said meanwhile, and how an error comes out."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from engine.ipc import Child
-from engine.worker.loading import Loading
+from engine.worker.build import compiling
 from models.config import ModelConfig
 from models.scaffold import SHAPES, write_model_folder
 
@@ -47,13 +48,8 @@ def test_others_hear_that_kernels_are_compiled(child: Child, config: ModelConfig
     backend = SlowBackend()
     backend.problem = problem
     assert not child.is_compiling()
-    loading = Loading(child, cast(Any, backend), config)
-    assert child.is_compiling() and backend.heads == (0, 0)
-    backend.go.set()
-    if problem is None:
-        loading.wait()
-        assert backend.heads == (config.text.head_dim, config.vision.head_dim)
-    else:
-        with pytest.raises(RuntimeError, match="nvcc fails"):
-            loading.wait()
+    with pytest.raises(RuntimeError, match="nvcc fails") if problem else nullcontext(), compiling(child, cast(Any, backend), config):
+        assert child.is_compiling() and backend.heads == (0, 0)
+        backend.go.set()
     assert not child.is_compiling()
+    assert backend.heads == (config.text.head_dim, config.vision.head_dim)

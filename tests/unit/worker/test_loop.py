@@ -19,7 +19,7 @@ def test_a_pause_between_two_requests_is_used() -> None:
         timeouts.append(timeout)
         return messages.pop(0)
 
-    runner: Any = SimpleNamespace(prefetch=lambda message: None, use_spare_time=lambda is_busy: prepares.pop(0))
+    runner: Any = SimpleNamespace(images=SimpleNamespace(prefetch=lambda message: None), use_spare_time=lambda is_busy: prepares.pop(0))
     anything: Any = SimpleNamespace(recv=recv, note=lambda activity: None)
     run(runner, anything, anything, anything, stopping, anything)  # type: ignore[arg-type]
     is_pause = [timeout == PAUSE_S for timeout in timeouts]

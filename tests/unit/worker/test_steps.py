@@ -201,7 +201,7 @@ def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone:
         raise AssertionError("the other rank is not there")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "_agreement", SimpleNamespace(all_can=lambda can: asked.append(can)))
+        patch.setattr(engine._runner, "agreement", SimpleNamespace(all_can=lambda can: asked.append(can)))
         for where in ("encode", "forward"):
             patch.setattr(model, where, begin)
         engine.add(0, prompts()[1])
@@ -219,8 +219,8 @@ def test_memory_is_counted_anew_behind_a_capture_where_ranks_ask_each_other(mode
     noted: list[str] = []
     monkeypatch.setattr(runner._memory, "note_graphs", lambda: noted.append("counted"))
     for agreement, captured, expected in ((None, True, []), ("any", False, []), ("any", True, ["counted"])):
-        monkeypatch.setattr(runner, "_agreement", agreement)
-        monkeypatch.setattr(runner._images, "prepare", lambda is_busy, captured=captured: captured)
+        monkeypatch.setattr(runner, "agreement", agreement)
+        monkeypatch.setattr(runner.images, "prepare", lambda is_busy, captured=captured: captured)
         assert runner.use_spare_time(is_busy=False) is captured and noted == expected
 
 
