@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -174,6 +175,7 @@ class Child:
         """Reads the runtime from `sys.argv[1]`, sets up logging and ties this process's life to the launcher's."""
         runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
         setup_logging(role, runtime.config.log_level)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel sends it with SIGCONT if the launcher dies while a process is stopped
         die_with_parent(signal.SIGTERM)
         raise_file_limit()
         faulthandler.register(DUMP_SIGNAL, all_threads=True)
@@ -212,10 +214,13 @@ class Child:
         self._status.close()
 
     def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
-        """Calls `stop` (from a thread) when the launcher is gone, and ends this process for good `grace` seconds later."""
+        """When the launcher is gone: wakes stopped processes of the engine, removes the run directory, calls `stop` (from a thread), and
+        ends this process for good `grace` seconds later."""
 
         def watch() -> None:
             os.read(self.runtime.lifeline_fd, 1)
+            os.killpg(0, signal.SIGCONT)
+            shutil.rmtree(self.run_dir, ignore_errors=True)
             timer = threading.Timer(grace, os._exit, (1,))  # whatever `stop` does
             timer.daemon = True
             timer.start()

@@ -66,7 +66,8 @@ class Family:
         inherited = (*runtime.arena_fds, self.lifeline_fd, *fds)
         home = cuda_home() if runtime.backend == "hopper" else None
         environment = child_environment({} if home is None else {"CUDA_HOME": str(home)})
-        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=0)))
+        group = self._children[0].process.pid if self._children else 0  # one of all children
+        self._children.append(ChildProcess(role, subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=group)))
 
     def wait_ready(self, roles: set[str]) -> dict[str, str]:
         """Logs progress until every role has said that it is ready; their texts. Raises ChildDied."""

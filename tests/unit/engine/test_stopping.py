@@ -40,6 +40,7 @@ from engine.ipc import Child
 lifeline, end = os.pipe()
 child = object.__new__(Child)
 child.runtime = SimpleNamespace(lifeline_fd=lifeline)
+child.run_dir = ""
 def stop():
     STOP
 child.on_orphaned(stop, grace=0.3)
