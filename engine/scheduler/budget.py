@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes: the trade between streams that wait and prompts that wait. Called by `policy`."""
+"""How many prompt tokens a step computes: streams wait, or prompts do."""
 
 from itertools import islice
 
@@ -11,9 +11,9 @@ MANY_STEPS = 16  # steps over which all that waits is spread, if it is much
 def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
     """Prompt tokens that a step with so many decodes may compute; running requests lack `num_lacking` of theirs.
 
-    Beside decodes, chunks are small: streams hardly wait, and a chunk rides on weights that the decodes must read anyway, so that no step
-    needs to decode alone. The more prompt tokens wait, the larger the chunk: up to `mixed_step_tokens` with the decodes for what would be
-    done in a few steps, beyond only for much more. The step is of a size that pays, of which the chunk has half at least.
+    Beside decodes, chunks are small: streams hardly wait, and a chunk uses weights that the decodes read anyway. The more prompt tokens
+    wait, the larger the chunk: up to `mixed_step_tokens` with the decodes, beyond that only if very many wait. The step is of a size that
+    pays, and the chunk at least half of it.
     """
     limits = state.limits
     if num_decodes == 0:

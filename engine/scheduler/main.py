@@ -1,4 +1,4 @@
-"""The scheduler process: requests in, plans out, results in, tokens out. `python -m engine.scheduler.main RUNTIME.json`.
+"""The scheduler process: requests in, plans out, results in, tokens out.
 
 inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.depth` steps ahead ──▶ results of all ranks ──▶ processor
 """
@@ -40,8 +40,6 @@ HEARTBEAT_S = 1.0
 
 
 class Scheduler:
-    """The process around the core: sockets, heartbeat, log."""
-
     def __init__(self, child: Child, eos_token_ids: frozenset[int]):
         self.stopping = StopFlag()
         self._child = child
@@ -53,11 +51,11 @@ class Scheduler:
         self._encoder = msgspec.msgpack.Encoder()
         self._beating = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
-        self._quiet_since = 0.0  # when something other than a beat last came
+        self._quiet_since = 0.0  # but for heartbeats
         self._checked = False
 
     def run(self) -> None:
-        """The loop: returns when `stopping` is set."""
+        """Until `stopping` is set."""
         ready = self._await_workers()
         if ready is None:
             return
@@ -65,7 +63,7 @@ class Scheduler:
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
-                self._flush(core)  # the device has a step to work on: clients first
+                self._flush(core)  # the device is busy: clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_ahead(step)
@@ -83,7 +81,7 @@ class Scheduler:
             if isinstance(message, WorkerReady):
                 ready.append(message)
                 self._beating.note(Beat(message.rank, "idle", now), now)
-            elif isinstance(message, Beat):  # of one that is ready before others
+            elif isinstance(message, Beat):
                 self._beating.note(message, now)
         return ready
 
@@ -96,7 +94,7 @@ class Scheduler:
         return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids, config.max_queue_seconds)
 
     def _receive(self, core: SchedulerCore) -> None:
-        """Waits for a message and takes all that have come. After a quiet second with nothing to do, the state checks itself once."""
+        """Waits for a message and takes all that have come. After an idle second the state checks itself once."""
         message = self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:
@@ -136,7 +134,7 @@ class Scheduler:
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d restored, %d hit, plan of %d bytes", *sizes)
 
     def _flush(self, core: SchedulerCore) -> None:
-        """Sends what has gathered, and once a second (or when all is done) a heartbeat with statistics."""
+        """Sends outputs, and once a second, or when all is done, statistics."""
         now = time.monotonic()
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
@@ -147,7 +145,7 @@ class Scheduler:
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
-    """The limits of one step: as configured, and as the worker's device has it where nothing is."""
+    """As configured, or as the worker's device has it."""
     sizes = worker.step_sizes
     return Limits(
         max_num_seqs=config.max_num_seqs,
@@ -163,7 +161,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
 
 
 def main() -> None:
-    """Entry point of the scheduler process."""
+    """Entry point: `python -m engine.scheduler.main RUNTIME.json`."""
     child = Child.attach("scheduler")
     map_large_blocks()
     model = ModelConfig.from_folder(Path(child.runtime.model_folder))
