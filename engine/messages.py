@@ -9,7 +9,7 @@
 | processor -> rank 0    | Prefetch, LoadGrammar                |
 | rank 0 -> processor    | GrammarLoaded                        |
 | scheduler -> worker    | StepPlan, the same bytes to all      |
-| worker -> scheduler    | WorkerReady, StepResult, Beat        |
+| worker -> scheduler    | WorkerReady, StepResult, Heartbeat   |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
@@ -376,7 +376,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads some
 
 
-class Beat(msgspec.Struct, tag=True, frozen=True):
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """What a worker's main thread does, and since when. Comes every second unless the worker is stopped."""
 
     rank: int
@@ -385,5 +385,5 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Beat
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat
 ToWorker = StepPlan | Prefetch | LoadGrammar

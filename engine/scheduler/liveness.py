@@ -1,6 +1,6 @@
 """Whether the engine lives, by heartbeats of workers and the progress of requests."""
 
-from engine.messages import Activity, Beat
+from engine.messages import Activity, Heartbeat
 
 LATE_S = 3.0  # three heartbeats are missing
 MAX_S: dict[str, dict[Activity, float]] = {  # that an activity may take without progress
@@ -14,9 +14,9 @@ class Workers:
 
     def __init__(self, device: str) -> None:
         self._max_s = MAX_S[device]
-        self._beats: dict[int, tuple[float, Beat]] = {}
+        self._beats: dict[int, tuple[float, Heartbeat]] = {}
 
-    def note(self, beat: Beat, now: float) -> None:
+    def note(self, beat: Heartbeat, now: float) -> None:
         self._beats[beat.rank] = now, beat
 
     def alive_at(self, now: float, progress: float) -> float:

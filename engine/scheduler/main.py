@@ -16,10 +16,10 @@ from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
 from engine.messages import (
     PROCESSOR_ARENA,
     Abort,
-    Beat,
     EngineOutputs,
     EngineRequest,
     Forget,
+    Heartbeat,
     Pixels,
     StepPlan,
     StepResult,
@@ -49,7 +49,7 @@ class Scheduler:
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
-        self._beating = Workers(child.runtime.device)
+        self._liveness = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
         self._quiet_since = 0.0  # but for heartbeats
         self._checked = False
@@ -80,9 +80,9 @@ class Scheduler:
             now = time.monotonic()
             if isinstance(message, WorkerReady):
                 ready.append(message)
-                self._beating.note(Beat(message.rank, "idle", now), now)
-            elif isinstance(message, Beat):
-                self._beating.note(message, now)
+                self._liveness.note(Heartbeat(message.rank, "idle", now), now)
+            elif isinstance(message, Heartbeat):
+                self._liveness.note(message, now)
         return ready
 
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
@@ -98,8 +98,8 @@ class Scheduler:
         message = self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:
-            if isinstance(message, Beat):
-                self._beating.note(message, now)
+            if isinstance(message, Heartbeat):
+                self._liveness.note(message, now)
             else:
                 self._quiet_since, self._checked = now, False
             match message:
@@ -140,7 +140,7 @@ class Scheduler:
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            alive = self._beating.alive_at(now, core.alive_at(now))
+            alive = self._liveness.alive_at(now, core.alive_at(now))
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
 
