@@ -19,14 +19,10 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
     if num_decodes == 0:
         return limits.max_num_batched_tokens
     sizes = limits.step_sizes
-    lacking = num_lacking + _num_waiting_tokens(state)
+    startable = islice(state.waiting, len(state.free_rows))
+    lacking = num_lacking + sum(request.num_tokens for request in startable)
     rows = sizes.padded_decodes(num_decodes)
     usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
     size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
-
-
-def _num_waiting_tokens(state: State) -> int:
-    """Of the requests that could have a row now."""
-    return sum(request.num_tokens for request in islice(state.waiting, len(state.free_rows)))

@@ -227,8 +227,8 @@ class _StepBuilder:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
                 return 0  # no encoder budget, or no pixels
-            new_blocks = self._blocks_for(request, fitting) if fitting else None
-            if new_blocks is not None:
+            lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
+            if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
                 self._add_chunk(request, fitting, new_blocks, drafts)
                 return fitting
             if self.state.saving:
@@ -238,10 +238,6 @@ class _StepBuilder:
             if victim is request:
                 return 0
         return 0
-
-    def _blocks_for(self, request: Request, length: int) -> list[int] | None:
-        needed = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
-        return self.state.blocks.alloc(needed) if needed > 0 else []
 
     def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
         """Cuts a chunk before the first image that cannot be had now; and whether that lacks cache room."""
