@@ -1,8 +1,7 @@
 """A bounded shared-memory arena: one memfd, one writer that allocates and frees, any number of readers.
 
-The api process owns one (request payloads), the processor the other (token ids, image bytes); `engine/serve.py` creates both and every
-child inherits the descriptors, so nothing has a name in the file system and the kernel frees all of it with the last process.
-`Regions`, the allocator in it, knows offsets only: the scheduler also uses it for embeddings in the workers' host memory.
+The api writes one (request payloads), the processor the other (token ids, image bytes). Children inherit the descriptors: nothing has a
+name in the file system, and the kernel frees all of it with the last process.
 
      0        64       192                      size
      | region | free   | region  | free ...      |      offsets are multiples of 64, neighbouring free ranges are always merged
@@ -16,15 +15,15 @@ ALIGNMENT = 64
 
 
 class ArenaFull(Exception):
-    """No free range is large enough now; a later release may make room."""
+    """No free range is large enough now."""
 
 
 class ArenaTooSmall(ValueError):
-    """The request exceeds the whole arena: it never fits."""
+    """It never fits."""
 
 
 def create_memfd(name: str, size: int) -> int:
-    """A memfd of `size` bytes whose pages are reserved now, so that a later write cannot fail. Inheritable. Raises OSError."""
+    """An inheritable memfd of `size` bytes whose pages are reserved, so that no write fails. Raises OSError."""
     fd = os.memfd_create(name, 0)
     try:
         os.ftruncate(fd, size)
@@ -37,7 +36,7 @@ def create_memfd(name: str, size: int) -> int:
 
 
 def memory_limit() -> int:
-    """Bytes that this process may use: the smallest of the cgroup limits and the machine's memory."""
+    """Bytes that this process may use: of the machine or of its cgroup."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -51,30 +50,24 @@ def memory_limit() -> int:
 
 
 class ArenaView:
-    """A mapped arena, to read or write ranges that somebody else's message names."""
+    """A mapped arena; `buffer` is all of it."""
 
     def __init__(self, fd: int, size: int, writable: bool = False):
         self.fd = fd
         self.size = size
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-        self._view = memoryview(self._map)
-
-    @property
-    def buffer(self) -> memoryview:
-        """The whole arena."""
-        return self._view
+        self.buffer = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)))
 
     def view(self, offset: int, length: int) -> memoryview:
-        """`length` bytes at `offset`, not copied. Raises IndexError outside the arena."""
+        """Not copied. Raises IndexError outside the arena."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise IndexError(f"range {offset}+{length} lies outside the arena of {self.size} bytes")
-        return self._view[offset : offset + length]
+        return self.buffer[offset : offset + length]
 
 
 class Regions:
-    """First-fit allocation of ranges of `[0, size)` with merged free ranges: offsets only, whoever has the bytes. Not thread-safe.
+    """First-fit allocation of ranges of `[0, size)`: offsets only. Not thread-safe.
 
-    Invariant (`check`): allocated and free ranges tile `[0, size)` exactly, and no two free ranges touch.
+    Invariant (`check`): allocated and free ranges tile `[0, size)`, and no two free ranges touch.
     """
 
     def __init__(self, size: int):
@@ -87,16 +80,16 @@ class Regions:
         return not self._allocated
 
     def offsets(self) -> set[int]:
-        """Where the allocated regions begin."""
+        """Of the allocated regions."""
         return set(self._allocated)
 
     @property
     def num_free(self) -> int:
-        """Bytes in all free ranges together."""
+        """Free bytes."""
         return sum(self._free_ends) - sum(self._free_starts)
 
     def can_hold(self, length: int) -> bool:
-        """Whether a region of `length` bytes fits when nothing else is allocated."""
+        """Whether a region of `length` bytes fits if it is the only one."""
         return _aligned(length) <= self.size
 
     def alloc(self, length: int) -> int | None:
@@ -125,7 +118,7 @@ class Regions:
             self._free_ends.insert(i, end)
 
     def extend(self, offset: int, length: int) -> bool:
-        """Makes the region at `offset` hold `length` bytes where it is; False if what lies behind it is not free."""
+        """Makes the region at `offset` hold `length` bytes in place; False if what follows is not free."""
         end = self._allocated[offset]
         need = _aligned(length)
         if offset + need <= end:
@@ -138,7 +131,7 @@ class Regions:
         return False
 
     def shrink(self, offset: int, length: int) -> None:
-        """Gives back what lies behind the first `length` bytes of the region at `offset`."""
+        """Frees what follows the first `length` bytes of the region at `offset`."""
         end = self._allocated[offset]
         keep = offset + _aligned(length)
         if keep < end:
@@ -147,7 +140,7 @@ class Regions:
             self.free(keep)
 
     def check(self) -> None:
-        """Asserts the invariant; called at idle and by tests."""
+        """Asserts the invariant."""
         ranges = sorted([*self._allocated.items(), *zip(self._free_starts, self._free_ends, strict=True)])
         cursor = 0
         for start, end in ranges:
@@ -163,50 +156,30 @@ class Regions:
             del self._free_starts[i], self._free_ends[i]
 
 
-class Arena(ArenaView):
-    """The writer's side: bytes whose regions it alone allocates and frees. Not thread-safe: one thread does."""
+class Arena(ArenaView, Regions):
+    """The writer's side. Not thread-safe."""
 
     def __init__(self, fd: int, size: int):
-        super().__init__(fd, size, writable=True)
-        self._regions = Regions(size)
-
-    def is_empty(self) -> bool:
-        return self._regions.is_empty()
-
-    @property
-    def num_free(self) -> int:
-        """Bytes in all free ranges together."""
-        return self._regions.num_free
+        ArenaView.__init__(self, fd, size, writable=True)
+        Regions.__init__(self, size)
 
     def alloc(self, length: int) -> int:
         """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
-        if not self._regions.can_hold(length):
+        if not self.can_hold(length):
             raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
-        offset = self._regions.alloc(length)
+        offset = super().alloc(length)
         if offset is None:
             raise ArenaFull(f"no room for {length} bytes")
         return offset
 
-    def free(self, offset: int) -> None:
-        """Releases the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
-        self._regions.free(offset)
-
     def grow(self, offset: int, used: int, length: int) -> int:
-        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset, old or new."""
-        if self._regions.extend(offset, length):
+        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset."""
+        if self.extend(offset, length):
             return offset
         moved = self.alloc(length)
-        self._view[moved : moved + used] = self._view[offset : offset + used]
+        self.buffer[moved : moved + used] = self.buffer[offset : offset + used]
         self.free(offset)
         return moved
-
-    def shrink(self, offset: int, length: int) -> None:
-        """Gives back what lies behind the first `length` bytes of the region at `offset`."""
-        self._regions.shrink(offset, length)
-
-    def check(self) -> None:
-        """Asserts that regions and free ranges tile the arena; called at idle and by tests."""
-        self._regions.check()
 
 
 def _aligned(length: int) -> int:

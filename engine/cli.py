@@ -1,5 +1,4 @@
-"""The command `mini-vlm`: `serve` with the flags of `python -m engine.serve`, `plan` as its `--plan`, `bench NAME` with the flags of
-`python -m bench.NAME`."""
+"""The command `mini-vlm`: `serve` is `python -m engine.serve`, `plan` its `--plan`, `bench NAME` is `python -m bench.NAME`."""
 
 import argparse
 import runpy
@@ -13,7 +12,6 @@ BENCHMARKS = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Hands the rest of the command line to the module that is meant; its exit status is ours."""
     parser = argparse.ArgumentParser("mini-vlm", description="A small serving engine for vision-language models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""All settings of the engine: one typed class, from which `flags.py` makes the command line. Read by every process."""
+"""All settings of the engine: one typed class, from which `flags.py` makes the command line."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-VERSION = "0.2.0"  # of the package, of `/version`: the only place
+VERSION = "0.2.0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 MAY_BE_ZERO = frozenset(  # any other number is at least 1
@@ -16,9 +16,9 @@ MAY_BE_ZERO = frozenset(  # any other number is at least 1
 FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
 
 CHILD_DEFAULTS = {
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # grows its segments instead of leaving holes between image sizes
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # which nothing here uses
-    "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers keep each other from running where other processes want the cores too
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # no holes between image sizes
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # unused
+    "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers take the cores of other processes
 }
 
 
@@ -145,12 +145,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the children inherit: ours, and CHILD_DEFAULTS and these where ours says nothing."""
+    """Ours, and CHILD_DEFAULTS and `defaults` where ours says nothing."""
     return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ}
 
 
 def read_api_keys(config: EngineConfig) -> list[str]:
-    """All that open the server; none: it is open."""
+    """Without any, the server is open."""
     keys = [] if config.api_key is None else [config.api_key]
     if config.api_key_file is not None:
         with open(config.api_key_file, encoding="utf-8") as file:
@@ -171,23 +171,22 @@ def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
 
 RAY_DEFAULTS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # bodies and streams go through HAProxy, not through Python
-    # A conversation stays on its replica, a change of replicas moves few, and a replica takes at most 1.25 times the mean. Serve writes the
-    # text as it is behind `balance `, so that its other lines can follow.
+    # A conversation stays on its replica, which takes at most 1.25 times the mean. Serve writes this text behind `balance `.
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 125",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # of a replica that goes, for balancers that hear of it later than HAProxy
-    "RAY_AUTH_MODE": "token",  # of the user's ~/.ray/auth_token: so is a cluster started, but who joins it must be told
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for balancers that hear later than HAProxy that a replica goes
+    "RAY_AUTH_MODE": "token",  # of the user's ~/.ray/auth_token
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
 def set_ray_defaults() -> None:
-    """Before Ray is imported. A cluster that runs already was started with its own."""
+    """Before Ray is imported."""
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def find_problem(config: EngineConfig) -> str | None:
-    """Why this configuration cannot work, or None."""
+    """Why this cannot work."""
     for name, value in msgspec.structs.asdict(config).items():
         least = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans

@@ -31,7 +31,7 @@ SUFFIX_METAVARS = {"_bytes": "SIZE", "gpu_memory": "SIZE", "_path": "PATH", "fil
 
 
 class Parser(configargparse.ArgumentParser):
-    """One line for a mistake, instead of a page of usage."""
+    """One line for a mistake, not a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: error: {message} (--help lists all flags)\n")
@@ -45,7 +45,6 @@ def parse_bytes(text: str) -> int:
 
 
 def make_parser() -> Parser:
-    """The command line."""
     parser = Parser(
         "engine.serve", usage="%(prog)s [MODEL] [--flag VALUE ...]", allow_abbrev=False,
         description="Serve a vision-language model behind an OpenAI-compatible API. The environment may hold flags too, as ENGINE_PORT.",
@@ -80,7 +79,7 @@ def _add_flag(group: Any, name: str, annotated: Any, default: Any) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> EngineConfig:
-    """The configuration of a command line. Exits with one line that names the flag if a value is bad."""
+    """Exits with one line that names the flag if a value is bad."""
     parser = make_parser()
     known, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -1,11 +1,11 @@
-"""`--dp N`: N engines of one host behind the affinity proxy, each with its share of GPUs, CPUs and memory. Used by `engine.serve` alone.
+"""`--dp N`: N engines of one host behind the affinity proxy, each with its share of GPUs, CPUs and memory.
 
     launcher (this) ──▶ python -m server.route                     --host, --port
              │     └──▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 1     its CPUs, GPUs 0 .. tp-1
              └────────▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 2     the next ones
 
-An engine that ends is said and started again, while the others serve on: they share nothing with it. The whole ends when an engine does
-not even start at first, when no engine is left, or when the proxy ends: then nobody is served, and who started us must know.
+An engine that ends is started again, while the others serve on. All ends when an engine does not start at first, when no engine is left,
+or when the proxy ends.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ from models.backends.choose import Gpu
 logger = logging.getLogger(__name__)
 
 READY = re.compile(r"ready after .* serves (.+)")
-OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # what engines do not get
-OF_BOTH = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "ssl_certfile", "ssl_keyfile")  # told to the proxy
-MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is started again; doubled each time that it ended before it was ready
-KILL_GRACE_S = 20  # after --shutdown-timeout; an engine gives its own processes 10
+OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # not the engines'
+OF_BOTH = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "ssl_certfile", "ssl_keyfile")
+MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is started again; doubled if it had not become ready
+KILL_GRACE_S = 20  # after --shutdown-timeout; an engine gives its processes 10
 POLL_S = 0.05
 CPUS = Path("/sys/devices/system/cpu")
-GONE_S = 5  # for what a dead engine left to say
+GONE_S = 5  # for the last lines of a dead engine
 MAX_LINE = 1 << 20  # of a log
 
 
 class Ended(Exception):
-    """Nobody can be served any more, or nobody shall be. `code` is the launcher's exit code."""
+    """`code` is the launcher's exit code."""
 
     def __init__(self, code: int, reason: str = ""):
         super().__init__(reason)
@@ -50,8 +50,6 @@ class Ended(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """How one engine is started."""
-
     index: int
     url: str
     config_fd: int  # of a memfd: a key in it is in no file
@@ -60,7 +58,7 @@ class Member:
 
 
 class Fleet:
-    """The engines and their proxy. `config` has each engine's share of the memory, `listener` is the proxy's bound socket."""
+    """`config` has each engine's share of the memory, `listener` is the proxy's bound socket."""
 
     def __init__(self, config: EngineConfig, listener: socket.socket):
         self._config, self._listener = config, listener
@@ -71,7 +69,7 @@ class Fleet:
         self._stop = asyncio.Event()
 
     async def serve(self, gpus: Sequence[Gpu]) -> int:
-        """Serves until interrupted; the exit code. ValueError or OSError says what is missing."""
+        """The exit code. Raises ValueError or OSError."""
         config = self._config
         ends: list[Ended] = []
         if gpus and len(gpus) < config.dp * config.tp:
@@ -90,7 +88,7 @@ class Fleet:
         return ends[0].code
 
     def _interrupt(self) -> None:
-        """Ends everything in order. The second time the engines are told again, which ends their wait for running requests."""
+        """The second time ends the engines' wait for running requests."""
         if self._stop.is_set():
             for process in self._engines:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and its output has not
@@ -103,7 +101,7 @@ class Fleet:
         raise Ended(0)
 
     async def _keep(self, member: Member) -> None:
-        """Runs one engine, again and again. Raises Ended if that makes no sense."""
+        """Runs one engine, again and again."""
         pause = MIN_PAUSE_S
         while True:
             async with self._engine(member) as (process, output):
@@ -121,7 +119,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def _engine(self, member: Member) -> AsyncIterator[tuple[asyncio.subprocess.Process, "asyncio.Task[None]"]]:
-        """A started engine, and its output, which ends with the last of its processes. Leaving stops it in order."""
+        """A started engine, and its output, which ends with its last process. Leaving stops it."""
         command = tethered.command(member.cpus, "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -150,7 +148,7 @@ class Fleet:
                     self._all_ready.set()
 
     async def _route(self, members: Sequence[Member]) -> None:
-        """Runs the proxy as soon as every engine serves; it is the last to end. Raises Ended when it ends by itself."""
+        """Runs the proxy as soon as every engine serves; it is the last to end."""
         await self._all_ready.wait()
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
@@ -158,13 +156,13 @@ class Fleet:
         settings = msgspec.structs.asdict(config)
         for name in OF_BOTH:
             command += ["--" + name.replace("_", "-"), str(settings[name])] if settings[name] else []
-        keys = os.memfd_create("keys", 0)  # a key in it is in no file, and in no list of processes
+        keys = os.memfd_create("keys", 0)  # in no file, and in no list of processes
         if told := read_api_keys(config):
             os.write(keys, "\n".join(told).encode())
             command += ["--api-key-file", f"/proc/self/fd/{keys}"]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd, keys), process_group=0)
         os.close(keys)
-        self._listener.close()  # ours: when the proxy has ended, nobody listens
+        self._listener.close()  # when the proxy has ended, nobody listens
         assert process.stdout is not None
         try:
             async for line in process.stdout:
@@ -181,8 +179,8 @@ class Fleet:
 
 
 def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
-    """An equal share for each engine. `port` is the proxy's: theirs follow, or are any if it is any. What was left open is left open:
-    an engine that sees its CPUs alone makes as many threads as they carry."""
+    """An equal share for each engine. `port` is the proxy's: theirs follow, or are any if it is any. Defaults are not told: each engine
+    counts its own CPUs."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
     defaults = msgspec.structs.asdict(EngineConfig())
     told = {name: value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name] and name not in OF_THE_PROXY}
@@ -198,7 +196,7 @@ def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
 
 
 def _neighbouring_cpus() -> list[int]:
-    """CPUs that we may use, those of a core and of a socket beside each other."""
+    """CPUs that we may use, by socket and core."""
 
     def place(cpu: int) -> tuple[int, int, int]:
         topology = CPUS / f"cpu{cpu}" / "topology"
@@ -229,7 +227,6 @@ async def _copy(log: asyncio.StreamReader, prefix: str) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
-    """Asks it to end, and kills it if it does not."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
     try:

@@ -1,9 +1,6 @@
 """A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images.
 
-    asking process:   helper = Helper("engine.grammar.compile", folder);   answer = await helper.ask(question, seconds)
-    the helper:       answer_questions(lambda question: answer)
-
-Over its pipes go frames: 4 bytes of length and as many bytes. The first one, empty, says that it is ready. It ends with its parent.
+Over its pipes go frames: 4 bytes of length and as many bytes. The first one, empty, says that it is ready.
 """
 
 import asyncio
@@ -24,7 +21,7 @@ class HelperDied(RuntimeError):
 
 
 class Helper:
-    """Starts with the first question, and again with the first after its end. Not for two questions at once."""
+    """Starts with the first question, and again after its end. For one question at a time."""
 
     def __init__(self, module: str, *arguments: str, fds: tuple[int, ...] = ()):
         self._command = (sys.executable, "-m", module, *arguments)
@@ -32,9 +29,9 @@ class Helper:
         self._process: Process | None = None
 
     async def ask(self, question: bytes, timeout: float) -> bytes:
-        """The answer. TimeoutError if it does not come in so many seconds, HelperDied. Then, or when it is cancelled, the process is gone:
-        nothing is written any more. RuntimeError if it does not start."""
-        if self._process is not None and self._process.returncode is not None:  # it has ended with nothing to do, not over this question
+        """The answer. Raises TimeoutError after so many seconds, or HelperDied; then, or when it is cancelled, the process is gone and
+        writes nothing any more. RuntimeError if it does not start."""
+        if self._process is not None and self._process.returncode is not None:  # it ended while idle, not over this question
             await self.close()
         process = self._process or await self.start()
         assert process.stdin is not None
@@ -51,10 +48,12 @@ class Helper:
             raise
 
     async def close(self) -> None:
-        """Ends the process, if there is one, and waits for that."""
+        """Ends the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
-            await _end(process)
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                process.kill()
+            await process.wait()
 
     async def start(self) -> Process:
         """RuntimeError if it does not start."""
@@ -75,7 +74,7 @@ class Helper:
 
 
 def answer_questions(answer: Callable[[bytes], bytes]) -> None:
-    """The helper's loop."""
+    """Runs in the helper."""
     write_frame(sys.stdout.buffer, b"")
     while (question := read_frame(sys.stdin.buffer)) is not None:
         write_frame(sys.stdout.buffer, answer(question))
@@ -91,7 +90,7 @@ def write_frame(stream: BinaryIO, data: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame, or None at the end of the stream."""
+    """None at the end of the stream."""
     head = stream.read(LENGTH_BYTES)
     return stream.read(int.from_bytes(head, "little")) if len(head) == LENGTH_BYTES else None
 
@@ -100,9 +99,3 @@ async def _receive(process: Process) -> bytes:
     assert process.stdout is not None
     head = await process.stdout.readexactly(LENGTH_BYTES)
     return await process.stdout.readexactly(int.from_bytes(head, "little"))
-
-
-async def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        process.kill()
-    await process.wait()

@@ -1,7 +1,7 @@
 """How processes find and talk to each other: ZMQ PUSH/PULL over `ipc://` in a private directory, msgpack of typed messages.
 
-Every child calls `Child.attach()` first. A receiver binds its one inbox; senders connect; queues are unbounded because admission bounds
-what is in flight. The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
+A receiver binds its one inbox; senders connect; queues are unbounded because admission bounds what is in flight. The launcher holds the
+write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -32,12 +33,12 @@ T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
 LINGER_MS = 500
-COMPILING = "compiling-"  # files in the run directory, one of each process that does
-DUMP_SIGNAL = signal.SIGUSR2  # a child writes on stderr where each of its threads is, also if its interpreter is stuck
+COMPILING = "compiling-"
+DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stderr, also if its interpreter is stuck
 
 
 class Runtime(msgspec.Struct, frozen=True):
-    """What the launcher hands to each child, as JSON in its first argument."""
+    """What the launcher hands to each child, in the JSON file of its first argument."""
 
     config: EngineConfig
     backend: BackendName
@@ -47,14 +48,14 @@ class Runtime(msgspec.Struct, frozen=True):
     lifeline_fd: int
     listener_fd: int  # the api's socket: bound, not listening
     model_folder: str
-    model_names: tuple[str, ...]  # that the API accepts; the first one stands in answers
+    model_names: tuple[str, ...]  # the first one is in answers
     max_model_len: int
-    metrics_fd: int | None = None  # as the listener, for a port of their own
+    metrics_fd: int | None = None  # as the listener
     gpu_decodes_jpegs: bool = False
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What a child tells the launcher: a line of progress, its readiness, or why it failed."""
+    """What a child tells the launcher."""
 
     role: str
     state: Literal["progress", "ready", "failed"]
@@ -62,12 +63,12 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def address(run_dir: str | Path, name: str) -> str:
-    """The endpoint of the inbox called `name`: api, processor, scheduler, launcher or worker-RANK."""
+    """Of the inbox of api, processor, scheduler, launcher or worker-RANK."""
     return f"ipc://{run_dir}/{name}.sock"
 
 
 class Outbox(Generic[T]):
-    """Sends messages of one type to one inbox; never blocks."""
+    """Sends messages to one inbox; never blocks."""
 
     def __init__(self, run_dir: str, name: str):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -87,7 +88,7 @@ class Outbox(Generic[T]):
 
 
 class Inbox(Generic[T]):
-    """Receives messages of one type (a union is told apart by its tags), blocking or polled."""
+    """Receives messages of one type, or of a tagged union."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
@@ -97,49 +98,46 @@ class Inbox(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """The next message; None if none came within `timeout` seconds (None: wait for ever)."""
+        """The next message; None if none came within `timeout` seconds."""
         if timeout is not None and not self._socket.poll(max(0, int(timeout * 1000))):
             return None
         return self._decoder.decode(self._socket.recv())
 
     def recv_ready(self) -> T | None:
-        """The next message if one has already come, else None."""
+        """The next message if one has already come."""
         try:
             return self._decoder.decode(self._socket.recv(flags=zmq.NOBLOCK))
         except zmq.Again:
             return None
+
+    def fileno(self) -> int:
+        """Readable when something has changed, until `recv_ready` has found nothing."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
 
 
 class AsyncInbox(Generic[T]):
-    """The asyncio form of `Inbox`, made inside the running loop. It asks the socket itself: pyzmq's own asyncio sockets take as long again
-    as the message does."""
+    """The asyncio form of `Inbox`, made inside the running loop. pyzmq's own asyncio sockets double the time of a message."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address(run_dir, name))
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._inbox: Inbox[T] = Inbox(run_dir, name, kind)
         self._loop = asyncio.get_running_loop()
-        self._file: int = self._socket.getsockopt(zmq.FD)  # readable when something has changed, until `recv` has found nothing
+        self._file = self._inbox.fileno()
         self._loop.add_reader(self._file, self._wake)
         self._waiter: asyncio.Future[None] | None = None
 
     async def recv(self) -> T:
-        """The next message; at once, without a turn of the loop, if it has already come."""
-        while True:
-            try:
-                return self._decoder.decode(self._socket.recv(flags=zmq.NOBLOCK))
-            except zmq.Again:
-                self._waiter = self._loop.create_future()
-                await self._waiter
+        """The next message; without a turn of the loop if it has already come."""
+        while (message := self._inbox.recv_ready()) is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return message
 
     def close(self) -> None:
         self._loop.remove_reader(self._file)
-        self._socket.close()
+        self._inbox.close()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -147,7 +145,7 @@ class AsyncInbox(Generic[T]):
 
 
 class StopFlag:
-    """What signal handlers set. A threading.Event has a lock, at which a second signal that interrupts the handler would wait for ever."""
+    """For signal handlers. At the lock of a threading.Event a second signal, in the middle of the first's handler, would wait for ever."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -160,7 +158,7 @@ class StopFlag:
 
 
 class Child:
-    """A child process's view of the engine: its runtime, the arenas, and its line to the launcher."""
+    """A child process's view of the engine."""
 
     def __init__(self, role: str, runtime: Runtime):
         self.role = role
@@ -171,16 +169,17 @@ class Child:
 
     @classmethod
     def attach(cls, role: str) -> "Child":
-        """Reads the runtime from `sys.argv[1]`, sets up logging and ties this process's life to the launcher's."""
+        """A child calls this first: sets up logging, signals and limits."""
         runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
         setup_logging(role, runtime.config.log_level)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel sends it with SIGCONT if the launcher dies while a process is stopped
         die_with_parent(signal.SIGTERM)
         raise_file_limit()
         faulthandler.register(DUMP_SIGNAL, all_threads=True)
         return cls(role, runtime)
 
     def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
-        """A mapping of API_ARENA or PROCESSOR_ARENA."""
+        """Of API_ARENA or PROCESSOR_ARENA."""
         return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
 
     def arena_size(self, arena: int) -> int:
@@ -189,11 +188,11 @@ class Child:
         return size
 
     def compiling_mark(self) -> Path:
-        """A file that is there while this process compiles kernels."""
+        """A file that exists while this process compiles kernels."""
         return Path(self.run_dir) / f"{COMPILING}{self.role}"
 
     def is_compiling(self) -> bool:
-        """Whether any process of the engine does."""
+        """Whether any process does."""
         return any(Path(self.run_dir).glob(f"{COMPILING}*"))
 
     def progress(self, text: str) -> None:
@@ -204,7 +203,6 @@ class Child:
         self._status.send(Status(self.role, "ready", text))
 
     def failed(self, text: str) -> None:
-        """Tells the launcher why this process is about to exit."""
         self._status.send(Status(self.role, "failed", text))
 
     def close(self) -> None:
@@ -212,10 +210,13 @@ class Child:
         self._status.close()
 
     def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
-        """Calls `stop` (from a thread) when the launcher is gone, and ends this process for good `grace` seconds later."""
+        """When the launcher is gone: wakes stopped processes of the engine, removes the run directory, calls `stop` (from a thread), and
+        ends this process for good `grace` seconds later."""
 
         def watch() -> None:
             os.read(self.runtime.lifeline_fd, 1)
+            os.killpg(0, signal.SIGCONT)
+            shutil.rmtree(self.run_dir, ignore_errors=True)
             timer = threading.Timer(grace, os._exit, (1,))  # whatever `stop` does
             timer.daemon = True
             timer.start()
@@ -226,30 +227,29 @@ class Child:
 
 
 def settle_heap() -> None:
-    """What is there when a process is ready stays as long as it does: the garbage collector need not look at it again. A full collection
-    would take 30 to 120 ms with all that is imported, and in these nobody is served."""
+    """The garbage collector need not look again at what is there when a process is ready: a full collection takes 30 to 120 ms."""
     gc.collect()
     gc.freeze()
-    gc.collect()  # of nothing: how often it looks at all goes by what it found the last time
+    gc.collect()  # of nothing: what the last one found decides how often the next ones come
 
 
 def map_large_blocks() -> None:
-    """From now on malloc maps what takes 256 KiB or more, and gives it back when it is freed. By itself it learns to cut ever larger blocks
-    from its heap, which grows with their holes. For a process whose large blocks are few; each costs page faults. Linux only."""
+    """From now on malloc maps blocks of 256 KiB or more and returns them when they are freed; by default its threshold rises, and the heap
+    grows with holes. For a process with few large blocks: each costs page faults."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
 
 
 def die_with_parent(sig: signal.Signals) -> None:
-    """Asks the kernel to send `sig` when the parent dies, also while this process is stuck in native code. Linux only."""
+    """Has the kernel send `sig` when the parent dies."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
 
 
 def raise_file_limit() -> None:
-    """As many open files as this user may have; by default they are a few, for programs of the eighties that use select()."""
+    """As many open files as this user may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def setup_logging(role: str, level: str) -> None:
-    """One line format for every process, on stderr."""
+    """On stderr."""
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)

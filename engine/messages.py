@@ -1,15 +1,15 @@
-"""Every message between the processes that serve: typed, msgpack, pointers instead of pixels. What they tell the launcher is in `ipc`.
+"""Every message between the processes that serve: typed, msgpack, pointers instead of pixels.
 
-| edge                   | message                              | carries                                                                  |
-|------------------------|--------------------------------------|--------------------------------------------------------------------------|
-| api -> processor       | Payload, Submit, Abort, Forget       | a request's small JSON; its media as regions of the api arena or URLs    |
-| processor -> api       | Events                               | text, terminal events, bodies of the api arena that may be reused        |
-| processor -> scheduler | EngineRequest, Pixels, Abort, Forget | prompt ids as a region, image spans with their bytes as regions          |
-| scheduler -> processor | EngineOutputs                        | token ids, terminal events, regions that may be reused, images to decode |
-| processor -> rank 0    | Prefetch, LoadGrammar                | what a plan may name, as a region: it may be begun with                  |
-| rank 0 -> processor    | GrammarLoaded                        | a large grammar may be planned with                                      |
-| scheduler -> worker    | StepPlan                             | diffs and pointers: the same bytes to every rank                         |
-| worker -> scheduler    | WorkerReady, StepResult, Beat        | sizes at start; sampled ids and failed images of a step; signs of life   |
+| edge                   | messages                             |
+|------------------------|--------------------------------------|
+| api -> processor       | Payload, Submit, Abort, Forget       |
+| processor -> api       | Events                               |
+| processor -> scheduler | EngineRequest, Pixels, Abort, Forget |
+| scheduler -> processor | EngineOutputs                        |
+| processor -> rank 0    | Prefetch, LoadGrammar                |
+| rank 0 -> processor    | GrammarLoaded                        |
+| scheduler -> worker    | StepPlan, the same bytes to all      |
+| worker -> scheduler    | WorkerReady, StepResult, Heartbeat   |
 
 All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
@@ -36,7 +36,7 @@ API_ARENA = 0
 PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
-DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits behind it. What it keeps for steps is for so many
+DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length"]
 
@@ -50,7 +50,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An OpenAI error object with its HTTP status. `message` is shown to the client: no path, address or traceback."""
+    """An OpenAI error object with its HTTP status. Clients see `message`: no path, address or traceback."""
 
     status: int
     message: str
@@ -66,8 +66,8 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, as it stood in the JSON string (escapes included), a URL to fetch, or the one
-    that came under this `name`, which only this client can say. `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
+    """One image of a request: base64 text in the api arena, with JSON escapes, a URL, or the one that this client sent under `name`.
+    `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
 
     payload: Region | None = None
     url: str | None = None
@@ -78,7 +78,7 @@ class MediaRef(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
-    """An image in a body that still arrives, as in a MediaRef: it may be read already. A Submit follows, or an Abort with its body."""
+    """An image in a body that still arrives: it may be read already. A Submit follows, or an Abort with its body."""
 
     rid: int
     payload: Region
@@ -93,35 +93,35 @@ class Submit(msgspec.Struct, tag=True):
     params: SamplingParams
     output: OutputOptions
     stages: Stages
-    body: int | None = None  # offset of the body's allocation in the api arena, released with `Events.released_bodies`
+    body: int | None = None  # its offset in the api arena, until `Events.released_bodies`
     cache_salt: str = ""
     n: int = 1  # answers, each with its own events
     priority: int = 0
-    is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer; the scheduler hears of nothing
+    is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer
     grammar: Grammar | None = None
     grammar_field: str = ""  # of the client's request, for errors
-    client: bytes = b""  # tells clients apart, by key and address
-    prompt_field: str = "messages"  # the same
-    deadline: float | None = None  # when nobody waits for an answer any more
-    pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the prompt is framed by the tokenizer
+    client: bytes = b""  # digest of key and address
+    prompt_field: str = "messages"  # of the client's request, for errors
+    deadline: float | None = None  # after which nobody waits for an answer
+    pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """The client went away, or a stop string was found: the sender wants no further output. The receiver still releases."""
+    """The sender wants no further output. The receiver still releases."""
 
     rid: int
-    body: int | None = None  # of a request that ends before its Submit although a Payload named it: as in Submit
-    index: int | None = None  # of the answer that is meant; None: all
+    body: int | None = None  # as in Submit, of a request that ends after a Payload and before its Submit
+    index: int | None = None  # of the answer; None: all
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Requests that follow find no beginning in the prefix cache and, if `images`, no embedding: what runs goes on."""
+    """Empties the prefix cache and, if `images`, the embeddings: what runs goes on."""
 
     images: bool
 
 
 class CallDelta(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of tool call `index`: its first one has the name, all have a piece of the arguments' JSON."""
+    """A piece of tool call `index` and of its arguments' JSON; the first has the name."""
 
     index: int
     arguments: str
@@ -129,22 +129,22 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something for the client of `rid`. Exactly one event of an answer has a `finish_reason`; it is its last. An `error` ends all."""
+    """For the client of `rid`. The last event of an answer has a `finish_reason`. An `error` ends all answers."""
 
     rid: int
     text: str = ""
     num_tokens: int = 0  # generated tokens so far
-    is_reasoning: bool = False  # the text, and all the tokens so far, are thoughts
+    is_reasoning: bool = False  # also all tokens so far
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
     calls: list[CallDelta] = []
-    stop_reason: int | str | None = None  # the stop token or stop string of the request that ended it
-    logprobs: list[Logprob] = []  # of the tokens that this event is about, if they were asked for
-    pooled: bytes = b""  # float32, of a request that wants that instead of text
-    prompt_ids: list[int] = []  # of a request that was only counted: with every image's placeholders
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    logprobs: list[Logprob] = []  # of this event's tokens
+    pooled: bytes = b""  # float32, instead of text
+    prompt_ids: list[int] = []  # of a request that was only counted, placeholders of images included
     index: int = 0  # of the answer
 
 
@@ -152,26 +152,26 @@ class Events(msgspec.Struct, frozen=True):
     events: list[Event]
     released_bodies: list[int] = []
     stats: EngineStats | None = None
-    heartbeat: float = 0.0  # when the engine last made progress, or was idle; /health compares it with now
+    heartbeat: float = 0.0  # when the engine last made progress or was idle
 
 
 # ---- processor <-> scheduler -------------------------------------------------------------------------------------------------------
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG as it came, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
-    is any other format, known to be good: workers cannot read it, the processor makes "rgb" of it if the scheduler wants pixels."""
+    """The bytes of one image: a baseline JPEG, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file" is any
+    other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
     height: int
     width: int
     orientation: int = 1
-    ticket: int = 0  # of the Prefetch that announced it to rank 0, if there was one
+    ticket: int = 0  # of its Prefetch, if there was one
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens `start : start + length` are the placeholders of one image. `hash` covers its bytes and all processing parameters."""
+    """Placeholders `start : start + length` of one image. `hash` covers its bytes and all processing parameters."""
 
     hash: bytes
     start: int
@@ -185,16 +185,15 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar that rank 0 can read, in the processor arena. It holds behind the token `after`, if that is given (the end of thoughts)."""
+    """In the processor arena. It holds behind the token `after` (the end of thoughts), if that is given."""
 
     region: Region
     after: int | None = None
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request in the engine's terms. `prompt` is int32 token ids in the processor arena. It gets `n` answers, of which each is drawn with
-    a seed of its own, `params.seed` + index, and has one last output. Requests of a lower `priority` come first, in the order of their
-    arrival. After `deadline`, if there is one, nobody waits for the answers any more."""
+    """`prompt` is int32 token ids in the processor arena. Each of `n` answers has the seed `params.seed` + index. A lower `priority` comes
+    first. After `deadline` nobody waits for the answers."""
 
     rid: int
     prompt: Region
@@ -209,14 +208,14 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
-    """Image `index` of the request is a file and must be encoded. Answered by a Pixels, unless the request has ended meanwhile."""
+    """Image `index`, a file, must be encoded. Answered by a Pixels, unless the request has ended."""
 
     rid: int
     index: int
 
 
 class Pixels(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a WantedPixels: where the image's RGB is now, among the request's regions; or the error with which the request ends."""
+    """The answer to a WantedPixels: the image as RGB, or the error that ends the request."""
 
     rid: int
     index: int
@@ -225,7 +224,7 @@ class Pixels(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of answer `index` of a request; with `finish_reason` or `error` it is this answer's last output."""
+    """New tokens of answer `index`; with `finish_reason` or `error` its last output."""
 
     rid: int
     token_ids: list[int]
@@ -233,14 +232,14 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
-    logprobs: list[TokenLogprobs] = []  # of token_ids, if they were asked for
-    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for and the prompt has more than one
+    logprobs: list[TokenLogprobs] = []  # of token_ids
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the prompt has more than one
     index: int = 0
     pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
-    """What one step (or a reject) means for requests. `released`: requests whose regions of the processor arena may be reused."""
+    """`released`: requests whose regions of the processor arena may be reused."""
 
     outputs: list[RequestOutput]
     released: list[int]
@@ -250,23 +249,21 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """From the processor: encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused. `grid`,
-    of at most MAX_EARLY_TOKENS, is what the plan will probably say, too."""
+    """Encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused. The plan's grid will
+    probably be `grid`, of at most MAX_EARLY_TOKENS."""
 
     source: ImageSource
     grid: tuple[int, int, int]
 
 
 class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
-    """From the processor: read this compiled grammar beside the steps, which would have to wait for it. Answered by a GrammarLoaded."""
+    """Read this large grammar beside the steps, which would wait for it. Answered by a GrammarLoaded."""
 
     region: Region
     ticket: int
 
 
 class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The answer to the LoadGrammar with this ticket."""
-
     ticket: int
 
 
@@ -274,13 +271,13 @@ class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):
-    """Row `row` now belongs to this request: prompt ids by pointer, tokens generated before a preemption inline. `blocks` have its
-    beginning and `snapshot` the states behind that; both are empty if it is computed from its first token on."""
+    """Row `row` now belongs to this request. `output_ids` were generated before a preemption. `blocks` have its beginning, `snapshot` the
+    states behind that; both may be empty."""
 
     row: int
     prompt: Region
     output_ids: list[int]
-    spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches: for M-RoPE positions
+    spans: list[tuple[int, int, int, int]]  # images as (start, t, h, w), grid in patches
     blocks: list[int]
     params: SamplingParams
     grammar: CompiledGrammar | None = None
@@ -298,8 +295,8 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. The
-    last of these tokens are guessed: `drafts` follow the last known or drawn one. The result has, for such a row, the drafts that the model
-    would have drawn, and one token more. Behind the last token the row's states go into the blocks of `snapshot`."""
+    last of the tokens are guesses, `drafts`; the result has those that the model would have drawn, and one token more. Behind the last
+    token the row's states go into the blocks of `snapshot`."""
 
     row: int
     start: int
@@ -318,14 +315,14 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Copy an embedding, which is evicted in the same plan, to this offset of the worker's host memory."""
+    """Copy an embedding, which the same plan evicts, to host memory."""
 
     image_id: int
     host_offset: int
 
 
 class Restore(msgspec.Struct, frozen=True, array_like=True):
-    """An embedding of `num_tokens` image tokens comes back under a new id, from where an earlier save or one of the same plan put it."""
+    """An embedding of `num_tokens` image tokens comes back under a new id, from where a save put it."""
 
     image_id: int
     host_offset: int
@@ -333,8 +330,8 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """One step, executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Prefill chunks come before
-    decode chunks, which are those of one sampled token without an image."""
+    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Prefill chunks come before decode chunks,
+    which have one sampled token and no image."""
 
     step: int
     saves: list[Save]
@@ -355,8 +352,8 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
-    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks, so many of each as `num_tokens` says; if that is empty,
-    one of each. `failed_images` are those this rank could not decode."""
+    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks, of each as many as `num_tokens` says, or one.
+    `failed_images` could not be decoded."""
 
     rank: int
     step: int
@@ -368,19 +365,19 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     encode_ms: float = 0.0
     forward_ms: float = 0.0
     num_tokens: list[int] = []
-    logprobs: list[TokenLogprobs | None] = []  # in the order of the token ids; empty if no row wants any
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the index of their chunk
-    pooled: dict[int, bytes] = {}  # the same
-    starved_images: tuple[int, ...] = ()  # for which this rank had no memory: they are zeros, as failed ones
-    out_of_memory: bool = False  # the step was given up: it has no token ids, and its images are zeros
-    slow_draws: tuple[int, ...] = ()  # indices of sampled chunks whose grammars held all others up: they were followed no further
+    logprobs: list[TokenLogprobs | None] = []  # as the token ids; empty if no row wants any
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by chunk
+    pooled: dict[int, bytes] = {}  # by chunk
+    starved_images: tuple[int, ...] = ()  # for which this rank had no memory: zeros, as failed ones
+    out_of_memory: bool = False  # the step has no token ids, and its images are zeros
+    slow_draws: tuple[int, ...] = ()  # sampled chunks whose grammars were too slow to follow further
 
 
-Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that has to read some; "compiling": one that makes a kernel
+Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads some
 
 
-class Beat(msgspec.Struct, tag=True, frozen=True):
-    """A worker lives; what its main thread does, and since when. Comes every second, whatever that is, unless the worker is stopped."""
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """What a worker's main thread does, and since when. Comes every second unless the worker is stopped."""
 
     rank: int
     activity: Activity
@@ -388,5 +385,5 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Beat
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat
 ToWorker = StepPlan | Prefetch | LoadGrammar

@@ -1,10 +1,10 @@
-"""How a request wants its tokens drawn, and what is reported and becomes of them. Part of the messages."""
+"""How a request wants its tokens drawn and reported. Part of the messages."""
 
 from typing import Literal
 
 import msgspec
 
-MAX_LOGIT_EDITS = 1024  # of a request: entries of `logit_bias`, bad words of one token and, with `min_tokens`, ends
+MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words of one token and, with `min_tokens`, ends
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
@@ -12,22 +12,21 @@ MAX_ALLOWED_TOKENS = 1024
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: tool calls are text, at most one is taken out of it, or all are."""
+    """What becomes of the tokens. `calls`: how many tool calls are taken out of the text."""
 
     stop: list[str] = []
-    min_tokens: int = 0  # before which none of these ends the answer
-    include_stop: bool = False  # a stop string is the end of the text instead of behind it
+    min_tokens: int = 0  # before a stop string counts
+    include_stop: bool = False  # in the text
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
     must_call: bool = False  # nothing but calls
     called: str | None = None  # of this function only
-    echo: bool = False  # the text, and the log-probabilities, begin with the prompt's
-    bad_words: list[str] = []  # never in the answer, neither as they are nor behind a space
+    echo: bool = False  # text and log-probabilities begin with the prompt's
+    bad_words: list[str] = []  # as they are and behind a space
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must follow. `text` is a JSON schema, a regular expression, EBNF or a structural tag of xgrammar, or a JSON list of
-    the strings to choose from; nothing for any JSON object."""
+    """What an answer must follow. `text` of a "choice" is a JSON list of strings."""
 
     kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
     text: str = ""
@@ -38,10 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
     Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
-    With `pooled_ids` nothing but the prompt is of interest: the logits of these tokens behind it are reported, or, if there are none, its
-    last hidden state. No token but `allowed_token_ids` is drawn, if there are some.
-    `logprobs` asks for the log-probability of each token drawn, and of so many most likely ones beside it, by the raw logits;
-    `prompt_logprobs` for those of the prompt's tokens: such a request takes nothing from the prefix cache.
+    With `pooled_ids` the answer is the logits of these tokens behind the prompt or, if there are none, its last hidden state.
+    If there are `allowed_token_ids`, no others are drawn. `logprobs` asks for the log-probability of each token drawn, and of so many most
+    likely ones, by the raw logits; `prompt_logprobs` for those of the prompt, which is then not taken from the prefix cache.
     """
 
     max_tokens: int | None = None
@@ -65,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of N tokens of a prompt, from the one at `start` on (the first token has none), as arrays in row-major order."""
+    """Of N tokens of a prompt from `start` on (the first token has none), as arrays in row-major order."""
 
     start: int
     num_top: int
@@ -75,11 +73,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Behind the last token that it is about."""
         return self.start + len(self.logprobs) // 4
 
     def extended(self, later: "PromptLogprobs") -> "PromptLogprobs":
-        """With what `later`, which begins at `end` or before, knows beyond it."""
+        """By what `later`, which begins at `end` or before, knows beyond it."""
         skipped = 4 * (self.end - later.start)
         return PromptLogprobs(
             self.start,
@@ -91,7 +88,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at the place of one token: its own, and the most likely tokens with theirs, the most likely first."""
+    """Of one token, and of the most likely ones in its place, the most likely first."""
 
     logprob: float
     top_ids: list[int]
@@ -99,7 +96,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token by its bytes with its log-probability, which the first one of a prompt has not, and the most likely ones in its place."""
+    """The same with bytes of tokens. The first token of a prompt has no log-probability."""
 
     token: bytes
     logprob: float | None
@@ -112,11 +109,11 @@ class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
     messages: bytes
     tools: bytes | None = None
     template_kwargs: dict[str, bool] = {}
-    ending: Literal["generation", "none", "continue"] = "generation"  # a new answer's beginning, nothing, or the last message stays open
+    ending: Literal["generation", "none", "continue"] = "generation"  # "continue": the last message stays open
 
 
 class TextPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Text that becomes tokens as it is, special tokens included: whoever sends it writes the whole prompt."""
+    """Text that becomes tokens as it is, special tokens included."""
 
     text: str
 

@@ -1,7 +1,5 @@
 """Which JPEGs a GPU decoder handles like Pillow does, told from the header alone.
 
-Called by `server/processor/inspect.py` in a pool thread, and by workers for bytes that nobody has vouched for.
-
     SOI  segments (marker, length, payload) ...  SOF0 ...  SOS  entropy-coded data ...  EOI
 
 Marker codes and segment layouts are those of ITU-T T.81, annex B.
@@ -13,18 +11,18 @@ from dataclasses import dataclass, field
 
 SOF0, DHT, SOI, SOS, DQT, DRI, APP0, APP1, APP14, APP15, COM = 0xC0, 0xC4, 0xD8, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 END_OF_IMAGE = b"\xff\xd9"
-MAX_SCANS = 128  # encoders write ten or so; every scan costs a pass over all pixels, whatever its length
+MAX_SCANS = 128  # encoders write ten or so; each costs a pass over all pixels
 MAX_SEGMENTS = 4096  # a colour profile may take 255
 FILL_BYTES = re.compile(rb"\xff*")
-MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # with a segment or the end behind it: not a stuffed zero, not a restart
-SAMPLINGS = frozenset({0x11, 0x21, 0x22})  # of the luminance: 4:4:4, 4:2:2, 4:2:0; chrominance is 1x1
+MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # not a stuffed zero, not a restart
+SAMPLINGS = frozenset({0x11, 0x21, 0x22})  # of the luminance: 4:4:4, 4:2:2, 4:2:0
 RGB_COMPONENTS = (ord("R"), ord("G"), ord("B"))
 YCC_TRANSFORM = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlainJpeg:
-    """An 8-bit baseline JPEG of common sampling with one scan and an end. Sizes are as stored, before any rotation by metadata."""
+    """An 8-bit baseline JPEG of common sampling with one scan and an end. Sizes are as stored, before rotation."""
 
     height: int
     width: int
@@ -33,7 +31,7 @@ class PlainJpeg:
 
 @dataclass(slots=True)
 class _Header:
-    """What has been seen so far. `frame` is the payload of SOF0."""
+    """So far. `frame` is the payload of SOF0."""
 
     frame: bytes = b""
     quantization: set[int] = field(default_factory=set)
@@ -47,7 +45,7 @@ def is_jpeg(data: memoryview) -> bool:
 
 
 def has_end(data: memoryview) -> bool:
-    """Whether an EOI marker follows the start of the scan, as it does in every whole file; metadata after it are tolerated."""
+    """Whether an EOI marker follows the start of the scan; metadata after it are tolerated."""
     if bytes(data[-2:]) == END_OF_IMAGE:
         return True
     position = 2
@@ -59,7 +57,7 @@ def has_end(data: memoryview) -> bool:
 
 
 def has_too_many_scans(data: memoryview) -> bool:
-    """Whether a decoder would read more than MAX_SCANS scans, or MAX_SEGMENTS segments. What lies behind the image's end does not count."""
+    """Whether a decoder would read more than MAX_SCANS scans, or MAX_SEGMENTS segments, before the image's end."""
     position, num_scans = 2, 0
     for _ in range(MAX_SEGMENTS):
         found = MARKER.search(data, position)
@@ -74,7 +72,7 @@ def has_too_many_scans(data: memoryview) -> bool:
 
 
 def parse_plain_jpeg(data: memoryview) -> PlainJpeg | None:
-    """The size of a JPEG that may stay encoded, or None if Pillow has to look at it (which may then say that it is broken)."""
+    """None if Pillow has to look at it."""
     if bytes(data[-2:]) != END_OF_IMAGE:
         return None
     header = _Header()
@@ -87,11 +85,11 @@ def parse_plain_jpeg(data: memoryview) -> PlainJpeg | None:
 
 
 def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(marker, payload) up to and including SOS; ends early where the structure is broken, and behind MAX_SEGMENTS."""
+    """(marker, payload) up to SOS, MAX_SEGMENTS, or a broken structure."""
     position, num_left = 2, MAX_SEGMENTS
     while num_left and position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
-        if marker == 0xFF:  # fill bytes, of which the last one is the marker's
+        if marker == 0xFF:  # fill bytes before a marker
             run = FILL_BYTES.match(data, position)
             assert run is not None
             position = run.end() - 1

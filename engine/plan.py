@@ -1,10 +1,9 @@
-"""How a GPU's memory is divided, in plain Python: `python -m engine.serve --plan`, the launcher's cuts for small cards, a worker's pools.
+"""How a GPU's memory is divided: for `--plan`, the launcher's cuts on small cards, and a worker's pools.
 
     memory  x  --gpu-memory-utilization  =
         weights + runtime + activations + captured steps + vision tower + states of rows   +   image cache + KV pool
 
-A worker measures the first six (`engine/worker/memory.py`), everybody else estimates them.
-The formulas were fitted to what workers measured on H200s with 2B, 8B, 32B, 30B-A3B and 235B-A22B: sums agree within 5 percent.
+A worker measures the first six (`engine/worker/memory.py`), everybody else estimates them, by formulas that were fitted to measurements.
 """
 
 from collections.abc import Iterator
@@ -20,29 +19,29 @@ from models.config import ModelConfig, VisionConfig
 from models.step_sizes import StepSizes
 
 VALUE_BYTES = 2  # bfloat16
-BLOCK_SCALE = 1 + 4 / 128**2  # bytes of a float8 value with its share of a scale
-GRAPH_BYTES = 4 * MIB  # of one captured step: what CUDA keeps of its launches, seen to be less
-RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA's own, kernels, decoder and sampler; what ranks share with each other
-TOWER_BYTES = 9 * MIB // 10  # for each value of the tower's width: tables, and graphs of sizes that come again
-LOGITS_BYTES = 24  # at once for each row and entry of the vocabulary, while rows are drawn by sorting
+BLOCK_SCALE = 1 + 4 / 128**2  # of a float8 value with its share of a scale
+GRAPH_BYTES = 4 * MIB  # launches of one captured step
+RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, decoder and sampler; what ranks share
+TOWER_BYTES = 9 * MIB // 10  # for each value of the tower's width: tables and graphs
+LOGITS_BYTES = 24  # for each row and entry of the vocabulary, while rows are drawn by sorting
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
-IMAGE_CACHE_SHARE = 4  # on a small GPU: this part of what image cache and KV pool have together
+IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of what it and the KV pool have together
 ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
-SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}  # of what is halved for that
+SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes on each GPU beside the image cache and the KV pool: estimated here, measured by a worker."""
+    """Bytes on each GPU beside the image cache and the KV pool."""
 
     weights: int
     runtime: int
-    activations: int  # of an encode and a step at once, at their peak
+    activations: int
     step_graphs: int
-    tower: int  # tables and graphs that are made when sizes come again, and an image that no plan has named yet
-    states: int  # of rows, where layers have any
+    tower: int  # tables, graphs, and an image that no plan has named yet
+    states: int  # of rows
 
     @property
     def total(self) -> int:
@@ -61,7 +60,7 @@ class Plan:
     image_cache: int
     kv_pool: int
     block_bytes: int
-    spare: int  # what nobody has asked for; negative by what is lacking where flags fix the image cache and the KV pool
+    spare: int  # negative by what is lacking where flags fix image cache and KV pool
 
     @property
     def num_blocks(self) -> int:
@@ -69,12 +68,12 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """All that memory is for, by the names of the table."""
+        """By the names of the table."""
         return {**self.needs.parts, "image cache": self.image_cache, "KV pool": self.kv_pool}
 
 
 def vision_parameters(vision: VisionConfig) -> int:
-    """The tower, whole on every rank. Norms and biases are left out."""
+    """Without norms and biases."""
     width, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     block = 4 * width**2 + 2 * width * vision.intermediate_size
@@ -92,7 +91,7 @@ def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
 
 
 def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """At the peak: of an encode and a step at once, and of rows drawn beside them."""
+    """At the peak, of an encode, a step and rows that are drawn."""
     text, vision, tp = model.text, model.vision, config.tp
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
@@ -102,7 +101,7 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
-    """Of a forward pass at its peak, on each of `tp` GPUs."""
+    """Of a forward pass, at its peak."""
     text = model.text
     of_token = 3 * text.intermediate_size // tp + 3 * text.hidden_size
     if text.moe is not None:
@@ -111,7 +110,7 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
-    """An upper bound of what captured steps hold: their launches, shared inputs and logits, and the activations of the largest."""
+    """At most: launches, shared inputs and logits, and the activations of the largest."""
     chunks = sizes.chunks_by_rows(max_num_seqs)
     num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(map(len, chunks.values()))
     largest_chunk = max((each[-1] for each in chunks.values()), default=0)
@@ -123,13 +122,12 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, nu
 
 
 def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
-    """The largest embedding that lies there before the image cache has room for it."""
+    """The largest embedding outside the image cache."""
     return min(MAX_EARLY_TOKENS, max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
 
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
-    """What the share of `free` bytes leaves beside `needs` goes to the image cache and the KV pool; the rest of a size that a flag says is
-    the other's."""
+    """What `free` bytes leave beside `needs` goes to the image cache and the KV pool; if a flag fixes one, the other gets the rest."""
     left = int(free * config.gpu_memory_utilization) - needs.total
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
@@ -141,12 +139,12 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
 
 
 def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
-    """Of a KV pool whose size a flag says."""
+    """If a flag says so."""
     return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
 
 
 def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
-    """Of each GPU, before anything is there."""
+    """Of each GPU."""
     text, tp = model.text, config.tp
     is_fp8 = text.is_fp8 or config.quantization == "fp8"
     sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens, text.moe is not None, is_fp8)
@@ -162,13 +160,11 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
-    """For GPUs with so many bytes each."""
     return divide(config, model.text.cache_spec(config.tp, VALUE_BYTES), estimate(config, model), gpu_memory)
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConfig:
-    """The same settings, or smaller steps where the KV pool that was asked for, or one of ENOUGH_TOKENS, would not fit otherwise. What
-    differs from its default was asked for and is kept."""
+    """Makes steps smaller where the KV pool that flags say, or one of ENOUGH_TOKENS, would not fit. Keeps what differs from its default."""
     defaults = dict(zip(config.__struct_fields__[-len(config.__struct_defaults__) :], config.__struct_defaults__, strict=True))
     free = [name for name in SMALLEST if getattr(config, name) == defaults[name]]
     while not _is_enough(config, make_plan(config, model, gpu_memory)):
@@ -190,7 +186,7 @@ def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
 
 
 def rows(config: EngineConfig, model: ModelConfig, cards: tuple[int, ...]) -> Iterator[dict[str, str]]:
-    """A line of the table for each card of so many bytes, by the names of its columns."""
+    """A line of the table for each card of so many bytes."""
     image_bytes = 880 * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES  # of 1280 x 720
     for memory in cards:
         fitted = fit(config, model, memory)
@@ -205,7 +201,7 @@ def rows(config: EngineConfig, model: ModelConfig, cards: tuple[int, ...]) -> It
 
 
 def describe(config: EngineConfig, model: ModelConfig, name: str, gpu_memory: int | None) -> str:
-    """The table for one card, or for usual ones; sizes in GiB on each of the --tp GPUs."""
+    """The table for one card, or for usual ones."""
     cards = (gpu_memory,) if gpu_memory is not None else tuple(size * GIB for size in CARDS)
     table = list(rows(config, model, cards))
     lines = [list(table[0]), *(list(line.values()) for line in table)]

@@ -4,8 +4,8 @@
 
     HAProxy ──hash of x-session-id──▶ replica: an actor with the api's ASGI app ──▶ processor ──▶ scheduler ──▶ workers, its children
 
-Bodies and streams pass no Python proxy. Without `--address` a cluster of this machine is started, and ends with this command; with it the
-replicas are deployed there, or those that run are replaced one after the other, and stay when this command has ended.
+Without `--address` a cluster of this machine is started, and ends with this command; with it replicas are deployed there, or those that
+run are replaced one after the other, and they stay when this command has ended.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from engine.flags import parse_args
 from engine.ipc import AsyncInbox, Child, raise_file_limit, setup_logging
 from engine.messages import Events
 from engine.serve import make_runtime, size_arenas, start_engine
-from engine.supervise import ChildDied, Family
+from engine.supervise import ChildDied, Supervisor
 from server.http.app import SHUTTING_DOWN, Api
 from server.warm import warm_up
 
@@ -36,31 +36,31 @@ logger = logging.getLogger(__name__)
 
 APP = "mini-vlm"
 HEALTH_CHECK_S = 1  # three that fail in a row have a replica replaced
-BUSY_SHARE = 0.75  # of --max-num-seqs: autoscaling aims at so many requests a replica
+BUSY_SHARE = 0.75  # of --max-num-seqs: autoscaling's target for a replica
 
 
 @serve.deployment
 @serve.ingress()
 class Replica:
-    """One engine. The actor is launcher and api in one; it sees the GPUs that Ray gave it."""
+    """One engine. The actor is its launcher and api; it sees the GPUs that Ray gave it."""
 
     async def __init__(self, config: EngineConfig, num_neighbours: int):  # type: ignore[misc] # Serve awaits it
-        """Ready when the engine is. ValueError, OSError or ChildDied is what keeps it from starting."""
+        """Returns when the engine is ready. Raises ValueError, OSError or ChildDied."""
         setup_logging("replica", config.log_level)
         raise_file_limit()
-        self._family = Family()
+        self._supervisor = Supervisor()
         self._death: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
         try:
             sized = size_arenas(config, memory_limit() // num_neighbours)
-            runtime = make_runtime(sized, self._family, listener_fd=-1)
-            start_engine(self._family, runtime)
+            runtime = make_runtime(sized, self._supervisor, listener_fd=-1)
+            start_engine(self._supervisor, runtime)
             child = Child("api", runtime)
             inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
             self._api = Api(child)
             warm_up(self._api.arena)
             self._tasks += [asyncio.create_task(self._api.pump(inbox, "ray")), asyncio.create_task(self._api.tell_the_launcher())]
-            await asyncio.to_thread(self._family.wait_ready, {"processor", "scheduler", "api"})
+            await asyncio.to_thread(self._supervisor.wait_ready, {"processor", "scheduler", "api"})
         except BaseException:
             await self._stop()
             raise
@@ -71,7 +71,7 @@ class Replica:
         return self._api.build()
 
     async def check_health(self) -> None:
-        """Serve's name for it: raises once a process of the engine has ended, and Serve starts another replica."""
+        """Serve's name for it. If it raises, Serve starts another replica."""
         if self._death is not None:
             raise RuntimeError(self._death)
 
@@ -80,10 +80,9 @@ class Replica:
         await self._stop()
 
     async def _watch(self, patience: float) -> None:
-        """Tells every waiting client when a process has ended or nothing moves."""
         try:
             while not self._tasks[0].done():
-                await asyncio.to_thread(self._family.check, patience)
+                await asyncio.to_thread(self._supervisor.check, patience)
             self._death = f"the api ended: {self._tasks[0].exception()}"
         except ChildDied as death:
             self._death = str(death)
@@ -94,11 +93,11 @@ class Replica:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks) if self._tasks else None
-        await asyncio.to_thread(self._family.stop)
+        await asyncio.to_thread(self._supervisor.stop)
 
 
 def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve.Application:
-    """What Serve runs: `replicas`, and up to `max_replicas` when those are busy."""
+    """`replicas` engines, up to `max_replicas` when those are busy."""
     gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes())
     has_gpus = config.device != "cpu" and gpus >= config.tp
     options: dict[str, Any] = {
@@ -123,7 +122,7 @@ def build(args: dict[str, str]) -> serve.Application:
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConfig]:
-    """Our own flags, and those of the engines. Exits with a line if they do not go together."""
+    """Our own flags, and the engines' configuration."""
     parser = argparse.ArgumentParser("engine.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, required=True, help="engines")
     parser.add_argument("--max-replicas", type=int, help="engines at most, when those are busy; default: no more")
@@ -139,7 +138,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConf
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Deploys; without `--address` serves until SIGINT or SIGTERM. The exit code."""
+    """The exit code."""
     own, config = parse(argv)
     setup_logging("launcher", config.log_level)
     stop = threading.Event()

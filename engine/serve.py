@@ -1,4 +1,4 @@
-"""The composition root: `python -m engine.serve --model NAME`. Parses flags, makes the arenas, starts the processes and watches them.
+"""The launcher: `python -m engine.serve --model NAME`. Parses flags, makes the arenas, starts the processes and watches them.
 
 Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a model that cannot be had.
 """
@@ -25,7 +25,7 @@ from engine.flags import parse_args
 from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
 from engine.plan import cuts, describe, fit
-from engine.supervise import ChildDied, Family
+from engine.supervise import ChildDied, Supervisor
 from models.backends.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus
 from models.config import ModelConfig
 from models.hub import DEMO, SIZES, resolve
@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until interrupted; the exit code."""
+    """The exit code."""
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
     if config.plan:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_plan(config: EngineConfig) -> int:
-    """`--plan`: of the model, or of every published size."""
+    """Of the model, or of every published size."""
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,6 @@ def print_plan(config: EngineConfig) -> int:
 
 
 def serve_several(config: EngineConfig) -> int:
-    """`--dp`: engines of their own behind a proxy."""
     try:
         share = size_arenas(config, memory_limit() // config.dp)
         with bind(config.host, config.port) as listener:
@@ -72,30 +71,29 @@ def serve_several(config: EngineConfig) -> int:
 
 
 def serve_one(config: EngineConfig) -> int:
-    """One engine."""
     started = time.monotonic()
     try:
-        family = Family()
+        supervisor = Supervisor()
     except OSError as problem:
         logger.error("%s", problem)
         return 2
-    _on_interrupt(functools.partial(_leave, family))
+    _on_interrupt(functools.partial(_leave, supervisor))
     try:
         with contextlib.ExitStack() as listeners:
             listener = listeners.enter_context(bind(config.host, config.port))
-            runtime = make_runtime(config, family, listener.fileno())
+            runtime = make_runtime(config, supervisor, listener.fileno())
             if config.metrics_port is not None:
                 metrics = listeners.enter_context(bind(config.host, config.metrics_port, "--metrics-port"))
                 logger.info("metrics are at port %d", metrics.getsockname()[1])
                 runtime = msgspec.structs.replace(runtime, metrics_fd=metrics.fileno())
             _on_interrupt(_interrupt)
-            start_all(family, runtime)
-        roles = {"processor", "scheduler", "api"}
-        url = family.wait_ready(roles)["api"]
+            start_all(supervisor, runtime)
+        url = supervisor.wait_ready({"processor", "scheduler", "api"})["api"]
         say(ready_text(url, runtime, time.monotonic() - started))
-        family.watch(config.wedge_timeout)
+        while True:
+            supervisor.check(config.wedge_timeout)
     except Interrupted:
-        drain(family, config.shutdown_timeout)
+        drain(supervisor, config.shutdown_timeout)
         return 0
     except ChildDied as death:
         logger.error("%s", death)
@@ -105,24 +103,22 @@ def serve_one(config: EngineConfig) -> int:
         return 2
     finally:
         _on_interrupt(signal.SIG_IGN)
-        family.stop()
-    return 0
+        supervisor.stop()
 
 
-def drain(family: Family, timeout: float) -> None:
+def drain(supervisor: Supervisor, timeout: float) -> None:
     """New requests are refused, running ones may end; a second signal ends the wait."""
     logger.info("stopping: running requests have %d s to end; a second signal stops at once", timeout)
     try:
         _on_interrupt(_interrupt)
-        family.drain(timeout)
+        supervisor.drain(timeout)
         _on_interrupt(signal.SIG_IGN)
     except Interrupted:
         logger.info("stopping now")
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """The api's socket, taken before anything else: an address that cannot be had is known at once. It listens when the api serves.
-    OSError says what is wrong."""
+    """The api's socket, taken first so that a bad address is known at once. It listens when the api serves. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,7 +130,7 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
-    """Arenas of a machine with so many bytes of memory. ValueError names the flags if what was asked for is too much."""
+    """Arenas of a machine with so many bytes of memory. Raises ValueError if flags ask for too much."""
     api_bytes = config.api_arena_bytes or min(GIB, memory // 16)
     processor_bytes = config.processor_arena_bytes or min(2 * GIB, memory // 8)
     total = api_bytes + processor_bytes
@@ -147,14 +143,14 @@ def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
     return msgspec.structs.replace(config, api_arena_bytes=api_bytes, processor_arena_bytes=processor_bytes)
 
 
-def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runtime:
-    """Finds the model, sizes the context and reserves the arenas. ValueError or OSError says what is missing."""
+def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int) -> Runtime:
+    """Finds the model, sizes the context and reserves the arenas. Raises ValueError or OSError."""
     gpus = list_gpus()
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     if choice.note:
         logger.warning("%s", choice.note)
     config = size_arenas(config, memory_limit())
-    resolved = resolve(config.model, config.load_format, family.run_dir)
+    resolved = resolve(config.model, config.load_format, supervisor.run_dir)
     model = ModelConfig.from_folder(resolved.folder)
     limit = model.text.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -166,9 +162,9 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
         config=config,
         backend=choice.backend,
         device=choice.device,
-        run_dir=str(family.run_dir),
+        run_dir=str(supervisor.run_dir),
         arena_fds=fds,
-        lifeline_fd=family.lifeline_fd,
+        lifeline_fd=supervisor.lifeline_fd,
         listener_fd=listener_fd,
         model_folder=str(resolved.folder),
         model_names=tuple(name.strip() for name in (config.served_model_name or resolved.name).split(",")),
@@ -178,7 +174,7 @@ def make_runtime(config: EngineConfig, family: Family, listener_fd: int) -> Runt
 
 
 def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu]) -> EngineConfig:
-    """Smaller steps where one of these GPUs is small, which is said."""
+    """Smaller steps where one of these GPUs is small."""
     memory = config.gpu_memory or min(gpu.total_memory for gpu in gpus)
     fitted = fit(config, model, memory)
     if smaller := cuts(config, fitted):
@@ -186,24 +182,22 @@ def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu]) -
     return fitted
 
 
-def start_engine(family: Family, runtime: Runtime) -> None:
-    """Starts every process but the api; they find each other through the run directory."""
+def start_engine(supervisor: Supervisor, runtime: Runtime) -> None:
+    """Starts every process but the api."""
     for rank in range(runtime.config.tp):
-        family.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
-    family.start("scheduler", "engine.scheduler.main", runtime)
-    family.start("processor", "server.processor.main", runtime)
+        supervisor.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
+    supervisor.start("scheduler", "engine.scheduler.main", runtime)
+    supervisor.start("processor", "server.processor.main", runtime)
 
 
-def start_all(family: Family, runtime: Runtime) -> None:
-    """Starts every process at once."""
-    start_engine(family, runtime)
-    family.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
+def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
+    start_engine(supervisor, runtime)
+    supervisor.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
     for fd in runtime.arena_fds:
         os.close(fd)
 
 
 def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
-    """The one line that says where, and what to try."""
     body = f'{{"model": "{runtime.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if read_api_keys(runtime.config) else ""
     example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
@@ -211,25 +205,25 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """On stdout. OSError says that it cannot be written to, and nothing tries again at the end."""
+    """On stdout. Raises OSError."""
     try:
         print(text, flush=True)
     except OSError as problem:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
         raise OSError(f"cannot write to stdout: {problem.strerror}") from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Once: an impatient second Ctrl-C must not break off the stop that the first one began."""
+    """Once: a second Ctrl-C must not break off the stop that the first one began."""
     _on_interrupt(signal.SIG_IGN)
     raise Interrupted
 
 
-def _leave(family: Family, signum: int, frame: FrameType | None) -> None:
-    """Before there are children. An exception would wait for the threads of a download, until all of it is there."""
+def _leave(supervisor: Supervisor, signum: int, frame: FrameType | None) -> None:
+    """Before there are children: an exception would wait for the threads of a download."""
     _on_interrupt(signal.SIG_IGN)
     logger.info("stopping")
-    family.stop()
+    supervisor.stop()
     os._exit(0)
 
 

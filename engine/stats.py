@@ -1,28 +1,28 @@
-"""What the engine measures of itself: a request's way in times, and gauges and totals. Part of the messages; for metrics and benchmarks."""
+"""What the engine measures of itself: times of a request, gauges and totals. Part of the messages."""
 
 import msgspec
 
 
 class Stages(msgspec.Struct):
-    """When a request passed each boundary of its critical path; 0.0 until it has."""
+    """When a request passed each boundary; 0.0 until it has."""
 
     received: float = 0.0  # last byte of the body
-    submitted: float = 0.0  # handed to the scheduler by the processor: media hashed, prompt built
+    submitted: float = 0.0  # to the scheduler: media hashed, prompt built
     admitted: float = 0.0  # first named in a plan
     launched: float = 0.0  # first chunk launched by the worker
     prefilled: float = 0.0  # last chunk done on the device
     first_token: float = 0.0  # first token received by the scheduler
     sent: float = 0.0  # first text handed to the socket
-    decode_ms: float = 0.0  # overlapped work in milliseconds: the host's, reading and decoding images;
-    encode_ms: float = 0.0  # the device's, preprocessing and vision tower,
-    forward_ms: float = 0.0  # and decoder, of the steps that this request's prefill took part in
-    images_encoded: int = 0  # for this request; its other images came from a cache
+    decode_ms: float = 0.0  # of the host in steps of this request's prefill: reading and decoding images;
+    encode_ms: float = 0.0  # of the device: preprocessing and vision tower,
+    forward_ms: float = 0.0  # and decoder
+    images_encoded: int = 0  # for this request, not from a cache
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and running totals of the engine, for `/metrics` and `/health`. The scheduler's, but for what says otherwise."""
+    """Gauges and totals of the scheduler, but for what says otherwise."""
 
-    max_model_len: int = 0  # tokens of a request, answer included: what was asked for, cut to the KV pool
+    max_model_len: int = 0  # cut to the KV pool
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
@@ -42,5 +42,5 @@ class EngineStats(msgspec.Struct, frozen=True):
     images_skipped: int = 0  # every token came from the prefix cache
     images_evicted: int = 0
     images_restored: int = 0  # from host memory; not hits
-    images_decoded: int = 0  # by the processor, which writes it here on the way: files that are no plain JPEGs
+    images_decoded: int = 0  # by the processor: files that are no plain JPEGs
     preemptions: int = 0

@@ -1,6 +1,6 @@
 """Runs a module that ends with its parent, on CPUs of its own: `python -m engine.tethered PARENT_PID CPU,CPU,... MODULE ARGUMENT...`.
 
-What a `preexec_fn` would do, which may wait for ever for a lock that another thread of the parent holds.
+Not by a `preexec_fn`, which may wait for ever for a lock that another thread of the parent holds.
 """
 
 import os
@@ -12,15 +12,13 @@ from engine.ipc import die_with_parent
 
 
 def command(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
-    """What the parent executes."""
     return [sys.executable, "-m", "engine.tethered", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments]
 
 
 def main() -> None:
-    """Entry point."""
     parent, cpus, module = sys.argv[1:4]
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != int(parent):  # it ended before it could be told of
+    if os.getppid() != int(parent):  # it had ended before
         sys.exit(1)
     os.sched_setaffinity(0, map(int, cpus.split(",")))
     sys.argv[1:4] = []

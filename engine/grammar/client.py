@@ -1,11 +1,4 @@
-"""Asks compiler processes for grammars. One object in the processor's event loop:
-
-    grammars = GrammarCompiler(model_folder)
-    data = await grammars.compile(Grammar("json_schema", text), client)    # GrammarError (a ValueError) is the client's fault: a 400
-    await grammars.close()
-
-Small grammars have a process of their own, which starts at once; the other one starts with the first that is large, or slow.
-"""
+"""Asks compiler processes for grammars. Small ones have a process of their own; the other starts with the first large or slow grammar."""
 
 import asyncio
 import contextlib
@@ -20,34 +13,32 @@ from engine.helper import Helper, HelperDied
 from engine.params import Grammar
 
 COMPILE_S, QUICK_S = 5.0, 1.0
-GRACE_S = 10.0  # for a process that is to end its compilation in time
+GRACE_S = 10.0  # for a process that ends its compilation in time
 SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
-ENTRY_BYTES = 1 << 12  # what an entry counts beside its data
+ENTRY_BYTES = 1 << 12  # beside its data
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar, and the seconds that its compilation may take."""
-
     grammar: Grammar
     seconds: float
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A compiled grammar as xgrammar serialises it, or why there is none."""
+    """A grammar as xgrammar serialises it, or why there is none."""
 
     data: bytes = b""
     error: str | None = None
-    is_late: bool = False  # it took longer than it was allowed
+    is_late: bool = False
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be had; its text is for the client."""
+    """Its text is for the client."""
 
 
 class Lane:
-    """A process for one compilation at a time. Next is the client that has had the least of its time since it was last idle, and of its
-    grammars the smallest."""
+    """A process for one compilation at a time. Next is the client that has used least of its time since it was idle, and its smallest
+    grammar."""
 
     def __init__(self, model_folder: Path, seconds: float):
         self.helper = Helper("engine.grammar.compile", str(model_folder))
@@ -63,7 +54,6 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: bytes, size: int) -> AsyncIterator[None]:
-        """For whoever is not cancelled."""
         if self._is_taken:
             came = asyncio.get_running_loop().create_future()
             self._waiting.append((client, size, came))
@@ -91,7 +81,7 @@ class Lane:
 
 
 class GrammarCompiler:
-    """Results, refusals too, are kept."""
+    """Caches results, also refusals."""
 
     def __init__(self, model_folder: Path):
         self._small, self._large = Lane(model_folder, QUICK_S), Lane(model_folder, COMPILE_S)
@@ -100,16 +90,16 @@ class GrammarCompiler:
         self._tasks: set[asyncio.Task[Compiled]] = set()
 
     async def start(self) -> None:
-        """What the first grammar would have to wait for: seconds."""
+        """Takes seconds, which the first grammar would wait."""
         with contextlib.suppress(RuntimeError):  # it is closed meanwhile, or the first grammar tells its client
             await self._small.start()
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
-        """The compiled grammar for rank 0. GrammarError if it is none, or takes too long; RuntimeError if no process starts."""
+        """The compiled grammar for rank 0. Raises GrammarError, or RuntimeError if no process starts."""
         task = asyncio.create_task(self._compile(grammar, client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        compiled = await asyncio.shield(task)  # whoever asked may leave, but the answer has to be read
+        compiled = await asyncio.shield(task)  # the answer has to be read, also if nobody waits
         if compiled.error is not None:
             raise GrammarError(compiled.error)
         return compiled.data

@@ -20,7 +20,7 @@ SINGLE = ("items", "additionalProperties", "additionalItems", "unevaluatedItems"
 
 
 def check(schema: object) -> None:
-    """ValueError, which names it, for a keyword that the grammar would not hold."""
+    """ValueError for a keyword that the grammar would not hold."""
     if not isinstance(schema, dict):
         return
     for keyword in REFUSED & schema.keys():

@@ -1,7 +1,7 @@
-"""The directory of KV blocks: who holds which, what a block's content is called, what is evicted next. Used by the scheduler's policy.
+"""The directory of KV blocks: who holds which, the name of a block's content, what is evicted next.
 
-A snapshot of a row's recurrent states lies in several blocks, too, under the name of the last block before it: one pool, one order of
-eviction. With any of its blocks all of it goes.
+A snapshot of a row's recurrent states is in several blocks of the same pool, under the name of the last block before it. With any of its
+blocks all of it is evicted.
 
    ref > 0                      ref == 0, in `_free` from least to most recently used
 +-----------+   release    +---------------------------------------------+
@@ -23,9 +23,7 @@ DIGEST_SIZE = 16
 
 
 class FreeList:
-    """Blocks in an order, at first all; doubly linked. Its memory is what it is from the start: an `OrderedDict` that blocks enter and
-    leave is copied as a whole again and again, into more or less room each time.
-    """
+    """Blocks in an order, at first all; doubly linked, of fixed memory: an `OrderedDict` would be copied again and again."""
 
     def __init__(self, num_blocks: int):
         self._ends = num_blocks  # a node of its own: the first block follows it, and it follows the last
@@ -40,7 +38,7 @@ class FreeList:
         return self._next[block] >= 0
 
     def add(self, block: int, last: bool) -> None:
-        """To the end of the list, or to its beginning."""
+        """To the end or the beginning."""
         before = self._previous[self._ends] if last else self._ends
         after = self._next[before]
         self._next[before] = self._previous[after] = block
@@ -48,14 +46,12 @@ class FreeList:
         self._len += 1
 
     def remove(self, block: int) -> None:
-        """Out of the middle."""
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before
         self._next[block] = -1
         self._len -= 1
 
     def pop_first(self) -> int:
-        """Of a list that has one."""
         block = self._next[self._ends]
         self.remove(block)
         return block
@@ -79,15 +75,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached or not."""
+        """Blocks, cached or not."""
         return len(self._free)
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached beginning of a hash chain; not yet held. Asks for one hash more than it finds."""
+        """The blocks of the longest cached beginning of a hash chain; not held."""
         blocks = []
         for digest in hashes:
             block = self._cached.get(digest)
@@ -97,21 +93,21 @@ class BlockPool:
         return blocks
 
     def snapshot(self, digest: bytes) -> list[int]:
-        """The blocks with the states behind the block of this name, from now on the most recently used; empty if there are none."""
+        """The blocks with the states behind the block of this name, now the most recently used; empty if there are none."""
         blocks = self._snapshots.get(digest, [])
         self.acquire(blocks)
         self.release(blocks)
         return blocks
 
     def commit_snapshot(self, blocks: list[int], digest: bytes) -> None:
-        """Names the states in held blocks, if there are none of that name yet, and drops the hold."""
+        """Names the states in held blocks, unless the name is taken, and drops the hold."""
         if digest not in self._snapshots:
             self._snapshots[digest] = blocks
             self._snapshot_names |= dict.fromkeys(blocks, digest)
         self.release(blocks)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks would leave the free list if they were acquired."""
+        """How many of these blocks are free."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -122,7 +118,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def alloc(self, count: int) -> list[int] | None:
-        """`count` blank blocks, least recently used first (their cached content is forgotten); None if there are not enough."""
+        """`count` blank blocks, least recently used first, whose content is forgotten; None if there are not enough."""
         if count > len(self._free):
             return None
         blocks = []
@@ -134,7 +130,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one hold of each block. The end of a sequence is evicted before its beginning."""
+        """The end of a sequence is evicted before its beginning."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
@@ -142,14 +138,14 @@ class BlockPool:
                 self._free.add(block, last=self._hashes[block] is not None or block in self._snapshot_names)
 
     def commit(self, block: int, digest: bytes) -> None:
-        """Names the content of a full, held block. If another block already has this content, that one stays the cached one."""
+        """Names the content of a full, held block, unless another block has the name."""
         assert self._refs[block] > 0
         if self._hashes[block] is None and digest not in self._cached:
             self._hashes[block] = digest
             self._cached[digest] = block
 
     def forget_all(self) -> None:
-        """No content has a name any more."""
+        """Empties the directory."""
         for block in [*self._cached.values(), *self._snapshot_names]:
             self._forget(block)
 
@@ -163,7 +159,7 @@ class BlockPool:
         assert all(self._refs[block] == 0 and self._hashes[block] is None for block in self._snapshot_names), "a snapshot's block is used"
 
     def check_refs(self, held: Iterable[Sequence[int]]) -> None:
-        """Asserts that the counts are exactly the holds of these block tables."""
+        """Asserts that the counts are the holds of these block tables."""
         counts = [0] * self.num_blocks
         for table in held:
             for block in table:
@@ -178,7 +174,7 @@ class BlockPool:
         if block in self._snapshot_names:
             for other in self._snapshots.pop(self._snapshot_names[block]):
                 del self._snapshot_names[other]
-                if other in self._free:  # not the block itself, if it has just been taken: blank blocks go first
+                if other in self._free:  # not the block that was just taken: blank blocks go first
                     self._free.remove(other)
                     self._free.add(other, last=False)
 
@@ -186,9 +182,8 @@ class BlockPool:
 class BlockHasher:
     """The hash chain of one sequence: link i names the content of block i and of everything before it.
 
-    A link covers the parent link, the block's token ids and, for each image that begins in the block, the image's hash and where it begins;
-    so equal placeholder ids of different pictures never alias: the links of blocks in which an image goes on descend from the one in which
-    it began. The chain begins with the tenant's salt.
+    A link covers the parent link, the block's token ids and, for each image that begins in the block, its hash and where it begins: equal
+    placeholders of different images never alias. The chain begins with the tenant's salt.
     """
 
     def __init__(self, block_size: int, images: Sequence[ImageSpan], salt: str):
@@ -198,21 +193,20 @@ class BlockHasher:
         self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
 
     def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:
-        """The first `num_links` links, made when they are asked for, as many at once as there are already: what is not in the cache is
-        hashed while the device computes it."""
+        """The first `num_links` links, made on demand, as many at once as there are: the rest is hashed while the device works."""
         for i in range(num_links):
             if i == len(self.links):
                 self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self.block_size])
             yield self.links[i]
 
     def adopt(self, other: "BlockHasher", num_links: int) -> None:
-        """Takes links over from a sequence whose first `num_links` blocks are known to be equal: salt, ids and images."""
+        """Takes links over from a sequence whose first `num_links` blocks are equal in salt, ids and images."""
         links = other.links[:num_links]
         if len(links) > len(self.links):
             self.links = links
 
     def extend(self, token_ids: np.ndarray) -> None:
-        """Adds the links of all full blocks of `token_ids` (int32, the whole sequence from its first token)."""
+        """Adds the links of all full blocks of `token_ids` (int32, from the first token)."""
         first, size = len(self.links), self.block_size
         end = len(token_ids) // size
         num_bytes = size * token_ids.itemsize
@@ -227,7 +221,7 @@ class BlockHasher:
             self.links.append(link)
 
     def _image_parts(self, start: int, end: int) -> dict[int, bytes]:
-        """What the images that begin at `start` or later and before `end` add to their blocks, by block."""
+        """What images that begin in `[start, end)` add to their blocks."""
         parts: dict[int, bytes] = {}
         low = bisect.bisect_left(self._images, start, key=lambda image: image.start)
         high = bisect.bisect_left(self._images, end, key=lambda image: image.start)

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes: the trade between streams that wait and prompts that wait. Called by `policy`."""
+"""How many prompt tokens a step computes: streams wait, or prompts do."""
 
 from itertools import islice
 
@@ -11,22 +11,18 @@ MANY_STEPS = 16  # steps over which all that waits is spread, if it is much
 def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
     """Prompt tokens that a step with so many decodes may compute; running requests lack `num_lacking` of theirs.
 
-    Beside decodes, chunks are small: streams hardly wait, and a chunk rides on weights that the decodes must read anyway, so that no step
-    needs to decode alone. The more prompt tokens wait, the larger the chunk: up to `mixed_step_tokens` with the decodes for what would be
-    done in a few steps, beyond only for much more. The step is of a size that pays, of which the chunk has half at least.
+    Beside decodes, chunks are small: streams hardly wait, and a chunk uses weights that the decodes read anyway. The more prompt tokens
+    wait, the larger the chunk: up to `mixed_step_tokens` with the decodes, beyond that only if very many wait. The step is of a size that
+    pays, and the chunk at least half of it.
     """
     limits = state.limits
     if num_decodes == 0:
         return limits.max_num_batched_tokens
     sizes = limits.step_sizes
-    lacking = num_lacking + _num_waiting_tokens(state)
+    startable = islice(state.waiting, len(state.free_rows))
+    lacking = num_lacking + sum(request.num_tokens for request in startable)
     rows = sizes.padded_decodes(num_decodes)
     usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
     size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
-
-
-def _num_waiting_tokens(state: State) -> int:
-    """Of the requests that could have a row now."""
-    return sum(request.num_tokens for request in islice(state.waiting, len(state.free_rows)))

@@ -1,8 +1,6 @@
-"""The life of requests between plans: arrival, landed results, ends, releases. No sockets and no tensors; driven by `main` and by tests.
+"""The life of requests between plans: arrival, landed results, ends, releases. No sockets and no tensors.
 
-add ──▶ waiting ──▶ running ──▶ stopping ──▶ released        one terminal output each, resources back when the last plan has landed
-           ▲  preempted │
-           └────────────┘
+Each request has one terminal output; its resources return when its last plan has landed.
 """
 
 import heapq
@@ -40,14 +38,12 @@ UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_imag
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
-MIN_REMEMBERED_LINKS = 64  # a shorter chain is made in no time
-QUICK_MS = 3.0  # on the device: the host's way from the end of a step to the launch of the next but one takes one or two
+MIN_REMEMBERED_LINKS = 64
+QUICK_MS = 3.0  # on the device: the host needs one or two from the end of a step to the launch of the next but one
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan that was sent, until every rank's result is in."""
-
     step: PlannedStep
     results: list[StepResult] = field(default_factory=list)
 
@@ -63,11 +59,11 @@ class SchedulerCore:
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
         self._max_queue_seconds = max_queue_seconds
-        self._limits: list[tuple[float, int, bool]] = []  # a heap: when, of which request, whether it only counts until the first step
-        self._requests: dict[int, list[Request]] = {}  # those answers that are not released
+        self._limits: list[tuple[float, int, bool]] = []  # a heap: when, of which request, whether only until the first step
+        self._requests: dict[int, list[Request]] = {}  # answers that are not released
         self._in_flight: deque[InFlight] = deque()
-        self.depth = DEPTH  # plans to be in flight; one more after a quick step, where a worker would have to wait for the next one
-        self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # the last ones with long hash chains
+        self.depth = DEPTH  # plans to be in flight; one more after a quick step
+        self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
         self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
@@ -79,11 +75,11 @@ class SchedulerCore:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans sent whose results are not all in."""
+        """Plans."""
         return len(self._in_flight)
 
     def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32]) -> None:
-        """A new request; one that could never run is answered with an error at once. `prompt_ids` are copied."""
+        """One that could never run is answered with an error at once. `prompt_ids` are copied."""
         problem = self._find_problem(wire, len(prompt_ids))
         if problem is not None:
             error = ErrorInfo(400, problem, code="context_length_exceeded")
@@ -106,7 +102,7 @@ class SchedulerCore:
             heapq.heappush(self._limits, (time.monotonic() + self._max_queue_seconds, wire.rid, True))
 
     def expire(self, now: float) -> None:
-        """Ends what nobody waits for any more, also what runs: requests behind their deadline, and those that waited for too long."""
+        """Ends requests behind their deadline, and those that waited too long."""
         while self._limits and self._limits[0][0] <= now:
             _, rid, is_queue_limit = heapq.heappop(self._limits)
             for request in self._live(rid):
@@ -116,13 +112,13 @@ class SchedulerCore:
                     self._fail(request, QUEUED_TOO_LONG)
 
     def abort(self, rid: int, index: int | None = None) -> None:
-        """The client wants no more, or no more of one answer: no output, only the release. Unknown or ended requests are ignored."""
+        """Ends all answers or one without an output. Unknown or ended requests are ignored."""
         for request in self._live(rid):
             if index is None or request.index == index:
                 self._end(request)
 
     def take_pixels(self, pixels: Pixels) -> None:
-        """The answer to what the policy wanted: the request may go on, or ends with the error. Ignored if it has ended meanwhile."""
+        """The request goes on, or ends with the error. Ignored if it has ended."""
         requests = self._live(pixels.rid)
         if not requests:
             return
@@ -135,7 +131,7 @@ class SchedulerCore:
             self._fail(request, pixels.error)
 
     def forget_all(self, images: bool) -> None:
-        """Empties the prefix cache and, if `images`, the embeddings that no request has pinned. Who holds blocks keeps them."""
+        """Empties the prefix cache and, if `images`, the embeddings, but for what requests hold."""
         self.state.blocks.forget_all()
         if images:
             self.state.images.forget_unpinned()
@@ -151,13 +147,13 @@ class SchedulerCore:
         return step
 
     def hash_ahead(self, step: PlannedStep) -> None:
-        """While the device computes this step: the names of the blocks that it fills, which would delay its tokens when it lands."""
+        """Names the blocks that this step fills, while the device computes it."""
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             if chunk.length >= self.state.blocks.block_size and self.state.limits.prefix_cache:
                 request.name_blocks(chunk.start + chunk.length)
 
     def collect(self, result: StepResult) -> None:
-        """Keeps a rank's result; lands the oldest steps that are complete, in order."""
+        """Lands the oldest steps whose results are all in."""
         self._in_flight[result.step - self._in_flight[0].step.plan.step].results.append(result)
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
@@ -166,7 +162,7 @@ class SchedulerCore:
             self._last_progress = time.monotonic()
 
     def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
-        """What has gathered since the last call."""
+        """Since the last call."""
         outputs = EngineOutputs(self._outputs, self._released, stats, heartbeat, self.state.wanted)
         self._outputs, self._released, self.state.wanted = [], [], []
         return outputs
@@ -176,7 +172,7 @@ class SchedulerCore:
         return bool(self._outputs or self._released or self.state.wanted)
 
     def alive_at(self, now: float) -> float:
-        """When the engine last made progress; `now` while it has nothing to do, or can do nothing before the processor has answered."""
+        """When the engine last made progress; `now` while it has nothing to do, or waits for the processor."""
         awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
         return self._last_progress if self._requests and not awaits_pixels else now
 
@@ -188,7 +184,6 @@ class SchedulerCore:
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
 
     def stats(self) -> EngineStats:
-        """Gauges and totals, for the metrics."""
         state = self.state
         return EngineStats(
             max_model_len=self._capacity,
@@ -209,7 +204,7 @@ class SchedulerCore:
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> str | None:
-        """Why a request could never run: what is refused here never loops in the policy."""
+        """Why a request could never run."""
         if num_prompt + 1 > self._capacity:
             return f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."
         limits = self.state.limits
@@ -229,7 +224,7 @@ class SchedulerCore:
         order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
         if index:
-            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)  # the first one has those
+            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)
             sources, awaited = siblings[0].sources, siblings[0].awaited
         else:
             sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
@@ -256,7 +251,7 @@ class SchedulerCore:
         return [request for request in self._requests.get(rid, []) if request.status is not Status.STOPPING]
 
     def _recall_links(self, request: Request) -> None:
-        """Takes the hash chain over from an ended request with the same beginning: a conversation is compared, not hashed again."""
+        """Takes the hash chain over from an ended request with the same beginning: comparing is faster than hashing."""
         size = self.state.blocks.block_size
         num_links = request.num_prompt // size
         for other in reversed(self._ended):
@@ -265,7 +260,6 @@ class SchedulerCore:
             request.hasher.adopt(other.hasher, min(num_links, request.num_shared_with(other) // size))
 
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
-        """A step is done on every rank: tokens to requests, contents to the caches, ends to clients."""
         for image_id in {image_id for result in results for image_id in result.failed_images}:
             self._fail_image(step.made[image_id], UNREADABLE)
         for image_id in {image_id for result in results for image_id in result.starved_images}:
@@ -299,7 +293,6 @@ class SchedulerCore:
     def _deliver(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None, pooled: bytes
     ) -> None:
-        """Drawn tokens go to the client."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         prompt_logprobs = request.prompt_logprobs if request.num_known == request.num_prompt + len(token_ids) else None
@@ -312,8 +305,8 @@ class SchedulerCore:
             self._end(request)
 
     def _give_up(self, step: PlannedStep) -> None:
-        """A step was not computed: its requests get an error, and those that go on from what it should have made, siblings' blocks or
-        images, in plans on their way. Its caches forget all of it."""
+        """A step was not computed: its requests get an error, and those whose plans in flight use blocks or images that it should have
+        made. The caches forget those."""
         rids = {request.rid for request in step.requests}
         for later in self._in_flight:
             pairs = zip(later.step.requests, later.step.plan.chunks, strict=True)
@@ -325,7 +318,7 @@ class SchedulerCore:
                 self._fail(request, OUT_OF_MEMORY)
 
     def _fail_image(self, digest: bytes, error: ErrorInfo) -> None:
-        """Every request that shares the image gets the client's error; its hash is forgotten."""
+        """Every request with the image gets the error."""
         self.state.forget_image(digest)
         for rid in list(self._requests):
             for request in self._live(rid):
@@ -333,7 +326,6 @@ class SchedulerCore:
                     self._fail(request, error)
 
     def _fail(self, request: Request, error: ErrorInfo) -> None:
-        """Ends a request with the client's error."""
         self._outputs.append(RequestOutput(request.rid, [], error=error, index=request.index))
         self._end(request)
 
@@ -355,7 +347,7 @@ class SchedulerCore:
 
 
 def _note_stages(request: Request, sampled: bool, results: Sequence[StepResult]) -> None:
-    """Adds a landed prefill step to the request's record; nothing after its first token."""
+    """Adds a landed prefill step."""
     stages = request.wire.stages
     if stages.first_token:
         return

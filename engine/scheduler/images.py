@@ -1,6 +1,6 @@
-"""The directory of cached image embeddings: one authority that names ids, evictions and copies; the bytes are in the workers.
+"""The directory of cached image embeddings; the bytes are in the workers.
 
-Used by the scheduler's policy. Budgets in bytes, least recently used first out, pinned entries never.
+Budgets in bytes, least recently used first out, pinned entries never.
 
     encode ──▶ device ── evicted: saved, unless the host has it ──▶ host ──▶ dropped
                   ▲  restored: the host's copy stays where it is      │
@@ -16,49 +16,48 @@ from engine.messages import Save
 
 @dataclass(slots=True)
 class ImageEntry:
-    """One embedding in the workers' caches, or planned to be there."""
+    """One embedding on the device, or planned to be there."""
 
     image_id: int
     num_bytes: int
-    host_offset: int | None = None  # where it is restored from; None if it is encoded
+    host_offset: int | None = None  # it is restored from there; None: encoded
     pins: int = 0
 
 
 @dataclass(slots=True)
 class HostCopy:
-    """One embedding in every worker's host memory, or planned to be there."""
+    """The same in every worker's host memory."""
 
     offset: int
     num_bytes: int
 
 
 class HostTier:
-    """Which images have a copy in host memory, by hash, and where: what left the device first is dropped first.
+    """Copies in host memory, by hash: what left the device first is dropped first.
 
-    A restored image keeps its copy and its place in that order: while the device has it, the copy is worth little.
-    Invariant (`check`): the copies' regions are exactly those allocated, and lie within the budget.
+    A restored image keeps its copy and its place: while the device has it, the copy is worth little.
+    Invariant (`check`): the copies' regions are those allocated, within the budget.
     """
 
     def __init__(self, budget_bytes: int):
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._regions = Regions(budget_bytes)
-        self._copies: OrderedDict[bytes, HostCopy] = OrderedDict()  # in the order in which they left the device
+        self._copies: OrderedDict[bytes, HostCopy] = OrderedDict()  # as they left the device
         self._held: set[bytes] = set()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._copies
 
     def hold(self, digest: bytes) -> int | None:
-        """Keeps a copy in place until `end_plan`, since the plan is going to restore it; its offset, or None if there is none."""
+        """Keeps a copy in place until `end_plan`: the plan restores it. Its offset, if there is one."""
         if digest not in self._copies:
             return None
         self._held.add(digest)
         return self._copies[digest].offset
 
     def keep(self, digest: bytes, num_bytes: int) -> int | None:
-        """For an image that leaves the device: where it has to be copied to, dropping what must go. None if there is nothing to copy:
-        it has a copy, or no hole becomes large enough, in which case it is not kept."""
+        """Where an image that leaves the device is copied to, dropping what must go. None if it has a copy or finds no room."""
         if digest in self._copies:
             self._copies.move_to_end(digest)
             return None
@@ -74,7 +73,7 @@ class HostTier:
         return offset
 
     def drop(self, digest: bytes) -> None:
-        """Forgets a copy, if there is one."""
+        """If there is one."""
         copy = self._copies.pop(digest, None)
         if copy is not None:
             self._regions.free(copy.offset)
@@ -85,7 +84,7 @@ class HostTier:
         return list(self._copies)
 
     def end_plan(self) -> None:
-        """What a later plan saves may take the place of what this one restores: workers copy in plan order."""
+        """A later plan may save where this one restores: workers copy in plan order."""
         self._held.clear()
 
     def check(self) -> None:
@@ -97,16 +96,14 @@ class HostTier:
 
 
 class ImageDirectory:
-    """Which images are cached, by hash. Invariant (`check`): bytes in use are the sum of the entries and never exceed the budget.
-
-    Entries and pins are about the device; `host` is the second tier, which a budget of 0 turns off.
-    """
+    """Images on the device, by hash, and `host`, the second tier. Invariant (`check`): bytes in use are the sum of the entries and never
+    exceed the budget."""
 
     def __init__(self, budget_bytes: int, host_budget_bytes: int = 0):
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self.num_pinned = 0  # entries with pins
-        self.pinned_bytes = 0  # what those take
+        self.num_pinned = 0  # entries
+        self.pinned_bytes = 0
         self.num_evicted = 0
         self.host = HostTier(host_budget_bytes)
         self._entries: OrderedDict[bytes, ImageEntry] = OrderedDict()  # least recently used first
@@ -115,15 +112,15 @@ class ImageDirectory:
         self._saves: list[Save] = []
 
     def get(self, digest: bytes) -> ImageEntry | None:
-        """The entry of an image on the device, or None."""
+        """If it is on the device."""
         return self._entries.get(digest)
 
     def knows(self, digest: bytes) -> bool:
-        """Whether an image needs no encoding: it is on the device, or can be restored."""
+        """Whether an image needs no encoding."""
         return digest in self._entries or digest in self.host
 
     def pin(self, digest: bytes) -> ImageEntry:
-        """Keeps an entry from eviction until `unpin`. Raises KeyError if it is not cached."""
+        """Until `unpin`. Raises KeyError if it is not cached."""
         self._entries.move_to_end(digest)
         entry = self._entries[digest]
         if entry.pins == 0:
@@ -141,8 +138,7 @@ class ImageDirectory:
             self.pinned_bytes -= entry.num_bytes
 
     def reserve(self, digest: bytes, num_bytes: int) -> ImageEntry | None:
-        """A new entry, to be restored if the host has a copy and else encoded, evicting what must go; None if pinned entries leave too
-        little room (then nothing is evicted)."""
+        """A new entry, evicting what must go; None, and nothing is evicted, if pinned entries leave too little room."""
         assert digest not in self._entries
         victims = self._victims(self.used_bytes + num_bytes - self.budget_bytes)
         if victims is None:
@@ -157,20 +153,20 @@ class ImageDirectory:
         return entry
 
     def forget(self, digest: bytes) -> None:
-        """Drops an embedding that turned out to be wrong from both tiers; nobody may pin it any more."""
+        """Drops a wrong embedding, which is not pinned, from both tiers."""
         self.host.drop(digest)
         if digest in self._entries:
             assert self._entries[digest].pins == 0
             self._remove(digest)
 
     def forget_unpinned(self) -> None:
-        """Drops every embedding from both tiers, but for those that are pinned."""
+        """Empties both tiers, but for what is pinned."""
         for digest in {*self._entries, *self.host.digests()}:
             if digest not in self._entries or not self._entries[digest].pins:
                 self.forget(digest)
 
     def take_evicted(self) -> tuple[list[int], list[Save]]:
-        """The ids that left since the last call, and which of them are copied to the host first: the next plan names them."""
+        """The ids that left since the last call, and what is copied to the host first: for the next plan."""
         evicted, saves = self._evicted_ids, self._saves
         self._evicted_ids, self._saves = [], []
         self.host.end_plan()

@@ -1,4 +1,4 @@
-"""The scheduler process: requests in, plans out, results in, tokens out. `python -m engine.scheduler.main RUNTIME.json`.
+"""The scheduler process: requests in, plans out, results in, tokens out.
 
 inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.depth` steps ahead ──▶ results of all ranks ──▶ processor
 """
@@ -16,10 +16,10 @@ from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
 from engine.messages import (
     PROCESSOR_ARENA,
     Abort,
-    Beat,
     EngineOutputs,
     EngineRequest,
     Forget,
+    Heartbeat,
     Pixels,
     StepPlan,
     StepResult,
@@ -40,8 +40,6 @@ HEARTBEAT_S = 1.0
 
 
 class Scheduler:
-    """The process around the core: sockets, heartbeat, log."""
-
     def __init__(self, child: Child, eos_token_ids: frozenset[int]):
         self.stopping = StopFlag()
         self._child = child
@@ -51,13 +49,13 @@ class Scheduler:
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
-        self._beating = Workers(child.runtime.device)
+        self._liveness = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
-        self._quiet_since = 0.0  # when something other than a beat last came
+        self._quiet_since = 0.0  # but for heartbeats
         self._checked = False
 
     def run(self) -> None:
-        """The loop: returns when `stopping` is set."""
+        """Until `stopping` is set."""
         ready = self._await_workers()
         if ready is None:
             return
@@ -65,7 +63,7 @@ class Scheduler:
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
-                self._flush(core)  # the device has a step to work on: clients first
+                self._flush(core)  # the device is busy: clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_ahead(step)
@@ -82,9 +80,9 @@ class Scheduler:
             now = time.monotonic()
             if isinstance(message, WorkerReady):
                 ready.append(message)
-                self._beating.note(Beat(message.rank, "idle", now), now)
-            elif isinstance(message, Beat):  # of one that is ready before others
-                self._beating.note(message, now)
+                self._liveness.note(Heartbeat(message.rank, "idle", now), now)
+            elif isinstance(message, Heartbeat):
+                self._liveness.note(message, now)
         return ready
 
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
@@ -96,12 +94,12 @@ class Scheduler:
         return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids, config.max_queue_seconds)
 
     def _receive(self, core: SchedulerCore) -> None:
-        """Waits for a message and takes all that have come. After a quiet second with nothing to do, the state checks itself once."""
+        """Waits for a message and takes all that have come. After an idle second the state checks itself once."""
         message = self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:
-            if isinstance(message, Beat):
-                self._beating.note(message, now)
+            if isinstance(message, Heartbeat):
+                self._liveness.note(message, now)
             else:
                 self._quiet_since, self._checked = now, False
             match message:
@@ -136,18 +134,18 @@ class Scheduler:
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d restored, %d hit, plan of %d bytes", *sizes)
 
     def _flush(self, core: SchedulerCore) -> None:
-        """Sends what has gathered, and once a second (or when all is done) a heartbeat with statistics."""
+        """Sends outputs, and once a second, or when all is done, statistics."""
         now = time.monotonic()
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            alive = self._beating.alive_at(now, core.alive_at(now))
+            alive = self._liveness.alive_at(now, core.alive_at(now))
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
-    """The limits of one step: as configured, and as the worker's device has it where nothing is."""
+    """As configured, or as the worker's device has it."""
     sizes = worker.step_sizes
     return Limits(
         max_num_seqs=config.max_num_seqs,
@@ -163,7 +161,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
 
 
 def main() -> None:
-    """Entry point of the scheduler process."""
+    """Entry point: `python -m engine.scheduler.main RUNTIME.json`."""
     child = Child.attach("scheduler")
     map_large_blocks()
     model = ModelConfig.from_folder(Path(child.runtime.model_folder))

@@ -1,18 +1,15 @@
-"""Who computes what in the next step: state in, `StepPlan` out. No clock, no sockets, no tensors; called by `main`.
+"""Who computes what in the next step: state in, `StepPlan` out. No clock, no sockets, no tensors.
 
 One rule for prefill, chunked prefill and decode: `num_computed` chases `num_tokens` within the step's token budget, oldest request
 first. What a chunk lacks (a KV block, room for an embedding) is taken from the youngest running request by preemption.
 
-A prefix is computed once, also when requests that share it come together: one whose beginning an older one is computing waits until that
-is in the cache. Younger ones may pass it meanwhile; it keeps its place in the order, a row and its blocks.
+A shared prefix is computed once: a request whose beginning an older one is computing waits until that is cached. Younger ones may pass it;
+it keeps its place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
 
-Answers to one request fork: the first one computes the prompt, the others share its full blocks and compute what is behind them.
+An image that came as a file has no pixels until the policy wants to encode it. A waiting request waits for them as for a prefix; a running
+one, whose image was evicted, computes what lies before it and then stalls. No wait lasts: the processor always answers.
 
-An image that came as a file has no pixels until the policy wants them, which it does when the image has to be encoded. A waiting request
-waits for them as for a prefix; a running one (its image was evicted behind its back) computes what lies before the image, and then stalls.
-Either ends, whoever else waits for what: the processor always answers, and waits for room only for so long.
-
-An image whose embedding has left the device for the host is restored: it takes room there, but neither pixels nor encoder budget.
+An embedding in host memory is restored: it takes room on the device, but neither pixels nor encoder budget.
 """
 
 import math
@@ -25,30 +22,29 @@ from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
 
-# Least part of a step's tokens that is worth waiting for: the wait may cost a step that does little, and that takes about as long.
-STEP_PART_WORTH_WAITING = 1 / 16
-PIXELS_PER_TOKEN = 4096  # an image that is shown as it is has a quarter of them
-BEHIND_ALL = (math.inf, 0)  # in the order of requests
+STEP_PART_WORTH_WAITING = 1 / 16  # of a step's tokens: the wait may cost a step that does little
+PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of them
+BEHIND_ALL = (math.inf, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan for the workers, and what the scheduler must remember until its result is in."""
+    """A plan, and what the scheduler remembers until its result is in."""
 
     plan: StepPlan
-    requests: list[Request]  # of plan.chunks, in their order
-    made: dict[int, bytes]  # image id -> hash, of what the step encodes or restores
+    requests: list[Request]  # of plan.chunks
+    made: dict[int, bytes]  # image id -> hash of what is encoded or restored
 
 
 def plan(state: State) -> PlannedStep | None:
-    """The next step, or None if nothing can run now. The state is then as if the step had been sent."""
+    """The next step, or None if nothing can run now. The state changes as if the step had been sent."""
     step = _StepBuilder(state)
     step.fill()
     return step.finish()
 
 
 class _StepBuilder:
-    """Collects one step. A request is only ever preempted before it has a chunk in the step: victims are younger than whoever asks."""
+    """Collects one step. A request is preempted only before it has a chunk in the step: victims are younger than who asks."""
 
     def __init__(self, state: State):
         self.state = state
@@ -62,8 +58,8 @@ class _StepBuilder:
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
         self.is_open = True  # until a waiting request cannot start
-        self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row
-        self.num_reserved_blocks = 0  # and these blocks
+        self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row,
+        self.num_reserved_blocks = 0  # and all these blocks
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         num_lacking = 0
         for request in state.running:
@@ -74,7 +70,7 @@ class _StepBuilder:
         self.budget = prefill_budget(state, len(self.due), num_lacking)
 
     def fill(self) -> None:
-        """Chunks that fit the budget, in order: running requests go on, waiting ones start if nobody must be preempted for it."""
+        """Running requests go on, waiting ones start if nobody must be preempted for it."""
         i = 0
         while i < len(self.state.running):
             request = self.state.running[i]
@@ -88,7 +84,7 @@ class _StepBuilder:
         self._admit_waiting(BEHIND_ALL)
 
     def finish(self) -> PlannedStep | None:
-        """The plan, prefill chunks first; images whose last token is computed lose their pin now, not earlier."""
+        """Images whose last token is computed lose their pin now, not earlier."""
         for request, index in self.unpins:
             self.state.unpin_image(request, index)
         members = self.prefills + self.decodes
@@ -108,7 +104,7 @@ class _StepBuilder:
         return PlannedStep(step, [request for request, _ in members], self.made)
 
     def _admit_waiting(self, before: tuple[float, int]) -> int:
-        """First chunks of waiting requests before `before` in the order, and their number. One that cannot start holds up all behind it."""
+        """Starts waiting requests before `before` in the order; their number. One that cannot start holds up all behind it."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
             if request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
@@ -125,8 +121,7 @@ class _StepBuilder:
         return waiting[i] if waiting[i].order < before else None
 
     def _find_leader(self, request: Request) -> bool:
-        """Looks for an older request that is computing so much of this one's beginning that waiting for it is better. Of a sibling that is
-        any block."""
+        """Whether an older request is computing so much of this one's beginning (of a sibling: any block) that waiting is better."""
         older = (other for other in self._running_siblings(request) if other.order < request.order)
         if (sibling := next(older, None)) is not None:
             self.state.follow(request, sibling, self._num_forkable(request))
@@ -137,7 +132,7 @@ class _StepBuilder:
             if other.order > request.order:
                 break  # the oldest never waits, so every wait ends
             if other.num_known - other.num_committed * size < worth:
-                continue  # it decodes: told without a comparison
+                continue  # it decodes
             num_shared = min(request.num_tokens - 1, request.num_shared_with(other)) // size
             if (num_shared - other.num_committed) * size >= worth:
                 self.state.follow(request, other, num_shared)
@@ -145,14 +140,14 @@ class _StepBuilder:
         return False
 
     def _lacks_pixels(self, request: Request) -> bool:
-        """Whether a request that could start has to encode a file behind what is cached of its beginning. It is asked for then."""
+        """Whether a request has to encode a file behind what is cached of its beginning. Asks for it."""
         if all(span.hash in request.sources for span in request.images):
             return False
         self._want_pixels(request, len(self._with_states(request, self._beginning(request))[0]) * self.state.blocks.block_size)
         return bool(request.awaited)
 
     def _want_pixels(self, request: Request, num_computed: int) -> None:
-        """Asks for all files at once that are to be encoded for tokens from `num_computed` on, each once in the life of the request."""
+        """Asks for all files to be encoded for tokens from `num_computed` on, for each once."""
         for index, span in enumerate(request.images):
             is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.knows(span.hash)
             if span.end > num_computed and not is_known:
@@ -167,7 +162,7 @@ class _StepBuilder:
             return False
         start = len(hits) * blocks.block_size
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
-        if length == 0:  # no room for its next embedding beside the pinned ones: wait, nobody is preempted for a newcomer
+        if length == 0:  # no room for an embedding: nobody is preempted for a newcomer
             return False
         self.state.start(request, hits, len(equal))
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
@@ -178,7 +173,7 @@ class _StepBuilder:
         return True
 
     def _beginning(self, request: Request) -> list[int]:
-        """Blocks that have the beginning of a waiting request: from the prefix cache, or from a sibling, who need not have it cached."""
+        """Blocks that have the beginning of a waiting request: cached, or a sibling's."""
         hits = self._prefix_hits(request)
         for sibling in self._running_siblings(request):
             num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
@@ -188,7 +183,7 @@ class _StepBuilder:
         return hits
 
     def _with_states(self, request: Request, hits: list[int]) -> tuple[list[int], list[int]]:
-        """The longest beginning of these blocks behind which there is a snapshot, whose blocks come second; without states all."""
+        """The longest beginning of these blocks that ends with a snapshot, and the snapshot's blocks; all if the model has no states."""
         if not request.is_stateful:
             return hits, []
         for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
@@ -201,11 +196,11 @@ class _StepBuilder:
             yield from (other for other in request.siblings if other.status is Status.RUNNING and other is not request)
 
     def _num_forkable(self, request: Request) -> int:
-        """Full blocks of the prompt, without its last token, whose logits every answer needs."""
+        """Full blocks of the prompt before its last token, whose logits every answer needs."""
         return (request.num_prompt - 1) // self.state.blocks.block_size
 
     def _prefix_hits(self, request: Request) -> list[int]:
-        """Cached blocks of the beginning; at least one token is always left to compute, for its logits."""
+        """Cached blocks of the beginning; at least one token is left to compute, for its logits."""
         if not self.limits.prefix_cache or not request.uses_prefixes:
             return []
         ids = request.known_ids()
@@ -215,8 +210,7 @@ class _StepBuilder:
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _decode(self, request: Request) -> None:
-        """The last token, which was taken off the budget at the start, and drafts behind it as far as there is room: nobody has to go
-        for a guess."""
+        """The last token, already off the budget, and drafts as far as there is room: nobody has to go for a guess."""
         drafts = request.drafts
         if drafts:
             drafts = drafts[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
@@ -226,31 +220,27 @@ class _StepBuilder:
             self.budget -= len(drafts)
 
     def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
-        """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for what it lacks. Its length, or 0."""
+        """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for room. Its length, or 0."""
         if (point := request.next_snapshot(request.num_computed, request.num_computed + length)) is not None:
             length = point - request.num_computed
         while length > 0:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
-                return 0  # the step's encoder budget is used up, or there are no pixels
-            new_blocks = self._blocks_for(request, fitting) if fitting else None
-            if new_blocks is not None:
+                return 0  # no encoder budget, or no pixels
+            lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
+            if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
                 self._add_chunk(request, fitting, new_blocks, drafts)
                 return fitting
             if self.state.saving:
-                return 0  # blocks of snapshots come back when their steps land: nobody has to go for them
+                return 0  # blocks of snapshots come back when their steps land
             victim = self.state.running[-1]
             self.state.preempt(victim)
             if victim is request:
                 return 0
         return 0
 
-    def _blocks_for(self, request: Request, length: int) -> list[int] | None:
-        needed = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
-        return self.state.blocks.alloc(needed) if needed > 0 else []
-
     def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
-        """Cuts a chunk before the first image that cannot be had now. Also returns whether what it lacks is cache room."""
+        """Cuts a chunk before the first image that cannot be had now; and whether that lacks cache room."""
         if request.first_needed == len(request.images):
             return length, False
         end = start + length
@@ -293,7 +283,7 @@ class _StepBuilder:
         self.state.advance(request, chunk, num_images)
 
     def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
-        """Blocks for the states behind a chunk, if they are to be kept and there is room: nobody has to go for them."""
+        """Blocks for the states behind a chunk, if they are to be kept and there is room."""
         is_shared = self.limits.prefix_cache or len(request.siblings) > 1
         if not is_shared or request.next_snapshot(start, end) != end:
             return []
@@ -305,8 +295,7 @@ class _StepBuilder:
         return (self.state.blocks.alloc(num_blocks) or []) if has_room else []
 
     def _take_images(self, request: Request, start: int, end: int) -> tuple[list[VisualRef], int]:
-        """Pins and, where needed, plans to restore or encode the images that overlap the chunk; lets go of those that end in it after
-        this step, and returns their number."""
+        """Pins, restores or encodes the images that overlap the chunk; also returns the number of those that end in it."""
         images, first = request.images, request.first_needed
         overlapping = range(first, next((i for i in range(first, len(images)) if images[i].start >= end), len(images)))
         for index, entry in self.state.pin_images(request, overlapping):
@@ -323,7 +312,7 @@ class _StepBuilder:
         return refs, num_done
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
-        """An embedding that the device lacks comes from the host's copy or from the tower."""
+        """An embedding comes from the host's copy or from the tower."""
         self.made[entry.image_id] = span.hash
         if entry.host_offset is not None:
             self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
@@ -334,6 +323,6 @@ class _StepBuilder:
 
 
 def _encoder_cost(request: Request, span: ImageSpan) -> int:
-    """Of an image in encoder tokens. One that becomes much smaller costs what its pixels do: a step holds all of them at once."""
+    """In encoder tokens. An image that becomes much smaller costs what its pixels do: a step holds all of them."""
     source = request.sources[span.hash]
     return max(span.length, source.height * source.width // PIXELS_PER_TOKEN)

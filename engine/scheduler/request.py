@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: a sequence whose `num_computed` chases its `num_tokens`. Used by policy and main."""
+"""One request as the scheduler sees it: a sequence whose `num_computed` chases its `num_tokens`."""
 
 import enum
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import numpy as np
 from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, PromptLogprobs, SamplingParams
 from engine.scheduler.blocks import BlockHasher
 
-MIN_SNAPSHOT_TOKENS = 256  # between an image's end and the next one, or the prompt's: what is kept twice within less saves little
+MIN_SNAPSHOT_TOKENS = 256  # between snapshots
 
 
 class Status(enum.Enum):
-    """WAITING has no row and no blocks (new, or preempted); RUNNING has both; STOPPING only waits for its plans in flight to land."""
+    """WAITING (new or preempted) has no row and no blocks; RUNNING has both; STOPPING waits for its plans in flight to land."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -23,45 +23,45 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The state of one request, or of one of its answers if it wants several: siblings, which share what is known of their images.
+    """One answer to a request; the others are its siblings, which share what is known of their images.
 
         0 ............ num_prompt ........ len(token_ids) ... num_tokens
         |-- prompt ids --|-- output ids, known --|-- drawn on the device, in flight --|
         |-------- num_computed: K/V exists after all plans sent so far -------|
 
-    Drafts in flight are in neither number: at least one token will be drawn, and how many hold the result says.
+    Drafts in flight are in neither number.
     Invariants: num_computed <= num_tokens; blocks cover num_computed; pins are images that the sequence is in the middle of.
     """
 
     wire: EngineRequest
-    token_ids: np.ndarray  # int32, prompt and known output; capacity for the whole sequence
+    token_ids: np.ndarray  # int32, capacity for the whole sequence
     num_known: int  # valid entries of token_ids
     max_tokens: int
     eos_ids: frozenset[int]
     hasher: BlockHasher
     params: SamplingParams
-    order: tuple[int, int]  # priority and arrival: whose is lower comes first
-    siblings: "list[Request]"  # all answers to the request, by index, with this one
+    order: tuple[int, int]  # priority and arrival
+    siblings: "list[Request]"  # all answers, by index, with this one
     index: int = 0
     status: Status = Status.WAITING
     row: int = -1
     num_computed: int = 0
-    num_committed: int = 0  # blocks whose content was offered to the block directory
+    num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, drafts not counted
-    drafts: tuple[int, ...] = ()  # what somebody guesses to follow the last known token, until the next token has come
+    drafts: tuple[int, ...] = ()  # guesses of what follows the last known token
     num_in_flight: int = 0  # plans in flight that name this request
-    num_cached: int = -1  # prompt tokens of the first admission that came from the prefix cache; -1 before it
+    num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it
     blocks: list[int] = field(default_factory=list)
     pins: set[int] = field(default_factory=set)  # indexes into images
-    first_needed: int = 0  # images before this index are computed or came from the prefix cache
-    leader: "Request | None" = None  # while waiting: an older request that was found to compute this one's beginning
-    num_shared_blocks: int = 0  # how many blocks that beginning has
-    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # what workers can encode, by hash: no files
-    prompt_logprobs: PromptLogprobs | None = None  # of the prompt's beginning, if they are wanted
-    awaited: set[bytes] = field(default_factory=set)  # hashes of files whose pixels the processor was asked for
-    is_stateful: bool = False  # the model keeps recurrent states: a beginning is of use with a snapshot behind it
-    snapshot_points: tuple[int, ...] = ()  # positions at ends of blocks behind which states are kept, if there is room
-    branch_point: int = 0  # one more: as far as blocks of another sequence are equal
+    first_needed: int = 0  # images before this index are done
+    leader: "Request | None" = None  # while waiting: an older request that computes this one's beginning
+    num_shared_blocks: int = 0  # of that beginning
+    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, no files
+    prompt_logprobs: PromptLogprobs | None = None  # so far
+    awaited: set[bytes] = field(default_factory=set)  # files whose pixels the processor was asked for
+    is_stateful: bool = False  # recurrent states: a beginning needs a snapshot
+    snapshot_points: tuple[int, ...] = ()  # ends of blocks at which states are kept
+    branch_point: int = 0  # one more: where another sequence branched off
 
     @property
     def rid(self) -> int:
@@ -77,17 +77,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose ids exist, on the host or on the device."""
+        """Drawn or known."""
         return self.num_known + self.num_drawn
 
     @property
     def num_output(self) -> int:
-        """Generated tokens, those in flight included."""
+        """Generated tokens, also in flight."""
         return self.num_tokens - self.num_prompt
 
     @property
     def wants_tokens(self) -> bool:
-        """False when enough tokens are drawn already and only their results are awaited, or when drafts must wait for them."""
+        """False if enough are drawn already, or if drafts must wait for the results."""
         return self.num_output < self.max_tokens and not (self.drafts and self.num_drawn)
 
     @property
@@ -96,13 +96,13 @@ class Request:
 
     @property
     def uses_prefixes(self) -> bool:
-        """False if every token of the prompt has to be computed, because its log-probability is wanted."""
+        """False if log-probabilities of the whole prompt are wanted."""
         return self.params.prompt_logprobs is None
 
     @property
     def awaits_prefix(self) -> bool:
-        """True until the leader has committed the whole shared beginning, or does not run any more. A sibling's blocks need only be
-        planned: what may turn out wrong in them, an image, fails all of them."""
+        """Until the leader has committed the shared beginning, or runs no more. A sibling's blocks need only be planned: an image that
+        fails in them fails all answers."""
         leader = self.leader
         if leader is None or leader.status is not Status.RUNNING:
             return False
@@ -111,13 +111,13 @@ class Request:
         return leader.num_committed < self.num_shared_blocks
 
     def note_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Those of a chunk have come. After a preemption chunks come again, and may be cut otherwise."""
+        """Of a chunk. After a preemption chunks come again, and may be cut otherwise."""
         known = self.prompt_logprobs
         if known is None or part.end > known.end:
             self.prompt_logprobs = part if known is None else known.extended(part)
 
     def num_shared_with(self, other: "Request") -> int:
-        """Tokens of the common beginning: under one salt, of equal ids and images. Compares instead of hashing: 10 us for 30k tokens."""
+        """Tokens of the common beginning: one salt, equal ids and images."""
         if self.wire.cache_salt != other.wire.cache_salt:
             return 0
         end = min(self.num_known, other.num_known)
@@ -129,7 +129,7 @@ class Request:
         return int(differs.argmax()) if differs.any() else end
 
     def append(self, token_id: int) -> FinishReason | None:
-        """A drawn token's id has come. Whether it ends the request."""
+        """A drawn token's id has come; why it ends the request, if it does."""
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
         if token_id in self.params.stop_token_ids or (token_id in self.eos_ids and not self.params.ignore_eos):
@@ -142,17 +142,17 @@ class Request:
         return min((point for point in points if start < point <= end), default=None)
 
     def name_blocks(self, end: int) -> None:
-        """Hashes the full blocks up to token `end`, as far as ids are known, if that has not been done."""
+        """Hashes the full blocks up to token `end`, as far as ids are known."""
         self.hasher.extend(self.known_ids()[:end])
 
     def known_ids(self) -> np.ndarray:
-        """int32 ids of the prompt and the known output."""
+        """int32 (num_known,)."""
         return self.token_ids[: self.num_known]
 
 
 def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int) -> tuple[int, ...]:
-    """Where the states of a prompt are kept: at its end, before the last token, and at ends of runs of images, which other questions may
-    follow. At ends of blocks; of ends of images that are close to each other, at the last one."""
+    """Where the states of a prompt are kept, at ends of blocks: before its last token, and behind images that other questions may follow;
+    of images close to each other, behind the last one."""
     ends = [span.end // block_size * block_size for span in images]
     last = (num_prompt - 1) // block_size * block_size
     spaced = [end for end, later in pairwise([*ends, last]) if later - end >= MIN_SNAPSHOT_TOKENS]

@@ -1,10 +1,8 @@
-"""All that the policy decides on, the only ways in which it changes, and the invariants that relate its parts.
+"""All that the policy decides on, and its invariants. Core and policy change requests, blocks and images by the methods of `State` alone.
 
 add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶ stopping ──▶ release
            ▲                     │
            └────── preempt ◀─────┘
-
-The core follows the life of requests and the policy decides; both change requests, blocks and images by the methods of `State` alone.
 """
 
 from bisect import insort
@@ -22,22 +20,22 @@ from models.step_sizes import StepSizes
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step may do. `bytes_per_image_token` is what the workers' cache takes for one image token."""
+    """Of one step. `bytes_per_image_token` is for the workers' cache."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int
     max_num_encoder_tokens: int
-    mixed_step_tokens: int  # most tokens of a step that decodes and prefills, unless much more waits
+    mixed_step_tokens: int  # unless much more waits
     bytes_per_image_token: int
     step_sizes: StepSizes
     prefix_cache: bool = True
-    snapshot_blocks: int = 0  # that hold a snapshot of a row's recurrent states; 0: the model has none
+    snapshot_blocks: int = 0  # of a snapshot of a row's recurrent states; 0: the model has none
 
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals for the metrics."""
+    """Totals."""
 
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -50,7 +48,7 @@ class Counters:
 
 @dataclass(slots=True)
 class State:
-    """All requests and what they share. `running` and `waiting` are in the order of `Request.order`."""
+    """`running` and `waiting` are in the order of `Request.order`."""
 
     limits: Limits
     blocks: BlockPool
@@ -65,13 +63,11 @@ class State:
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
-        """To its place in the queue."""
         request.status = Status.WAITING
         insort(self.waiting, request, key=_order)
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
-        """A waiting request gets a row, and its beginning from the blocks that have it. Behind `num_equal` blocks, cached but not
-        with their states, another sequence branched off."""
+        """A waiting request gets a row, and its beginning from `hits`. Behind `num_equal` blocks another sequence branched off."""
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
@@ -83,14 +79,14 @@ class State:
             request.first_needed += 1
         first = request.siblings[0]
         if request.num_cached < 0 and first.num_cached >= 0:
-            request.num_cached = first.num_cached  # the beginning was computed for this very request
+            request.num_cached = first.num_cached  # computed for this very request
         elif request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
             self.counters.cached_prompt_tokens += request.num_cached
             self.counters.images_skipped += request.first_needed
 
     def preempt(self, request: Request) -> None:
-        """Sends a running request back to its place in the queue; it recomputes what the prefix cache forgets."""
+        """Back to its place in the queue; it recomputes what the prefix cache forgets."""
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
@@ -98,36 +94,34 @@ class State:
         self.counters.preemptions += 1
 
     def stop(self, request: Request) -> None:
-        """No further chunks. It keeps what it has until its plans in flight have landed."""
+        """It keeps what it has until its plans in flight have landed."""
         (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.STOPPING
         self.stopping.add(request)
 
     def release(self, request: Request) -> None:
-        """A stopping request is gone. It names nobody any more, itself among them: a cycle would wait for the garbage collector, which
-        comes once in thousands of requests."""
+        """It names nobody any more, not itself: a cycle would wait for the garbage collector."""
         self.stopping.remove(request)
         self._take_all(request)
         request.siblings, request.leader = [], None
 
     def follow(self, request: Request, leader: Request, num_shared_blocks: int) -> None:
-        """A waiting request waits for its beginning, which an older one computes."""
+        """A waiting request waits for the leader, which computes its beginning."""
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
 
     def want_pixels(self, request: Request, index: int) -> None:
-        """Image `index` is a file and has to be encoded: the processor is asked, once."""
+        """Asks the processor for image `index`, a file, once."""
         request.awaited.add(request.images[index].hash)
         self.wanted.append(WantedPixels(request.rid, index))
 
     def take_pixels(self, request: Request, digest: bytes, source: ImageSource) -> None:
-        """They have come."""
         request.awaited.remove(digest)
         request.sources[digest] = source
 
     def pin_images(self, request: Request, indexes: Sequence[int]) -> list[tuple[int, ImageEntry]]:
-        """Keeps these images from eviction. Returns those that the device lacks, by index, with the room that was made for them: whoever
-        calls has counted that there is enough."""
-        for index in indexes:  # what is on the device or on the host stays there when `reserve` evicts
+        """Keeps these images from eviction. Returns those that the device lacks, by index, with room for them: the caller has counted that
+        there is enough."""
+        for index in indexes:  # first, so that `reserve` does not evict one of them
             digest = request.images[index].hash
             if self.images.get(digest) is None:
                 self.images.host.hold(digest)
@@ -148,20 +142,20 @@ class State:
         return lacking
 
     def unpin_image(self, request: Request, index: int) -> None:
-        """Its last token is computed by a plan; nothing to do if the request was preempted behind that."""
+        """A plan computes its last token; nothing to do if the request was preempted since."""
         if index in request.pins:
             request.pins.remove(index)
             self.images.unpin(request.images[index].hash)
 
     def forget_image(self, digest: bytes) -> None:
-        """An embedding turned out to be wrong: it leaves the caches, whoever has it pinned."""
+        """A wrong embedding leaves the caches, whoever has it pinned."""
         for request in (*self.running, *self.stopping):
             for index in [index for index in request.pins if request.images[index].hash == digest]:
                 self.unpin_image(request, index)
         self.images.forget(digest)
 
     def advance(self, request: Request, chunk: Chunk, num_images: int) -> None:
-        """A chunk of the request, which completes so many images, is in the plan."""
+        """A chunk that completes so many images is in the plan."""
         request.blocks.extend(chunk.blocks)
         if chunk.snapshot:
             self.saving.append(chunk.snapshot)
@@ -171,15 +165,14 @@ class State:
         request.num_in_flight += 1
 
     def note_plan(self, plan: StepPlan) -> None:
-        """A plan is made: it will be sent."""
         self.num_steps += 1
         self.counters.images_encoded += len(plan.encodes)
         self.counters.images_restored += len(plan.restores)
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
     def land(self, request: Request, chunk: Chunk, drawn: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The result of a chunk is in: the ids that it drew, of which all but the last one were drafts. Full blocks are offered to the
-        directory. Returns the ids that count, since what follows an end is cut off, and whether the request ends."""
+        """A chunk drew these ids, of which all but the last were drafts. Returns the ids up to an end, and why the request ends, if it
+        does."""
         request.num_in_flight -= 1
         if chunk.snapshot:
             self._keep_snapshot(request, chunk)
@@ -202,7 +195,7 @@ class State:
         return kept, reason
 
     def check(self) -> None:
-        """Asserts every invariant that relates requests, blocks, images and rows."""
+        """Asserts every invariant."""
         self.blocks.check()
         self.images.check()
         holders = [*self.running, *self.stopping]
@@ -233,7 +226,7 @@ class State:
         request.pins.add(index)
 
     def _commit(self, request: Request, num_computed: int) -> None:
-        """Names the full blocks up to `num_computed`: never before the result of the step that computed them is in."""
+        """Names the full blocks up to `num_computed`, whose step has landed."""
         full = num_computed // self.blocks.block_size
         if full <= request.num_committed:
             return
@@ -244,7 +237,7 @@ class State:
         request.num_committed = full
 
     def _keep_snapshot(self, request: Request, chunk: Chunk) -> None:
-        """The states behind a chunk are in its snapshot's blocks, unless its request has ended or was preempted."""
+        """Unless the request has ended or was preempted."""
         self.saving.remove(chunk.snapshot)
         end = chunk.start + chunk.length
         if request.status is Status.RUNNING:
@@ -254,7 +247,7 @@ class State:
             self.blocks.release(chunk.snapshot)
 
     def _take_all(self, request: Request) -> None:
-        """Takes row, blocks and pins. Plans in flight may still use them: workers execute in plan order."""
+        """Row, blocks and pins. Plans in flight may still use them: workers execute in plan order."""
         for index in request.pins:
             self.images.unpin(request.images[index].hash)
         request.pins.clear()

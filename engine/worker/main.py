@@ -18,7 +18,7 @@ from engine.ipc import Child, Inbox, Outbox, StopFlag, settle_heap
 from engine.messages import DEPTH, GrammarLoaded, LoadGrammar, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
-from engine.worker.pulse import Heart
+from engine.worker.heartbeat import HeartbeatThread
 from engine.worker.runner import LaunchedStep, Runner
 from models.backends.make import notify_compilation
 from models.config import ModelConfig
@@ -35,26 +35,26 @@ def run(
     results: Outbox[WorkerReady | StepResult],
     processor: Outbox[GrammarLoaded],
     stopping: StopFlag,
-    heart: Heart,
+    heartbeat: HeartbeatThread,
 ) -> None:
     """A step is launched while the one before it still runs; results go out in order."""
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
         if not pending:
-            heart.note("idle")
+            heartbeat.note("idle")
         plan = plans.recv_ready() if pending else plans.recv(timeout=timeout_s)
         if plan is not None:
             timeout_s = PAUSE_S
         if isinstance(plan, Prefetch):
-            heart.note("images")
+            heartbeat.note("images")
             runner.images.prefetch(plan)
         elif isinstance(plan, LoadGrammar):
             runner.load_grammar(plan, processor.send)
         elif plan is not None:
-            heart.note("images" if plan.encodes else "step")
+            heartbeat.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
-            heart.note("step")
+            heartbeat.note("step")
         if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
@@ -94,10 +94,10 @@ def main() -> None:
         os._exit(1)  # a compiler may still be at work
     settle_heap()
     results.send(ready)
-    heart = Heart(child.run_dir, rank)
-    notify_compilation(heart.begin_compiling, heart.end_compiling)
-    run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heart)
-    heart.stop()
+    heartbeat = HeartbeatThread(child.run_dir, rank)
+    notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
+    run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heartbeat)
+    heartbeat.stop()
     child.close()
     os._exit(0)  # tearing down collectives may wait for ranks that are gone
 

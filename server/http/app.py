@@ -4,8 +4,6 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 """
 
 import asyncio
-import select
-import shutil
 import signal
 import socket
 from pathlib import Path
@@ -196,23 +194,14 @@ async def serve(child: Child) -> None:
     pump.cancel()
 
 
-def is_orphaned(child: Child) -> bool:
-    """Whether the launcher is gone: its end of the lifeline is closed."""
-    readable, _, _ = select.select([child.runtime.lifeline_fd], [], [], 0)
-    return bool(readable)
-
-
 def main() -> None:
-    """Entry point. What the launcher would clean up is cleaned up here if the launcher has died."""
+    """Entry point."""
     child = Child.attach("api")
     try:
         uvloop.run(serve(child))
     except Exception as error:
         child.failed(f"{type(error).__name__}: {error}")
         raise
-    finally:
-        if is_orphaned(child):
-            shutil.rmtree(child.run_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,24 @@ def test_sigkill(tiny: Path, victim: str) -> None:
     engine.log_path.unlink()
 
 
+def test_the_launcher_dies_while_the_api_is_stopped(tiny: Path) -> None:
+    """Red if the api stays stopped, dies without an error for its clients, or leaves the run directory."""
+    engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
+    try:
+        outcome: list[str] = []
+        client = threading.Thread(target=ask_for_long, args=(engine, outcome))
+        client.start()
+        time.sleep(1.0)
+        os.kill(next(pid for pid in engine.children if role_of(pid) == "api"), signal.SIGSTOP)
+        engine.process.kill()
+        client.join(DEADLINE_S)
+        engine.assert_gone(DEADLINE_S)
+    finally:
+        engine.kill()
+    assert outcome == ["error"]
+    engine.log_path.unlink()
+
+
 def test_ctrl_c_and_sigterm_are_clean_stops(tiny: Path) -> None:
     """Red if a stop on purpose exits non-zero or leaves anything, also when the signal comes several times."""
     for sig in (signal.SIGINT, signal.SIGTERM):
@@ -157,10 +175,14 @@ def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str
     engine.log_path.unlink()
 
 
-def test_a_full_disk_under_stdout_is_one_line(tiny: Path) -> None:
-    """Red if an engine that cannot say where it listens ends with a traceback, leaves processes, or serves unseen."""
+@pytest.mark.parametrize("has_log", [True, False])
+def test_a_full_disk_under_stdout_is_one_line(tiny: Path, tmp_path: Path, has_log: bool) -> None:
+    """Red if an engine that cannot say where it listens ends with a traceback, leaves anything, or serves unseen; also without a log."""
     command = [sys.executable, "-m", "engine.serve", "--model", str(tiny), "--port", "0", *SMALL]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.count("cannot write to stdout: No space left on device") == 1
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+        log = subprocess.PIPE if has_log else full
+        done = subprocess.run(command, stdout=full, stderr=log, text=True, timeout=120, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    if has_log:
+        assert done.stderr.count("cannot write to stdout: No space left on device") == 1
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

@@ -13,7 +13,7 @@ from engine.arena import memory_limit
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Runtime
 from engine.serve import bind, make_runtime, ready_text, size_arenas
-from engine.supervise import Family
+from engine.supervise import Supervisor
 
 
 @pytest.mark.parametrize("api_key", [None, "secret"])
@@ -26,12 +26,12 @@ def test_the_example_works_as_it_stands(api_key: str | None) -> None:
 
 def test_more_host_memory_than_there_is_does_not_start() -> None:
     """Red if an engine takes memory until the machine has none: each rank takes its own."""
-    family = Family()
+    supervisor = Supervisor()
     try:
         with pytest.raises(ValueError, match="--image-host-cache-bytes take"):
-            make_runtime(EngineConfig(tp=4, image_host_cache_bytes=memory_limit() // 4), family, 0)
+            make_runtime(EngineConfig(tp=4, image_host_cache_bytes=memory_limit() // 4), supervisor, 0)
     finally:
-        family.stop()
+        supervisor.stop()
 
 
 SIZES = [(GIB, (64, 128)), (4 * GIB, (256, 512)), (16 * GIB, (1024, 2048)), (500 * GIB, (1024, 2048))]

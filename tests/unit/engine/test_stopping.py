@@ -24,8 +24,8 @@ DOWNLOAD = """
 import os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from engine import serve
-def make_runtime(config, family, listener_fd):
-    print(family.run_dir, flush=True)
+def make_runtime(config, supervisor, listener_fd):
+    print(supervisor.run_dir, flush=True)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGNAL)).start()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(time.sleep, 15).result()
@@ -40,6 +40,7 @@ from engine.ipc import Child
 lifeline, end = os.pipe()
 child = object.__new__(Child)
 child.runtime = SimpleNamespace(lifeline_fd=lifeline)
+child.run_dir = ""
 def stop():
     STOP
 child.on_orphaned(stop, grace=0.3)

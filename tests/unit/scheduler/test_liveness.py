@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.ipc import Inbox
-from engine.messages import Activity, Beat, ToScheduler
+from engine.messages import Activity, Heartbeat, ToScheduler
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
-from engine.worker import pulse
+from engine.worker import heartbeat
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 LATER = 1e9
@@ -64,9 +64,9 @@ def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
     """Red if an engine whose worker is stopped looks healthy because nobody asks it for anything."""
     workers = Workers("cuda")
     for rank in range(2):
-        workers.note(Beat(rank, "idle", 0.0), now=100.0)
+        workers.note(Heartbeat(rank, "idle", 0.0), now=100.0)
     assert workers.alive_at(100.0 + LATE_S, progress=100.0 + LATE_S) == 100.0 + LATE_S
-    workers.note(Beat(1, "idle", 0.0), now=110.0)
+    workers.note(Heartbeat(1, "idle", 0.0), now=110.0)
     assert workers.alive_at(111.0, progress=111.0) == 100.0, "one rank is enough"
 
 
@@ -76,7 +76,7 @@ def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity
     workers, most = Workers(device), MAX_S[device][activity]
 
     def alive_at(now: float, activity: Activity) -> float:
-        workers.note(Beat(0, activity, 50.0), now)
+        workers.note(Heartbeat(0, activity, 50.0), now)
         return workers.alive_at(now, progress=50.0)
 
     assert alive_at(50.0 + most - 1, activity) == 50.0 + most - 1
@@ -87,19 +87,19 @@ def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity
 
 def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if the beat comes from the loop, which an image may hold up, or does not say what that does."""
-    monkeypatch.setattr(pulse, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     inbox: Inbox[ToScheduler] = Inbox(str(tmp_path), "scheduler", ToScheduler)
-    heart = pulse.Heart(str(tmp_path), rank=3)
+    thread = heartbeat.HeartbeatThread(str(tmp_path), rank=3)
     before = time.monotonic()
-    heart.note("images")
+    thread.note("images")
     beats = [inbox.recv(timeout=5) for _ in range(20)]
-    assert all(isinstance(beat, Beat) and beat.rank == 3 for beat in beats)
+    assert all(isinstance(beat, Heartbeat) and beat.rank == 3 for beat in beats)
     last = beats[-1]
-    assert isinstance(last, Beat) and last.activity == "images" and before <= last.since <= time.monotonic()
-    heart.begin_compiling()
-    assert "compiling" in {beat.activity for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Beat)}
-    heart.end_compiling()
-    last = next(beat for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Beat) and beat.activity != "compiling")
+    assert isinstance(last, Heartbeat) and last.activity == "images" and before <= last.since <= time.monotonic()
+    thread.begin_compiling()
+    assert "compiling" in {beat.activity for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Heartbeat)}
+    thread.end_compiling()
+    last = next(beat for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Heartbeat) and beat.activity != "compiling")
     assert last.activity == "images", "a step that made a kernel goes on as what it was"
-    heart.stop()
+    thread.stop()
     inbox.close()

@@ -4,25 +4,25 @@ import threading
 import time
 
 from engine.ipc import Outbox
-from engine.messages import Activity, Beat
+from engine.messages import Activity, Heartbeat
 
 INTERVAL_S = 1.0
 
 
-class Heart:
-    """Beats from its own thread and socket: the main thread may be busy for long in what releases the interpreter."""
+class HeartbeatThread:
+    """Sends from a thread of its own, with a socket of its own: the main thread may be busy for long in what releases the interpreter."""
 
     def __init__(self, run_dir: str, rank: int):
         self._rank = rank
-        self._beat = Beat(rank, "idle", time.monotonic())
+        self._beat = Heartbeat(rank, "idle", time.monotonic())
         self._interrupted: Activity = "idle"
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(run_dir,), name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(run_dir,), name="heartbeat", daemon=True)
         self._thread.start()
 
     def note(self, activity: Activity) -> None:
         """The main thread begins something, maybe the same again: cheap enough for every step."""
-        self._beat = Beat(self._rank, activity, time.monotonic())
+        self._beat = Heartbeat(self._rank, activity, time.monotonic())
 
     def begin_compiling(self) -> None:
         """The main thread must make a kernel before it goes on."""
@@ -37,7 +37,7 @@ class Heart:
         self._thread.join()
 
     def _run(self, run_dir: str) -> None:
-        outbox: Outbox[Beat] = Outbox(run_dir, "scheduler")
+        outbox: Outbox[Heartbeat] = Outbox(run_dir, "scheduler")
         while not self._stopping.wait(INTERVAL_S):
             outbox.send(self._beat)
         outbox.close()
