@@ -1,4 +1,4 @@
-"""What a backend offers to models and workers. One is made per worker, by the name that `choose` gave, before weights are read."""
+"""What a backend offers to models and workers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ from models.step_sizes import StepSizes
 
 
 class Backend(Protocol):
-    """Everything that depends on the kind of device. `torch` is the reference for each part."""
+    """All that depends on the kind of device. `torch` is the reference."""
 
     device: torch.device
     ops: Ops
@@ -24,16 +24,16 @@ class Backend(Protocol):
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
-        """Compiles and loads what a model of these heads needs. RuntimeError if a compiler fails."""
+        """Compiles what a model of these heads needs. RuntimeError if a compiler fails."""
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        """For steps of any mix over these pools; `num_heads` are this rank's query heads. ValueError for shapes that it does not know."""
+        """For steps of any mix; `num_heads` are this rank's query heads. ValueError for unknown shapes."""
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
     ) -> MakeFixed | None:
-        """Makes attention for (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs that follow each other on one
-        stream; None if the backend captures none. `max_blocks` bounds the pages of one row."""
+        """By (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs on one stream; None if the backend captures none.
+        `max_blocks` bounds the pages of one row."""
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         """For the vision tower."""
@@ -42,8 +42,7 @@ class Backend(Protocol):
         """For steps of up to so many rows."""
 
     def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
-        """Of the GPUs of a host that map each other's memory: each rank makes one, at the same time. None if the backend has no kernels
-        for it."""
+        """For GPUs that map each other's memory: all ranks make one at the same time. None if the backend has no kernels."""
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
         """`name` as `--jpeg-decoder`."""

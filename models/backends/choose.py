@@ -46,7 +46,7 @@ class Choice:
 
 
 def list_gpus() -> list[Gpu]:
-    """The visible GPUs; none where there is no driver."""
+    """The visible GPUs; none without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -71,8 +71,7 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu]) -> Choice:
-    """The backend for `--backend requested --device device --tp tp`; with `auto` the best that works. ValueError, in one line, for what
-    cannot be had."""
+    """The backend for these flags; `auto` is the best that works. ValueError, in one line, for what cannot be had."""
     if device == "cpu" or (device == "auto" and not gpus):
         if requested not in ("auto", "torch"):
             raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "there is none"))
@@ -97,12 +96,11 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
 
 
 def has_jpeg_decoder() -> bool:
-    """Whether nvImageCodec is installed."""
     return find_spec("nvidia") is not None and find_spec("nvidia.nvimgcodec") is not None
 
 
 def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
-    """Whether the workers' GPUs decode plain JPEGs, by `--jpeg-decoder`; else their hosts do, for which a large one takes long."""
+    """Whether the workers' GPUs decode plain JPEGs, not their hosts."""
     return choice.device == "cuda" and choice.backend != "torch" and jpeg_decoder != "cpu" and has_jpeg_decoder()
 
 
@@ -124,7 +122,7 @@ def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:
 
 
 def _lack_of(backend: str, gpus: list[Gpu]) -> str:
-    """What a backend lacks here, in words that follow its name; empty if nothing."""
+    """What a backend lacks, in words that follow its name."""
     if backend == "torch":
         return ""
     if backend == "hopper" and (other := next((gpu for gpu in gpus if gpu.capability != HOPPER), None)):

@@ -1,4 +1,4 @@
-"""Decoding of baseline JPEGs, behind one Protocol. A worker's image reader calls it."""
+"""Decoding of baseline JPEGs."""
 
 from collections.abc import Sequence
 from typing import Protocol

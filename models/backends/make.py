@@ -10,7 +10,7 @@ from models.backends.choose import BackendName
 
 
 def make_backend(name: BackendName, device: torch.device) -> Backend:
-    """The backend of this name. Imports what it needs only now: a CPU machine lacks Triton."""
+    """Imports what it needs only now: a CPU machine lacks Triton."""
     if name == "hopper":
         from models.backends.hopper.backend import HopperBackend
 
@@ -25,7 +25,7 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
 
 
 def notify_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Calls these before and after every kernel that Triton compiles: seconds, at sizes that neither warm-up nor capture has met."""
+    """Calls these around every compilation by Triton: seconds, at sizes that warm-up has not met."""
     if "triton" not in sys.modules:
         return
     from triton import knobs

@@ -1,8 +1,5 @@
-"""The operations that each backend implements, behind one Protocol. `torch` is the reference.
-
-The backend decides when and in which kernel: a norm is computed by the product that reads it, and a product may leave its result in parts
-for the next norm to add.
-"""
+"""The operations that each backend implements. A norm is computed by the product that reads it; a product may leave parts for the next
+norm to add."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,8 +16,8 @@ TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Resampling of one axis: pixel i is the weighted sum of the source's pixels `first[i] ...`, rounded to uint8. Weights behind the last
-    source pixel are zero. int32, on the images' device."""
+    """Resampling of one axis: pixel i is the weighted sum of the source's pixels `first[i] ...`, rounded to uint8. Weights past the source
+    are zero. int32, on the images' device."""
 
     first: torch.Tensor  # (new size,)
     weights: torch.Tensor  # (new size, taps)
@@ -34,12 +31,12 @@ class Residual:
     parts_STD: torch.Tensor | None = None
 
     def add_(self, parts_STD: torch.Tensor) -> None:
-        """residual += the sum over S. The stream is normalised before more is added."""
+        """residual += the sum over S. A norm comes before the next."""
         assert self.parts_STD is None, "the parts of the product before were not added"
         self.parts_STD = parts_STD
 
     def take_parts(self) -> torch.Tensor | None:
-        """Whoever takes them adds them to `sum_TD`."""
+        """The caller adds them to `sum_TD`."""
         parts_STD, self.parts_STD = self.parts_STD, None
         return parts_STD
 
@@ -51,7 +48,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """RMSNorm of a stream, x / sqrt(mean(x ** 2) + eps) * weight, computed by what reads it, before the stream is added to again."""
+    """RMSNorm of a stream, x / sqrt(mean(x ** 2) + eps) * weight, computed by its reader before the stream changes."""
 
     residual: Residual
     weight_D: torch.Tensor
@@ -63,7 +60,7 @@ Activation = torch.Tensor | Normed | GroupScaled  # (T, X)
 
 @dataclass(frozen=True, slots=True)
 class NewHeads:
-    """The new tokens' heads as a layer's product leaves them, to be normalised, rotated and stored."""
+    """New heads, to be normalised, rotated and stored."""
 
     qkv_TX: torch.Tensor
     q_weight_K: torch.Tensor
@@ -75,8 +72,8 @@ class NewHeads:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """SwiGLU experts `first : first + count` of all, with the router's matrix. Rows of `gate_up` are an expert's gate, then its other
-    factor, then the next expert's; `inner` values lie between an expert's two products."""
+    """SwiGLU experts `first : first + count` of all, and the router. Rows of `gate_up`: an expert's gate, its other factor, the next
+    expert's."""
 
     router_ED: torch.Tensor
     gate_up: Weight  # (count * 2 * inner, D)
@@ -87,25 +84,25 @@ class Experts:
 
 
 class Ops(Protocol):
-    """Methods that end in an underscore change an argument in place. A float8 `Weight` rounds its input as `fp8.GroupScaled` says."""
+    """Names that end in an underscore change an argument. A float8 `Weight` rounds its input as `fp8.GroupScaled` says."""
 
     def norm(self, x_TD: Normed) -> torch.Tensor:
         """Its values."""
 
     def linear(self, x_TX: Activation, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T, in `out_TD` if that is given."""
+        """x @ weight.T, in `out_TD` if given."""
 
     def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
         """residual += x @ weight.T."""
 
     def swiglu(self, x_TX: Activation, weight_NX: Weight) -> Activation:
-        """silu(first half) * second half of the last dimension of x @ weight.T."""
+        """silu(first half) * second half of x @ weight.T."""
 
     def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
-        """(S, T, D) whose sum over S is what these experts give the tokens that the router sends them, times the router's weights.
+        """(S, T, D) whose sum over S is what these experts give their tokens, times the router's weights.
 
-        The weights: a float32 softmax of the logits x @ router.T, which have x's dtype; its `num_chosen` largest are divided by their sum
-        and rounded to x's dtype. Tokens that are not `real_T` (None: all are) go to no expert: they, and tokens of other experts, get 0.
+        Weights: a float32 softmax of the logits x @ router.T, which have x's dtype; its `num_chosen` largest are divided by their sum
+        and rounded to x's dtype. Tokens that are not `real_T` (None: all are), and those of other experts, get 0.
         """
 
     def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> None:
@@ -115,28 +112,26 @@ class Ops(Protocol):
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
 
     def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T in float32, whatever the inputs: rounded logits would tie. Written to `out_SV` if that is given."""
+        """x @ weight.T in float32, since rounded logits would tie; in `out_SV` if given."""
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32 and is repeated if x is wider."""
+        """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32, repeated if x is wider."""
 
     def rotary_rows(self, positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
         """(T, K) float32, K / 2 cosines then K / 2 sines: the j-th of the token's position on axis `axis_J[j]` times `inv_freq_J[j]`."""
 
     def norm_rope_store_(self, heads: NewHeads, pool: KVPool) -> torch.Tensor:
-        """RMSNorm and rotation of every query and key head, then keys and values into the pool. Returns the queries (T, H, K).
+        """RMSNorm and rotation of queries and keys, then keys and values into the pool. Returns the queries (T, H, K).
 
         `qkv_TX` (T, (H + 2 * KV heads) * K) may be overwritten; `cos_sin_TK`: see `rotary_rows`; token t goes to slot block * page_size +
         offset = `slots_T[t]`. Values that are not finite are stored as 0: kernels multiply what lies behind a row's end by 0.
         """
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
-        """A uint8 image with its height (axis 0) or width (axis 1) resampled."""
+        """A uint8 image with its height (axis 0) or width (1) resampled."""
 
     def resample_to_patches_(
         self, image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor
     ) -> None:
-        """As `resample`, then cut into patches: `out_PX` (P, C * patch_size ** 2) is filled with the pixels minus 128.
-
-        Patches are in merge-block order (block row, block column, row in block, column in block), a patch is (C, y, x).
-        """
+        """As `resample`, then pixels minus 128 into patches `out_PX` (P, C * patch_size ** 2), each (C, y, x), in merge-block order (block
+        row, block column, row in block, column in block)."""

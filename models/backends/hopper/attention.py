@@ -1,8 +1,5 @@
-"""`AttentionBackend` on Hopper: one kernel for chunks of prompts, another for decode rows and for short chunks in a graph, a third for a
-graph of one decode row.
-
-In a mixed step the first two run at once, each on multiprocessors of its own: one multiplies, the other waits for memory.
-"""
+"""`AttentionBackend` on Hopper: one kernel for chunks of prompts, another for decode rows and short chunks, a third for a graph of one
+decode row. In a mixed step the first two run at once, each on multiprocessors of its own: one multiplies, the other waits for memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +17,7 @@ from models.batch import AttentionLayout
 
 
 class MixedAttention:
-    """See `FixedAttention`, for `num_tokens` of prompts and then decode rows, if there are any: each of both has a kernel."""
+    """See `FixedAttention`, for `num_tokens` of prompts, then decode rows."""
 
     def __init__(
         self, pools: Sequence[KVPool], num_tokens: int, max_pages: int, prefill: PrefillAttention, decode: FlashDecoding | None

@@ -1,4 +1,4 @@
-"""The backend for Hopper: attention on CUDA kernels of our own, cuBLAS's float8, the rest as `portable`."""
+"""`portable` with attention on our CUDA kernels and cuBLAS's float8."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""Compiles our CUDA kernels with FlashInfer's machinery: at their first use, those of attention once per head size, kept where it keeps its
-own kernels."""
+"""Compiles our CUDA kernels with FlashInfer's machinery, which keeps them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,7 +20,7 @@ def load_kernel(name: str, head_dim: int) -> Any:
 
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
-    """All that a model may need: those that were never compiled are compiled at the same time. RuntimeError as `load_kernel`."""
+    """All that a model may need, compiled at the same time."""
     names = ("prefill_attention", "flash_decoding", *(("fused_decoding",) if text_head_dim == FUSED_HEAD_DIM else ()))
     kernels = [*((name, text_head_dim) for name in names), ("varlen_attention", vision_head_dim), ("float8_gemv", NO_HEADS)]
     with ThreadPoolExecutor(len(kernels)) as pool:

@@ -14,7 +14,7 @@ using namespace hopper;
 static_assert(kHeadDim % kChunk == 0);
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks on a multiprocessor
-constexpr int kStages = 2, kTile = 16, kRows = 16;              // tiles of a ring, keys of a tile, rows of queries
+constexpr int kStages = 2, kTile = 16, kRows = 16;  // tiles of a ring, keys of a tile, rows of queries
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
 constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
 constexpr int kMaxParts = 512;  // of a group, see `units.py`
@@ -28,7 +28,7 @@ struct Params {
   float *partials, *sums;
   int* arrivals;
   int num_heads, kv_heads, log2_group;  // query heads of a KV head
-  int log2_page, box_rows;              // tokens of a page, and of a copy
+  int log2_page, box_rows;  // tokens of a page, and of a copy
   float scale_log2;
   bool is_beside;  // the kernel ahead, which began after the one that made all that is read here, and is to be done when this one is
 };
@@ -45,32 +45,32 @@ static_assert(kRows * kMaxParts * sizeof(float) <= kWarps * kStages * kStageByte
 struct Unit {
   int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `units.py`
 
-  CUTLASS_DEVICE Unit(Params const& params, int number) {
+  DEVICE Unit(Params const& params, int number) {
     int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
     first_token = a.x, num_tokens = a.y, first_page = a.z, start = a.w;
     stop = b.x, part = b.y, first = b.z, count = b.w;
   }
 
-  CUTLASS_DEVICE int num_tiles() const { return (stop - start + kTile - 1) / kTile; }
+  DEVICE int num_tiles() const { return (stop - start + kTile - 1) / kTile; }
 
   // Where the keys that a row's query sees end. The last key of a group is its last token's alone.
-  CUTLASS_DEVICE int end(Params const& params, int row) const {
+  DEVICE int end(Params const& params, int row) const {
     return part == first + count - 1 ? stop + (row >> params.log2_group) + 1 - num_tokens : stop;
   }
 
   // Where a row's vector begins, in values, from that of the first token's first head.
-  CUTLASS_DEVICE static int64_t vector(Params const& params, int row) {
+  DEVICE static int64_t vector(Params const& params, int row) {
     int const token = row >> params.log2_group, member = row - (token << params.log2_group);
-    return (static_cast<int64_t>(token) * params.num_heads + (blockIdx.x << params.log2_group) + member) * kHeadDim;
+    return (int64_t(token) * params.num_heads + (blockIdx.x << params.log2_group) + member) * kHeadDim;
   }
 
-  CUTLASS_DEVICE int64_t place(Params const& params, int row) const {
-    return static_cast<int64_t>(first_token) * params.num_heads * kHeadDim + vector(params, row);
+  DEVICE int64_t place(Params const& params, int row) const {
+    return int64_t(first_token) * params.num_heads * kHeadDim + vector(params, row);
   }
 
   // Of a part's results in `partials`; divided by kHeadDim, in `sums`.
-  CUTLASS_DEVICE static int64_t partial(Params const& params, int part, int row) {
-    return static_cast<int64_t>(part) * (kRows >> params.log2_group) * params.num_heads * kHeadDim + vector(params, row);
+  DEVICE static int64_t partial(Params const& params, int part, int row) {
+    return int64_t(part) * (kRows >> params.log2_group) * params.num_heads * kHeadDim + vector(params, row);
   }
 };
 
@@ -82,7 +82,7 @@ struct Ring {
   uint64_t* const barriers;
   int coming, stage = 0, phase = 0;  // the next tile to be copied, and where the next one to be read lies
 
-  CUTLASS_DEVICE Ring(Params const& params, Unit const& unit, Shared& shared, int warp, int lane)
+  DEVICE Ring(Params const& params, Unit const& unit, Shared& shared, int warp, int lane)
       : params(params), unit(unit), stages(shared.stages[warp][0]), barriers(shared.barriers[warp]), coming(warp) {
     if (lane < kStages) initialize_barrier(barriers[lane], 1);
     cutlass::arch::fence_barrier_init();
@@ -90,17 +90,17 @@ struct Ring {
   }
 
   // Copies the next tile. Keys behind the end are masked, and are read from the row's last page.
-  CUTLASS_DEVICE void copy(int to) {
+  DEVICE void copy(int to) {
     char* const place = stages + to * kStageBytes;
     set_barrier_transaction_bytes(barriers[to], kStageBytes);
     for (int row = 0; row < kTile; row += params.box_rows) {
       int const key = unit.start + coming * kTile + row;
       int const page = __ldg(params.pages + unit.first_page + (min(key, unit.stop - 1) >> params.log2_page));
       int const slot = (page << params.log2_page) + (key & ((1 << params.log2_page) - 1));
-      CUTLASS_PRAGMA_UNROLL
+#pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         char* const target = place + chunk * kChunkBytes + row * kChunk * sizeof(BFloat16);
-        auto const once = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_FIRST);
+        auto const once = uint64_t(TMA::CacheHintSm90::EVICT_FIRST);
         SM90_TMA_LOAD_3D::copy(&params.k.chunks[chunk], &barriers[to], once, target, chunk * kChunk, blockIdx.x, slot);
         SM90_TMA_LOAD_3D::copy(&params.v.chunks[chunk], &barriers[to], once, target + kMatrixBytes, chunk * kChunk, blockIdx.x, slot);
       }
@@ -109,28 +109,28 @@ struct Ring {
   }
 
   // Copies tiles of keys before `end` into stages `from` and up. Returns the first stage that is left.
-  CUTLASS_DEVICE int fill(int from, int end) {
+  DEVICE int fill(int from, int end) {
     for (; from < kStages && coming < unit.num_tiles() && unit.start + coming * kTile < end; ++from) copy(from);
     return from;
   }
 
-  CUTLASS_DEVICE uint32_t wait() {
+  DEVICE uint32_t wait() {
     wait_barrier(barriers[stage], phase);
     return cast_smem_ptr_to_uint(stages + stage * kStageBytes);
   }
 
-  CUTLASS_DEVICE void release(int lane) {
+  DEVICE void release(int lane) {
     __syncwarp();
     if (lane == 0 && coming < unit.num_tiles()) copy(stage);
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
 
-CUTLASS_DEVICE void load_matrices(uint32_t (&to)[4], uint32_t from) {
+DEVICE void load_matrices(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-CUTLASS_DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
+DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
@@ -142,26 +142,26 @@ struct Rows {
   int ends[2];
   int const lane, matrix, line;  // for ldmatrix: which of four matrices of 8 x 8 this lane names a line of
 
-  CUTLASS_DEVICE Rows(Params const& params, Unit const& unit, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
-    CUTLASS_PRAGMA_UNROLL
+  DEVICE Rows(Params const& params, Unit const& unit, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
       ends[half] = unit.end(params, row);
       bool const is_query = row >> params.log2_group < unit.num_tokens;
       __nv_bfloat16 const* const from = params.q + unit.place(params, row) + lane % 4 * 2;
-      CUTLASS_PRAGMA_UNROLL
+#pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) q[i / 2][2 * (i % 2) + half] = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + 8 * i)) : 0;
     }
   }
 
-  CUTLASS_DEVICE static uint32_t piece(uint32_t matrix_of_rows, int row, int number) {  // of 16 bytes, see `hopper_copy.cuh`
+  DEVICE static uint32_t piece(uint32_t matrix_of_rows, int row, int number) {  // of 16 bytes, see `hopper_copy.cuh`
     return matrix_of_rows + number / 8 * kChunkBytes + row * kChunk * sizeof(BFloat16) + ((number % 8 ^ row % 8) << 4);
   }
 
   // Keys from `key` on, of which the tile at `tile` holds kTile.
-  CUTLASS_DEVICE void attend(Params const& params, uint32_t tile, int key, int first_end) {
+  DEVICE void attend(Params const& params, uint32_t tile, int key, int first_end) {
     float s[2][4] = {};
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t k[4];
       load_matrices(k, piece(tile, matrix / 2 * 8 + line, 2 * step + matrix % 2));
@@ -169,13 +169,13 @@ struct Rows {
       multiply(s[1], q[step], k[2], k[3]);
     }
     if (key + kTile > first_end) {
-      CUTLASS_PRAGMA_UNROLL
+#pragma unroll
       for (int i = 0; i < 8; ++i)
         if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= ends[i % 4 / 2]) s[i / 4][i % 4] = -INFINITY;
     }
     to_weights(s, params.scale_log2);
     uint32_t const weights[4] = {pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]), pack(s[1][2], s[1][3])};
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int i = 0; i < kHeadDim / 16; ++i) {
       uint32_t v[4];
       load_transposed(v, piece(tile + kMatrixBytes, matrix % 2 * 8 + line, 2 * i + matrix / 2));
@@ -184,8 +184,8 @@ struct Rows {
     }
   }
 
-  CUTLASS_DEVICE void to_weights(float (&s)[2][4], float scale) {
-    CUTLASS_PRAGMA_UNROLL
+  DEVICE void to_weights(float (&s)[2][4], float scale) {
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const a = 2 * half, b = a + 1;
       float const next = fmaxf(over_lanes<1, 4, true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
@@ -193,10 +193,10 @@ struct Rows {
       top[half] = next;
       sum[half] *= factor;
       if (factor != 1) {
-        CUTLASS_PRAGMA_UNROLL
+#pragma unroll
         for (int i = 0; i < kHeadDim / 8; ++i) out[i][a] *= factor, out[i][b] *= factor;
       }
-      CUTLASS_PRAGMA_UNROLL
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& weight = s[i / 2][a + i % 2];
         weight = exp2f(weight * scale - next);
@@ -205,14 +205,14 @@ struct Rows {
     }
   }
 
-  CUTLASS_DEVICE void store(Shared& shared, int warp) const {
+  DEVICE void store(Shared& shared, int warp) const {
     float* const results = reinterpret_cast<float*>(shared.stages[warp]);
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
       float const total = over_lanes<1, 4, false>(sum[half]);
       if (lane % 4 == 0) shared.top[warp][row] = top[half], shared.sum[warp][row] = total;
-      CUTLASS_PRAGMA_UNROLL
+#pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         *reinterpret_cast<float2*>(results + row * kHeadDim + 8 * i + lane % 4 * 2) = make_float2(out[i][2 * half], out[i][2 * half + 1]);
       }
@@ -225,7 +225,7 @@ struct Merged {
   float top = kLowest, sum = 0;
   float2 value = {0, 0};
 
-  CUTLASS_DEVICE void add(float other_top, float other_sum, float2 other) {
+  DEVICE void add(float other_top, float other_sum, float2 other) {
     float const next = fmaxf(top, other_top), mine = exp2f(top - next), its = exp2f(other_top - next);
     top = next;
     sum = sum * mine + other_sum * its;
@@ -233,18 +233,18 @@ struct Merged {
     value.y = value.y * mine + other.y * its;
   }
 
-  CUTLASS_DEVICE uint32_t pair() const { return pack(value.x / sum, value.y / sum); }
+  DEVICE uint32_t pair() const { return pack(value.x / sum, value.y / sum); }
 };
 
 // Calls `then(row, column)` for every pair of values of every query, each in one thread.
 template <typename Then>
-CUTLASS_DEVICE void for_pairs(Params const& params, Unit const& unit, Then then) {
+DEVICE void for_pairs(Params const& params, Unit const& unit, Then then) {
   int const total = (unit.num_tokens << params.log2_group) * (kHeadDim / 2);
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
 // One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
-CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
+DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
   for (int part = lane; part < unit.count; part += 32) {
     weights[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
@@ -257,7 +257,7 @@ CUTLASS_DEVICE void weigh_parts(Params const& params, Unit const& unit, int row,
 }
 
 // The last unit of a group to arrive merges what all have left.
-CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
+DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -286,7 +286,7 @@ CUTLASS_DEVICE void merge_units(Params const& params, Unit const& unit, Shared& 
   }
 }
 
-CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
+DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
   int const warp = cutlass::canonical_warp_idx_sync(), lane = cutlass::canonical_lane_idx();
   Ring ring(params, unit, shared, warp, lane);
   int filled = 0;
@@ -304,7 +304,7 @@ CUTLASS_DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& 
   __syncthreads();
   for_pairs(params, unit, [&](int row, int column) {
     Merged merged;
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int i = 0; i < kWarps; ++i) {
       float const* const results = reinterpret_cast<float const*>(shared.stages[i]);
       merged.add(shared.top[i][row], shared.sum[i][row], *reinterpret_cast<float2 const*>(results + row * kHeadDim + column));
@@ -328,17 +328,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
 }
 
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `flash_decoding.py`.
-void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView units, ffi::TensorView pages,
-         ffi::TensorView partials, ffi::TensorView sums, ffi::TensorView arrivals, int64_t page_size, double scale, bool is_beside) {
-  int const group = static_cast<int>(q.size(1) / k.size(1)), box_rows = static_cast<int>(std::min<int64_t>(page_size, kTile));
+void run(View q, View k, View v, View out, View units, View pages,
+         View partials, View sums, View arrivals, int64_t page_size, double scale, bool is_beside) {
+  int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTile));
   TVM_FFI_ICHECK(k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of<__nv_bfloat16>(q), values_of<__nv_bfloat16>(out),
                       values_of<int4>(units), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
-                      static_cast<int>(q.size(1)), static_cast<int>(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
-                      static_cast<float>(scale * M_LOG2E), is_beside};
-  dim3 const grid(static_cast<unsigned>(k.size(1)), static_cast<unsigned>(units.size(0)));
+                      int(q.size(1)), int(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
+                      float(scale * M_LOG2E), is_beside};
+  dim3 const grid(unsigned(k.size(1)), unsigned(units.size(0)));
   launch_early(attend, params, grid, kThreads, sizeof(Shared), q.device());
 }
 

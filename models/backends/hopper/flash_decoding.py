@@ -1,4 +1,4 @@
-"""Attention of few query tokens: plans for `flash_decoding.cu`, in CUDA graphs and outside."""
+"""Attention of few query tokens: plans for `flash_decoding.cu`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Scratch:
 
     @classmethod
     def allocate(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> "Scratch":
-        """`max_pages` bounds the pages of all rows of a step together; a page that several rows share counts for each of them."""
+        """`max_pages` bounds the pages of all rows of a step together; a shared one counts for each."""
         _, _, kv_heads, head_dim = pools[0][0].shape
         device = pools[0][0].device
         num_units = max_units(max_groups, kv_heads, BLOCKS * num_multiprocessors(device))
@@ -63,7 +63,7 @@ class FlashDecoding:
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> Callable[[int], "FlashDecoding"]:
-        """Makes backends by number of token groups, at most `max_groups`, that share their scratch memory."""
+        """Makes backends by number of token groups, with shared scratch memory."""
         scratch = Scratch.allocate(pools, num_heads, max_groups, max_pages)
         return lambda num_groups: cls(pools, num_groups, scratch)
 
@@ -75,10 +75,8 @@ class FlashDecoding:
         plan_on_device(self, layout)
 
     def plan_arrays(self, layout: AttentionLayout, first_page: int = 0, num_taken: int = 0) -> tuple[Int32s]:
-        """The units (U, UNIT_FIELDS), padded for `max_groups`. The layout's pages begin at `first_page` of those that are read.
-
-        The kernel beside takes `num_taken` multiprocessors; if it takes all, this one runs when they are free.
-        """
+        """The units (U, UNIT_FIELDS), padded for `max_groups`. Its pages begin at `first_page`; the kernel beside takes `num_taken`
+        multiprocessors (all: this one runs when they are free)."""
         assert first_page + len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
         groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
         groups[:, 2] += first_page

@@ -18,33 +18,33 @@ using namespace hopper;
 using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 16, kHalf = kRows / 2;
-constexpr int kGroup = 128;    // values with a scale
-constexpr int kStep = 64;      // values of a row that a warp multiplies at once
-constexpr int kMaxWarps = 8;   // of a block
-constexpr int kPiece = 8;      // values of the token that a lane rounds at once, 16 lanes a group
-constexpr int kPieces = 8;     // of a lane at once
-constexpr int kBlocks = 3;     // of four warps that a multiprocessor runs at once
+constexpr int kGroup = 128;  // values with a scale
+constexpr int kStep = 64;  // values of a row that a warp multiplies at once
+constexpr int kMaxWarps = 8;  // of a block
+constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
+constexpr int kPieces = 8;  // of a lane at once
+constexpr int kBlocks = 3;  // of four warps that a multiprocessor runs at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
 
 struct Params {
   BFloat16 const *x, *norm_weight;  // norm_weight null: no norm
   uint8_t const* weight;
-  float const* scales;              // num_scales for each block of rows
-  int const* chosen;                // experts, null: one matrix. One below 0 is not ours
-  BFloat16 const* shares;           // of the chosen experts in the sum, for `sum_experts`
+  float const* scales;  // num_scales for each block of rows
+  int const* chosen;  // experts, null: one matrix. One below 0 is not ours
+  BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
   BFloat16* out;
-  int width, num_out, num_scales;   // values of a row; of the result, of each expert if there are several
+  int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
   float eps;
   bool adds;
 };
 
-__device__ __forceinline__ uint4 load_weights(uint8_t const* from) {
+DEVICE uint4 load_weights(uint8_t const* from) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
   return x;
 }
 
-__device__ __forceinline__ uint2 to_halves(uint32_t four) {
+DEVICE uint2 to_halves(uint32_t four) {
   uint2 pairs;
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
       : "=r"(pairs.x), "=r"(pairs.y)
@@ -53,19 +53,19 @@ __device__ __forceinline__ uint2 to_halves(uint32_t four) {
 }
 
 // Two values as float8 has them.
-__device__ __forceinline__ uint32_t rounded_halves(float low, float high) {
+DEVICE uint32_t rounded_halves(float low, float high) {
   uint32_t pair;
   asm("{ .reg .b16 bytes; cvt.rn.satfinite.e4m3x2.f32 bytes, %2, %1; cvt.rn.f16x2.e4m3x2 %0, bytes; }" : "=r"(pair) : "f"(low), "f"(high));
   return pair;
 }
 
-__device__ __forceinline__ void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0, uint32_t b1) {
+DEVICE void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void to_floats(uint4 const& piece, float (&values)[kPiece]) {
+DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
   uint32_t const words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -74,16 +74,16 @@ __device__ __forceinline__ void to_floats(uint4 const& piece, float (&values)[kP
   }
 }
 
-__device__ __forceinline__ void copy_async(void* to, void const* from, bool is_wide) {
-  uint32_t const address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+DEVICE void copy_async(void* to, void const* from, bool is_wide) {
+  uint32_t const address = uint32_t(__cvta_generic_to_shared(to));
   if (is_wide) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
-__device__ __forceinline__ void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
+DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
   float largest = 0.f;
 #pragma unroll
   for (float value : values) largest = fmaxf(largest, fabsf(value));
@@ -103,18 +103,18 @@ struct Tile {
   int end;
   uint4 a[kAhead], b[kAhead];
 
-  __device__ __forceinline__ void load(int slot, int step) {
+  DEVICE void load(int slot, int step) {
     if (step < end) a[slot] = load_weights(upper + step * kStep), b[slot] = load_weights(lower + step * kStep);
   }
 
-  __device__ __forceinline__ void begin(uint8_t const* rows, int64_t below, int width, int first, int last, int lane) {
-    upper = rows + static_cast<int64_t>(lane / 4) * width + lane % 4 * 16, lower = upper + below * width, end = last;
+  DEVICE void begin(uint8_t const* rows, int64_t below, int width, int first, int last, int lane) {
+    upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width, end = last;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(i, first + i);
   }
 
   // The two rows' products. `units`: scales of the token's groups; the others: those of the rows' blocks.
-  __device__ __forceinline__ float2 multiply(int first, __half const* token, float const* units, float const* upper_scales,
+  DEVICE float2 multiply(int first, __half const* token, float const* units, float const* upper_scales,
                                              float const* lower_scales, int lane) {
     float2 totals = {0.f, 0.f};
     for (int start = first; start < end; start += kAhead) {
@@ -143,11 +143,11 @@ struct Tile {
 struct Parts {
   float of_warp[kMaxWarps][kRows];
 
-  __device__ __forceinline__ void put(float2 totals, int warp, int lane) {
+  DEVICE void put(float2 totals, int warp, int lane) {
     if (lane % 4 == 0) of_warp[warp][lane / 4] = totals.x, of_warp[warp][lane / 4 + kHalf] = totals.y;
   }
 
-  __device__ __forceinline__ float sum(int row, int first_warp, int num_warps) const {
+  DEVICE float sum(int row, int first_warp, int num_warps) const {
     float sum = 0.f;
     for (int warp = first_warp; warp < first_warp + num_warps; ++warp) sum += of_warp[warp][row];
     return sum;
@@ -156,14 +156,14 @@ struct Parts {
 
 // The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token`.
 template <int kWarps>
-__device__ __forceinline__ void round_token(Params const& params, BFloat16 const* norm, __half* token, float* units, float (&sums)[kMaxWarps]) {
+DEVICE void round_token(Params const& params, BFloat16 const* norm, __half* token, float* units, float (&sums)[kMaxWarps]) {
   constexpr int kStride = 32 * kWarps * kPiece;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int start = 0; start < params.width; start += kPieces * kStride) {
     uint4 pieces[kPieces];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      int const column = start + i * kStride + static_cast<int>(threadIdx.x) * kPiece;
+      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
       if (column < params.width) pieces[i] = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
       else pieces[i] = uint4{0, 0, 0, 0};
     }
@@ -184,12 +184,12 @@ __device__ __forceinline__ void round_token(Params const& params, BFloat16 const
       square = 0.f;
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) square += sums[i];
-      factor = rsqrtf(square / static_cast<float>(params.width) + params.eps);
+      factor = rsqrtf(square / float(params.width) + params.eps);
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (start + i * kStride + warp * 32 * kPiece >= params.width) break;  // the same for a warp: its lanes have two whole groups
-      int const column = start + i * kStride + static_cast<int>(threadIdx.x) * kPiece;
+      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
       float values[kPiece];
       to_floats(pieces[i], values);
       if (params.norm_weight) {
@@ -210,7 +210,7 @@ struct Layout {
   __host__ __device__ explicit Layout(int width) : padded((width + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup)), groups(padded / kGroup) {}
 
   __host__ __device__ size_t num_bytes(int num_scales, bool is_normed) const {
-    return padded * sizeof(__half) * (is_normed ? 2 : 1) + static_cast<size_t>(groups) * sizeof(float) * (1 + num_scales);
+    return padded * sizeof(__half) * (is_normed ? 2 : 1) + size_t(groups) * sizeof(float) * (1 + num_scales);
   }
 };
 
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
   float* const scales = units + layout.groups;  // (tiles, 2, groups)
   int const num_steps = params.width / kStep, first = num_steps * split / kSplits, end = num_steps * (split + 1) / kSplits;
   int const below = kGated ? params.num_out : kHalf;
-  int64_t row = (static_cast<int64_t>(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
+  int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
   if (params.norm_weight) {
     for (int i = threadIdx.x * kPiece; i < params.width; i += blockDim.x * kPiece) copy_async(norm + i, params.norm_weight + i, true);
   }
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
     launch_kernel_behind();
     int const expert = __ldcg(params.chosen + blockIdx.y);
     if (expert < 0) return;
-    row += static_cast<int64_t>(expert) * (kGated ? 2 : 1) * params.num_out;
+    row += int64_t(expert) * (kGated ? 2 : 1) * params.num_out;
   }
   Tile<kSplits == kWarps ? 8 : 4> tile;  // all weights of the smaller grids; those of more tiles leave room for the kernel behind
   tile.begin(params.weight + row * params.width, below, params.width, first, end, lane);
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
   if (of_tile >= kTiles) return;
   float result = parts.sum(in_tile, of_tile * kSplits, kSplits);
   if (kGated) result = result / (1.f + __expf(-result)) * parts.sum(in_tile + kHalf, of_tile * kSplits, kSplits);
-  BFloat16* const place = params.out + static_cast<int64_t>(blockIdx.y) * params.num_out + blockIdx.x * kTiles * kTileRows + i;
+  BFloat16* const place = params.out + int64_t(blockIdx.y) * params.num_out + blockIdx.x * kTiles * kTileRows + i;
   if (params.adds) result += __bfloat162float(*place);
   *place = __float2bfloat16_rn(result);
 }
@@ -273,14 +273,14 @@ __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const param
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Parts parts;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
-  int64_t row = static_cast<int64_t>(blockIdx.x) * kRows;
+  int64_t row = int64_t(blockIdx.x) * kRows;
   Layout const layout(params.width);
   __half* const token = reinterpret_cast<__half*>(memory + warp * layout.num_bytes(1, false));
   float* const units = reinterpret_cast<float*>(token + layout.padded);
   float* const scales = units + layout.groups;
   int const expert = __ldcg(params.chosen + warp);
   float const share = __bfloat162float(params.shares[warp]);
-  row += static_cast<int64_t>(max(expert, 0)) * params.num_out;
+  row += int64_t(max(expert, 0)) * params.num_out;
   Tile<kAhead> tile;
   tile.begin(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
   for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const param
   BFloat16* const place = params.out + blockIdx.x * kRows + threadIdx.x % kRows;
   float const before = params.adds ? __bfloat162float(*place) : 0.f;
   if (expert >= 0) {
-    BFloat16 const* const x = params.x + static_cast<int64_t>(warp) * params.width;
+    BFloat16 const* const x = params.x + int64_t(warp) * params.width;
     for (int start = 0; start < num_groups; start += 2 * kPairs) {
       uint4 pieces[kPairs];
 #pragma unroll
@@ -318,11 +318,11 @@ __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const param
   if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
 }
 
-Params params_of(ffi::TensorView x, ffi::TensorView weight, ffi::TensorView scales, ffi::TensorView chosen, ffi::TensorView out, bool adds) {
+Params params_of(View x, View weight, View scales, View chosen, View out, bool adds) {
   Params params{};
   params.x = values_of<BFloat16>(x), params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
   params.chosen = chosen.size(0) ? values_of<int>(chosen) : nullptr, params.out = values_of<BFloat16>(out);
-  params.width = static_cast<int>(x.size(1)), params.num_out = static_cast<int>(out.size(1)), params.num_scales = static_cast<int>(scales.size(1));
+  params.width = int(x.size(1)), params.num_out = int(out.size(1)), params.num_scales = int(scales.size(1));
   params.adds = adds;
   TVM_FFI_ICHECK(params.width % kGroup == 0 && params.num_out % kGroup == 0 && weight.size(1) == params.width);
   return params;
@@ -332,7 +332,7 @@ template <int kWarps, int kSplits, bool kGated>
 void launch(Params const& params, int num_experts, DLDevice device) {
   TVM_FFI_ICHECK(!params.norm_weight || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
   constexpr int kTiles = kWarps / kSplits;
-  dim3 const grid(static_cast<unsigned>(params.num_out / (kTiles * (kGated ? kHalf : kRows))), static_cast<unsigned>(num_experts));
+  dim3 const grid(unsigned(params.num_out / (kTiles * (kGated ? kHalf : kRows))), unsigned(num_experts));
   size_t const num_bytes = Layout(params.width).num_bytes(2 * kTiles, params.norm_weight != nullptr);
   launch_early(multiply_token<kWarps, kSplits, kGated>, params, grid, 32 * kWarps, num_bytes, device);
 }
@@ -348,24 +348,24 @@ void launch(Params const& params, int num_experts, int num_multiprocessors, DLDe
 }
 
 // x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K) or empty.
-void run(ffi::TensorView x, ffi::TensorView norm_weight, double eps, ffi::TensorView weight, ffi::TensorView scales, ffi::TensorView chosen,
-         ffi::TensorView out, bool is_gated, bool adds, int64_t num_multiprocessors) {
+void run(View x, View norm_weight, double eps, View weight, View scales, View chosen,
+         View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.norm_weight = norm_weight.size(0) ? values_of<BFloat16>(norm_weight) : nullptr, params.eps = static_cast<float>(eps);
-  int const num_experts = static_cast<int>(out.size(0)), count = static_cast<int>(num_multiprocessors);
+  params.norm_weight = norm_weight.size(0) ? values_of<BFloat16>(norm_weight) : nullptr, params.eps = float(eps);
+  int const num_experts = int(out.size(0)), count = int(num_multiprocessors);
   is_gated ? launch<true>(params, num_experts, count, x.device()) : launch<false>(params, num_experts, count, x.device());
 }
 
 // x (chosen, K), weight (experts * N, K), shares (chosen), out (1, N).
-void run_sum(ffi::TensorView x, ffi::TensorView weight, ffi::TensorView scales, ffi::TensorView chosen, ffi::TensorView shares,
-             ffi::TensorView out, bool adds) {
+void run_sum(View x, View weight, View scales, View chosen, View shares,
+             View out, bool adds) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
   params.shares = values_of<BFloat16>(shares);
-  int const num_chosen = static_cast<int>(chosen.size(0));
+  int const num_chosen = int(chosen.size(0));
   TVM_FFI_ICHECK(num_chosen <= kMaxWarps) << "float8: " << num_chosen << " experts of a token";
-  dim3 const grid(static_cast<unsigned>(params.num_out / kRows));
+  dim3 const grid(unsigned(params.num_out / kRows));
   launch_early(sum_experts, params, grid, 32 * num_chosen, num_chosen * Layout(params.width).num_bytes(1, false), x.device());
 }
 

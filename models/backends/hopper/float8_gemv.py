@@ -1,4 +1,4 @@
-"""Products of a single token with float8 matrices on a kernel of our own for Hopper, `float8_gemv.cu`: see `SingleFloat8`."""
+"""`SingleFloat8` on `float8_gemv.cu`."""
 
 import torch
 

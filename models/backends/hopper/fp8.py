@@ -1,4 +1,4 @@
-"""Products of float8 matrices on Hopper: our Triton kernel for few tokens, cuBLAS's blocks of 1 x 128 and 128 x 128 for more."""
+"""Float8 products: our Triton kernel for few tokens, cuBLAS for more."""
 
 import torch
 from torch.nn.functional import ScalingType, scaled_mm

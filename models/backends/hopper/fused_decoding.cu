@@ -18,7 +18,7 @@ using namespace hopper;
 static_assert(kHeadDim == 128, "four lanes of 16 bytes, four times");
 
 constexpr int kTile = 16, kHalf = kHeadDim / 2, kHeads = 8;  // keys of a tile; pairs that are rotated; heads of a product
-constexpr int kMaxSplits = 16;                              // blocks of a cluster
+constexpr int kMaxSplits = 16;  // blocks of a cluster
 constexpr int kQueryStride = kHeadDim + 32, kPartStride = kHeadDim + 4;  // in shared memory, against bank conflicts
 
 using BFloat16 = __nv_bfloat16;
@@ -30,7 +30,7 @@ struct Params {
   int64_t const* slots;
   int2 const* rows;  // keys of a row with the new one, and where its pages begin: those of the first at 0
   int const* pages;
-  int num_pages;     // that can be read, not only those of the rows
+  int num_pages;  // that can be read, not only those of the rows
   int num_heads, kv_heads, heads_in_row;  // of queries, of keys, and of `qkv`
   int log2_group, log2_page;
   float eps, scale_log2;
@@ -39,8 +39,8 @@ struct Params {
 template <int kHeadTiles>
 struct alignas(16) Shared {
   BFloat16 q[kHeadTiles * kHeads][kQueryStride];
-  BFloat16 k[kHeadDim], v[kHeadDim];                       // of the new token
-  float received[kHeadTiles * kHeads * kHeadDim];          // this block's share of the result from every block
+  BFloat16 k[kHeadDim], v[kHeadDim];  // of the new token
+  float received[kHeadTiles * kHeads * kHeadDim];  // this block's share of the result from every block
   float tops[kMaxSplits][kHeadTiles * kHeads], sums[kMaxSplits][kHeadTiles * kHeads];  // of every block
   float warp_top[16][kHeadTiles * kHeads], warp_sum[16][kHeadTiles * kHeads];
   float part[1];  // (warps, heads of the group, kPartStride)
@@ -49,36 +49,36 @@ struct alignas(16) Shared {
 };
 
 // Past L1: other kernels wrote it.
-__device__ __forceinline__ uint4 load(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint4 const*>(from)); }
+DEVICE uint4 load(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint4 const*>(from)); }
 
-__device__ __forceinline__ uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
+DEVICE uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
 
-__device__ __forceinline__ uint4 load_shared(BFloat16 const* from) {
+DEVICE uint4 load_shared(BFloat16 const* from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))));
+               : "r"(uint32_t(__cvta_generic_to_shared(from))));
   return x;
 }
 
-__device__ __forceinline__ float2 floats(uint32_t pair) { return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair)); }
+DEVICE float2 floats(uint32_t pair) { return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair)); }
 
 // Of a matrix of 8 x 8, two values of a row a lane.
-__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+DEVICE uint32_t transposed(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
 // The i-th values of two keys side by side.
-__device__ __forceinline__ uint32_t of_both(uint4 const& first, uint4 const& second, int i) {
+DEVICE uint32_t of_both(uint4 const& first, uint4 const& second, int i) {
   auto word = [i](uint4 const& x) { return i / 2 == 0 ? x.x : i / 2 == 1 ? x.y : i / 2 == 2 ? x.z : x.w; };
   return __byte_perm(word(first), word(second), i % 2 ? 0x7632 : 0x5410);
 }
 
-__device__ __forceinline__ uint32_t address_in(int rank, void const* mine) {
+DEVICE uint32_t address_in(int rank, void const* mine) {
   uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(mine))), "r"(rank));
   return there;
 }
 
@@ -90,28 +90,28 @@ struct Tile {
   uint4 k[2][4];  // of keys lane / 4 and 8 more, values lane % 4 * 8 and 32, 64, 96 more
   uint4 v[4][2];  // of keys lane % 4 * 2, one more, 8 and 9 more, values lane / 4 * 8 and 64 more
 
-  __device__ __forceinline__ Tile(Params const& params, int row, int head, int lane)
+  DEVICE Tile(Params const& params, int row, int head, int lane)
       : params(params), length(__ldg(&params.rows[row].x)), begin(row ? __ldg(&params.rows[row].y) : 0), head(head), lane(lane) {}
 
   // Without a look at the row's length: what is found behind its end is not used.
-  __device__ __forceinline__ void find_pages(int tile) {
+  DEVICE void find_pages(int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       page[half] = __ldg(params.pages + min(begin + ((tile * kTile + 8 * half) >> params.log2_page), params.num_pages - 1));
     }
   }
 
-  __device__ __forceinline__ int64_t place(int key, int half) const {
-    int64_t const slot = (static_cast<int64_t>(page[half]) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
+  DEVICE int64_t place(int key, int half) const {
+    int64_t const slot = (int64_t(page[half]) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
     return (slot * params.kv_heads + head) * kHeadDim;
   }
 
-  __device__ __forceinline__ int key_of_k(int half) const { return 8 * half + lane / 4; }
+  DEVICE int key_of_k(int half) const { return 8 * half + lane / 4; }
 
-  __device__ __forceinline__ int key_of_v(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  DEVICE int key_of_v(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
   // Before the values. Keys behind the end are masked, and are read from a page of the row's.
-  __device__ __forceinline__ void load_keys(int tile) {
+  DEVICE void load_keys(int tile) {
     if (tile * kTile + 8 >= length) page[1] = page[0];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -121,7 +121,7 @@ struct Tile {
     }
   }
 
-  __device__ __forceinline__ void load_values(int tile) {
+  DEVICE void load_values(int tile) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       BFloat16 const* const from = params.v + place(tile * kTile + key_of_v(i), i / 2) + lane / 4 * 8;
@@ -131,7 +131,7 @@ struct Tile {
   }
 
   // In the place of what was read before they were there.
-  __device__ __forceinline__ void put_new(int tile, BFloat16 const* new_k, BFloat16 const* new_v) {
+  DEVICE void put_new(int tile, BFloat16 const* new_k, BFloat16 const* new_v) {
     int const key = length - 1 - tile * kTile;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -152,13 +152,13 @@ struct Found {
   float out[kHeadTiles][8][4] = {};
   float top[kHeadTiles][2], sum[kHeadTiles][2] = {};
 
-  __device__ __forceinline__ Found() {
+  DEVICE Found() {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) top[h][0] = top[h][1] = kLowest;
   }
 
   // Adds a tile, of which the row has `num_keys` keys; if it `has_next`, its keys make room for those of tile `next`.
-  __device__ __forceinline__ void add(Tile& tile, Shared<kHeadTiles> const& shared, int num_keys, bool has_next, int next) {
+  DEVICE void add(Tile& tile, Shared<kHeadTiles> const& shared, int num_keys, bool has_next, int next) {
     float s[kHeadTiles][2][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -190,7 +190,7 @@ struct Found {
     }
   }
 
-  __device__ __forceinline__ void to_weights(int h, float (&s)[4], float scale) {
+  DEVICE void to_weights(int h, float (&s)[4], float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float const next = fmaxf(over_lanes<4, 32, true>(fmaxf(s[i], s[i + 2])) * scale, top[h][i]), factor = exp2f(top[h][i] - next);
@@ -202,7 +202,7 @@ struct Found {
     }
   }
 
-  __device__ __forceinline__ void store(Shared<kHeadTiles>& shared, int warp, int lane, int group) const {
+  DEVICE void store(Shared<kHeadTiles>& shared, int warp, int lane, int group) const {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
@@ -228,8 +228,8 @@ struct Rotation {
   float2 cosine, sine;
   int64_t slot;
 
-  __device__ __forceinline__ Rotation(Params const& params, int row, int lane) {
-    float const* const angles = params.cos_sin + static_cast<int64_t>(row) * kHeadDim;
+  DEVICE Rotation(Params const& params, int row, int lane) {
+    float const* const angles = params.cos_sin + int64_t(row) * kHeadDim;
     cosine = __ldcg(reinterpret_cast<float2 const*>(angles) + lane), sine = __ldcg(reinterpret_cast<float2 const*>(angles + kHalf) + lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -239,7 +239,7 @@ struct Rotation {
     slot = __ldcg(params.slots + row);
   }
 
-  __device__ __forceinline__ void apply(float2& low, float2& high, bool is_query, float eps) const {
+  DEVICE void apply(float2& low, float2& high, bool is_query, float eps) const {
     float const squares = over_lanes<1, 32, false>(low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y);
     float const scale = rsqrtf(squares / kHeadDim + eps);
     float2 const a = floats(is_query ? q[0] : k[0]), b = floats(is_query ? q[1] : k[1]);
@@ -251,11 +251,11 @@ struct Rotation {
 
 // One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two into the pool if it `stores`.
 template <int kHeadTiles>
-__device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation const& rotation, int i, bool stores, int lane) {
+DEVICE void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation const& rotation, int i, bool stores, int lane) {
   int const group = 1 << params.log2_group, head = blockIdx.y;
   bool const is_query = i < group, is_key = i == group;
   int const index = is_query ? head * group + i : params.num_heads + (is_key ? head : params.kv_heads + head);
-  BFloat16 const* const from = params.qkv + (static_cast<int64_t>(blockIdx.z) * params.heads_in_row + index) * kHeadDim + 2 * lane;
+  BFloat16 const* const from = params.qkv + (int64_t(blockIdx.z) * params.heads_in_row + index) * kHeadDim + 2 * lane;
   float2 low = floats(load_pair(from)), high = floats(load_pair(from + kHalf));
   if (is_query || is_key) {
     rotation.apply(low, high, is_query, params.eps);
@@ -273,7 +273,7 @@ __device__ __forceinline__ void make_head(Params const& params, Shared<kHeadTile
 
 // What `num_warps` of this block have found: values go to the block whose share they are, maximum and sum to all.
 template <int kHeadTiles, int kSplits, int kWarps>
-__device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_group) {
+DEVICE void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_group) {
   int const group = 1 << log2_group, num_quads = group * kHeadDim / 4, share = num_quads / kSplits;
   auto top_of = [&](int head) {
     float top = kLowest;
@@ -310,7 +310,7 @@ __device__ __forceinline__ void send(Shared<kHeadTiles>& shared, int num_warps, 
 
 // This block's share of the result.
 template <int kHeadTiles, int kSplits>
-__device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> const& shared, int rank) {
+DEVICE void merge(Params const& params, Shared<kHeadTiles> const& shared, int rank) {
   int const share = (kHeadDim << params.log2_group) / kSplits;
   for (int i = 2 * threadIdx.x; i < share; i += 2 * blockDim.x) {
     int const value = rank * share + i, head = value / kHeadDim;
@@ -324,7 +324,7 @@ __device__ __forceinline__ void merge(Params const& params, Shared<kHeadTiles> c
       float2 const x = *reinterpret_cast<float2 const*>(&shared.received[from * share + i]);
       sum += factor * shared.sums[from][head], result.x += factor * x.x, result.y += factor * x.y;
     }
-    int64_t const place = (static_cast<int64_t>(blockIdx.z) * params.num_heads + (blockIdx.y << params.log2_group)) * kHeadDim + value;
+    int64_t const place = (int64_t(blockIdx.z) * params.num_heads + (blockIdx.y << params.log2_group)) * kHeadDim + value;
     *reinterpret_cast<uint32_t*>(params.out + place) = pack(result.x / sum, result.y / sum);
   }
 }
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__
 
 template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
 void launch(Params const& params, int num_rows, DLDevice device) {
-  dim3 const grid(kSplits, static_cast<unsigned>(params.kv_heads), static_cast<unsigned>(num_rows));
+  dim3 const grid(kSplits, unsigned(params.kv_heads), unsigned(num_rows));
   size_t const num_bytes = Shared<kHeadTiles>::num_bytes(kWarps, 1 << params.log2_group);
   launch_early(attend<kHeadTiles, kSplits, kWarps, kBlocks>, params, grid, 32 * kWarps, num_bytes, device, kSplits);
 }
@@ -397,21 +397,21 @@ void launch(Params const& params, int num_rows, int64_t splits, int64_t warps, D
 }
 
 // qkv (R, heads, HEAD_DIM), out (R, H, HEAD_DIM), k, v (slots, KV heads, HEAD_DIM) without gaps. The others: see `fused_decoding.py`.
-void run(ffi::TensorView qkv, ffi::TensorView k, ffi::TensorView v, ffi::TensorView rows, ffi::TensorView pages, ffi::TensorView out,
-         int64_t page_size, int64_t splits, int64_t warps, ffi::TensorView q_weight, ffi::TensorView k_weight, double eps,
-         ffi::TensorView cos_sin, ffi::TensorView slots) {
+void run(View qkv, View k, View v, View rows, View pages, View out,
+         int64_t page_size, int64_t splits, int64_t warps, View q_weight, View k_weight, double eps,
+         View cos_sin, View slots) {
   ffi::CUDADeviceGuard guard(qkv.device().device_id);
-  int const num_heads = static_cast<int>(out.size(1)), kv_heads = static_cast<int>(k.size(1)), group = num_heads / kv_heads;
+  int const num_heads = int(out.size(1)), kv_heads = int(k.size(1)), group = num_heads / kv_heads;
   TVM_FFI_ICHECK(group * kv_heads == num_heads && group <= 2 * kHeads && page_size >= 8 && k.size(2) == kHeadDim);
   Params params{};
   params.qkv = values_of<BFloat16>(qkv), params.k = values_of<BFloat16>(k), params.v = values_of<BFloat16>(v), params.out = values_of<BFloat16>(out);
-  params.rows = values_of<int2>(rows), params.pages = values_of<int>(pages), params.num_pages = static_cast<int>(pages.size(0));
-  params.num_heads = num_heads, params.kv_heads = kv_heads, params.heads_in_row = static_cast<int>(qkv.size(1));
+  params.rows = values_of<int2>(rows), params.pages = values_of<int>(pages), params.num_pages = int(pages.size(0));
+  params.num_heads = num_heads, params.kv_heads = kv_heads, params.heads_in_row = int(qkv.size(1));
   params.log2_group = log2_of(group), params.log2_page = log2_of(page_size);
-  params.scale_log2 = static_cast<float>(M_LOG2E / std::sqrt(static_cast<double>(kHeadDim)));
-  params.q_weight = values_of<BFloat16>(q_weight), params.k_weight = values_of<BFloat16>(k_weight), params.eps = static_cast<float>(eps);
+  params.scale_log2 = float(M_LOG2E / std::sqrt(double(kHeadDim)));
+  params.q_weight = values_of<BFloat16>(q_weight), params.k_weight = values_of<BFloat16>(k_weight), params.eps = float(eps);
   params.cos_sin = values_of<float>(cos_sin), params.slots = values_of<int64_t>(slots);
-  launch(params, static_cast<int>(rows.size(0)), splits, warps, qkv.device());
+  launch(params, int(rows.size(0)), splits, warps, qkv.device());
 }
 
 }  // namespace fused

@@ -1,5 +1,4 @@
-"""Attention of few decode rows with norm, rotation and store: plans for `fused_decoding.cu`. For CUDA graphs of a few rows, where every
-kernel costs a token some microseconds."""
+"""Attention of few decode rows with norm, rotation and store: plans for `fused_decoding.cu`."""
 
 from collections.abc import Sequence
 
@@ -33,7 +32,7 @@ class FusedDecoding:
 
     @staticmethod
     def takes(pools: Sequence[KVPool], num_heads: int, num_rows: int) -> bool:
-        """Whether the kernel is made for these heads, runs on this GPU or part of one, and is the fastest for so many rows."""
+        """Whether the kernel knows these heads, runs on this GPU, and is the fastest for so many rows."""
         keys = pools[0][0]
         kv_heads, head_dim = keys.shape[2:]
         if num_rows > FUSED_ROWS or head_dim != FUSED_HEAD_DIM:

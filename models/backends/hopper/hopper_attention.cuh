@@ -38,16 +38,16 @@ constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
 constexpr int kComputeThreads = kGroups * kGroupThreads, kComputeWarps = kComputeThreads / 32;
 constexpr int kThreads = kGroupThreads + kComputeThreads;
 constexpr int kWidth = kChunks * kChunk;
-constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);       // copied for a row
+constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);  // copied for a row
 
 // A head with a tile of queries and all or a part of the tiles of keys that they see, see `tile_plan.py`. Whoever is done last merges parts.
 struct Item {
-  int first_token, num_tokens;       // of the tile
-  int first_key, end;                // where the keys begin, and the end of those that the last token sees
-  int head, first_tile, end_tile;    // tiles of keys; none if there is no such item
-  int first_part, part, num_parts;   // the tile's parts have numbers that follow each other
+  int first_token, num_tokens;  // of the tile
+  int first_key, end;  // where the keys begin, and the end of those that the last token sees
+  int head, first_tile, end_tile;  // tiles of keys; none if there is no such item
+  int first_part, part, num_parts;  // the tile's parts have numbers that follow each other
 
-  CUTLASS_DEVICE Item(int4 const* items, int number) {
+  DEVICE Item(int4 const* items, int number) {
     int4 const tile = items[3 * number + 3], keys = items[3 * number + 4], parts = items[3 * number + 5];
     first_token = tile.x;
     num_tokens = tile.y;
@@ -65,11 +65,11 @@ struct Item {
 // Block b computes items b, b + num_blocks, and so on to the first that is none.
 struct Plan {
   int4 const* items;  // three for the header, three for each
-  float* parts;       // kPartFloats each
-  int* arrivals;      // kComputeWarps for each part, zero before and after
+  float* parts;  // kPartFloats each
+  int* arrivals;  // kComputeWarps for each part, zero before and after
 
-  CUTLASS_DEVICE int num_items() const { return items[0].x; }
-  CUTLASS_DEVICE int num_blocks() const { return items[0].y; }
+  DEVICE int num_items() const { return items[0].x; }
+  DEVICE int num_blocks() const { return items[0].y; }
 };
 
 using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
@@ -101,7 +101,7 @@ struct Shared {
 };
 
 template <typename Pipeline>
-CUTLASS_DEVICE Pipeline make_pipeline(typename Pipeline::SharedStorage& storage, int rows) {
+DEVICE Pipeline make_pipeline(typename Pipeline::SharedStorage& storage, int rows) {
   typename Pipeline::Params params;
   params.is_leader = cutlass::canonical_warp_group_idx() == 0;
   params.role = params.is_leader ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::Consumer;
@@ -114,7 +114,7 @@ struct Pipelines {
   PipelineQ q;
   PipelineKV k, v;
 
-  CUTLASS_DEVICE explicit Pipelines(Shared& shared)
+  DEVICE explicit Pipelines(Shared& shared)
       : q(make_pipeline<PipelineQ>(shared.pipeline_q, kTileQ)),
         k(make_pipeline<PipelineKV>(shared.pipeline_k, kTileKV)),
         v(make_pipeline<PipelineKV>(shared.pipeline_v, kTileKV)) {}
@@ -122,23 +122,23 @@ struct Pipelines {
 
 // Gives a stage back: one arrival a warp.
 template <typename Pipeline, typename State>
-CUTLASS_DEVICE void release(Pipeline& pipeline, State& state) {
+DEVICE void release(Pipeline& pipeline, State& state) {
   if (cutlass::canonical_lane_idx() == 0) pipeline.consumer_release(state);
   ++state;
 }
 
 // Starts to copy one box of a chunk to `place`, a row of the chunk's part of the stage.
 template <typename Pipeline, typename State>
-CUTLASS_DEVICE void copy(Pipeline& pipeline, State const& state, Source const& source, int chunk, BFloat16* place, int head, int row) {
-  SM90_TMA_LOAD_3D::copy(&source.chunks[chunk], pipeline.producer_get_barrier(state), static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), place,
+DEVICE void copy(Pipeline& pipeline, State const& state, Source const& source, int chunk, BFloat16* place, int head, int row) {
+  SM90_TMA_LOAD_3D::copy(&source.chunks[chunk], pipeline.producer_get_barrier(state), uint64_t(TMA::CacheHintSm90::EVICT_NORMAL), place,
                          chunk * kChunk, head, row);
 }
 
 // Fills the next free stage with a tile, one box a chunk. For a single thread.
 template <int Rows, typename Pipeline, typename State>
-CUTLASS_DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, BFloat16* stages, int head, int row) {
+DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, BFloat16* stages, int head, int row) {
   pipeline.producer_acquire(state);
-  CUTLASS_PRAGMA_UNROLL
+#pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     copy(pipeline, state, source, chunk, stages + (state.index() * kChunks + chunk) * Rows * kChunk, head, row);
   }
@@ -147,13 +147,13 @@ CUTLASS_DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source
 
 // Starts c = a b (Clear) or c += a b: `a` in registers and `c` must not be touched before `warpgroup_wait`.
 template <bool Clear, int Steps, typename Mma, typename A, typename B, typename C>
-CUTLASS_DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
+DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
   constexpr bool kFromRegisters = !is_base_of<GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
   if constexpr (kFromRegisters) warpgroup_fence_operand(a);
   warpgroup_fence_operand(c);
   warpgroup_arrive();
   mma.accumulate_ = Clear ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  CUTLASS_PRAGMA_UNROLL
+#pragma unroll
   for (int step = 0; step < Steps; ++step) {
     cute::gemm(mma, a(_, _, step), b(_, _, step), c);
     mma.accumulate_ = GMMA::ScaleOut::One;
@@ -163,46 +163,46 @@ CUTLASS_DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
 
 // Softmax over tiles of scores. A thread holds parts of two rows: of every four values of an accumulator, the first two belong to row 0.
 struct Softmax {
-  float const scale;                                            // of scores, to powers of two
+  float const scale;  // of scores, to powers of two
   float top[2] = {kLowest, kLowest}, sum[2] = {0, 0}, factor[2];  // what sums of weights must be multiplied by
 
-  CUTLASS_DEVICE explicit Softmax(float scale) : scale(scale) {}
+  DEVICE explicit Softmax(float scale) : scale(scale) {}
 
   template <typename Values>
-  CUTLASS_DEVICE void to_weights(Values& scores) {
+  DEVICE void to_weights(Values& scores) {
     float next[2] = {-INFINITY, -INFINITY};
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int i = 0; i < size(scores); ++i) next[i / 2 % 2] = fmaxf(next[i / 2 % 2], scores(i));
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int row = 0; row < 2; ++row) {
       next[row] = fmaxf(over_lanes<1, 4, true>(next[row]) * scale, top[row]);
       factor[row] = exp2f(top[row] - next[row]);
       top[row] = next[row];
       sum[row] *= factor[row];
     }
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int i = 0; i < size(scores); ++i) {
       scores(i) = exp2f(scores(i) * scale - top[i / 2 % 2]);
       sum[i / 2 % 2] += scores(i);
     }
   }
 
-  CUTLASS_DEVICE void sum_rows() {
-    CUTLASS_PRAGMA_UNROLL
+  DEVICE void sum_rows() {
+#pragma unroll
     for (int row = 0; row < 2; ++row) sum[row] = over_lanes<1, 4, false>(sum[row]);
   }
 
   template <typename Values>
-  CUTLASS_DEVICE void rescale(Values& out) const {
-    CUTLASS_PRAGMA_UNROLL
+  DEVICE void rescale(Values& out) const {
+#pragma unroll
     for (int i = 0; i < size(out); ++i) out(i) *= factor[i / 2 % 2];
   }
 };
 
 // Takes the keys of a tile that a query does not see out of its scores.
 template <typename Work, typename Places, typename Values>
-CUTLASS_DEVICE void mask(typename Work::Params const& params, Work const& work, int tile, Places const& places, Values& scores) {
-  CUTLASS_PRAGMA_UNROLL
+DEVICE void mask(typename Work::Params const& params, Work const& work, int tile, Places const& places, Values& scores) {
+#pragma unroll
   for (int i = 0; i < size(scores); ++i) {
     int const row = get<0>(places(i)), key = get<1>(places(i));
     if (key >= work.visible(params, row) - tile * kTileKV) scores(i) = -INFINITY;
@@ -211,12 +211,12 @@ CUTLASS_DEVICE void mask(typename Work::Params const& params, Work const& work, 
 
 // Leaves a part's results for the tile's others; if all are there, merges them in their order. Warp by warp, since a row is one warp's.
 template <typename Values>
-CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
-  auto place = [&](int part) { return plan.parts + static_cast<int64_t>(item.first_part + part) * kPartFloats + thread; };
+DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
+  auto place = [&](int part) { return plan.parts + int64_t(item.first_part + part) * kPartFloats + thread; };
   float* const mine = place(item.part);
-  CUTLASS_PRAGMA_UNROLL
+#pragma unroll
   for (int i = 0; i < size(out); ++i) __stcg(mine + i * kComputeThreads, out(i));
-  CUTLASS_PRAGMA_UNROLL
+#pragma unroll
   for (int row = 0; row < 2; ++row) {
     __stcg(mine + (size(out) + row) * kComputeThreads, softmax.top[row]);
     __stcg(mine + (size(out) + 2 + row) * kComputeThreads, softmax.sum[row]);
@@ -232,13 +232,13 @@ CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softma
   if (__shfl_sync(~0u, arrived, 0) < item.num_parts) return false;
   __threadfence();
   clear(out);
-  CUTLASS_PRAGMA_UNROLL
+#pragma unroll
   for (int row = 0; row < 2; ++row) softmax.top[row] = kLowest, softmax.sum[row] = 0;
-  CUTLASS_PRAGMA_NO_UNROLL
+#pragma unroll 1
   for (int part = 0; part < item.num_parts; ++part) {  // other blocks made these: they are read past L1
     float const* const theirs = place(part);
     float weight[2];
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int row = 0; row < 2; ++row) {
       float const top = __ldcg(theirs + (size(out) + row) * kComputeThreads), sum = __ldcg(theirs + (size(out) + 2 + row) * kComputeThreads);
       float const next = fmaxf(softmax.top[row], top);
@@ -247,7 +247,7 @@ CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softma
       softmax.top[row] = next;
       softmax.sum[row] = softmax.sum[row] * softmax.factor[row] + sum * weight[row];
     }
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int i = 0; i < size(out); ++i) {
       out(i) = out(i) * softmax.factor[i / 2 % 2] + __ldcg(theirs + i * kComputeThreads) * weight[i / 2 % 2];
     }
@@ -257,11 +257,11 @@ CUTLASS_DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softma
 
 // Writes a tile of the output: pairs of values, divided by their row's sum.
 template <typename Work, typename Values>
-CUTLASS_DEVICE void store(typename Work::Params const& params, Work const& work, Softmax const& softmax, Values const& values, int thread) {
+DEVICE void store(typename Work::Params const& params, Work const& work, Softmax const& softmax, Values const& values, int thread) {
   auto places = MmaPV{}.get_slice(thread).partition_C(make_identity_tensor(Output{}));
   float const factor[2] = {1 / softmax.sum[0], 1 / softmax.sum[1]};
   __nv_bfloat16* const targets[2] = {work.place(params, get<0>(places(0))), work.place(params, get<0>(places(2)))};
-  CUTLASS_PRAGMA_UNROLL
+#pragma unroll
   for (int i = 0; i < size(values); i += 2) {
     if (targets[i / 2 % 2] == nullptr) continue;
     *reinterpret_cast<__nv_bfloat162*>(targets[i / 2 % 2] + get<1>(places(i))) =
@@ -271,7 +271,7 @@ CUTLASS_DEVICE void store(typename Work::Params const& params, Work const& work,
 
 // A group that computes: it turns the scores of a tile into weights while the tensor cores multiply those of the tile before by its values.
 template <typename Work>
-CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelines& pipelines) {
+DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelines& pipelines) {
   int const group = cutlass::canonical_warp_group_idx() - 1, thread = threadIdx.x - kGroupThreads;
   MmaQK mma_qk;
   MmaPV mma_pv;
@@ -313,7 +313,7 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
   };
   auto round_weights = [&] {
     auto pairs = recast<__nv_bfloat162>(weights);
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int i = 0; i < size(pairs); ++i) pairs(i) = __floats2bfloat162_rn(scores(2 * i), scores(2 * i + 1));
   };
 
@@ -370,9 +370,9 @@ CUTLASS_DEVICE void consume(typename Work::Params const& params, Shared& shared,
       softmax.rescale(out);
       round_weights();
     };
-    CUTLASS_PRAGMA_NO_UNROLL
+#pragma unroll 1
     while (tile > max(work.num_unmasked_tiles, work.first_tile)) advance(true_type{});
-    CUTLASS_PRAGMA_NO_UNROLL
+#pragma unroll 1
     while (tile > work.first_tile) advance(false_type{});
     release(pipelines.q, state_q);
     start_out();
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
 }
 
 // items (1 + n, 12) int32; the others have room for the plan's parts.
-inline Plan plan_of(ffi::TensorView items, ffi::TensorView parts, ffi::TensorView arrivals) {
+inline Plan plan_of(View items, View parts, View arrivals) {
   TVM_FFI_ICHECK(items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
   return {values_of<int4>(items), values_of<float>(parts), values_of<int>(arrivals)};
 }

@@ -25,15 +25,15 @@ struct Source {
 };
 
 // x (rows, heads, kHeadDim): strides of whole 16 bytes, values side by side. A copy takes a box.
-inline Source source_of(ffi::TensorView x, int box_heads, int box_rows) {
+inline Source source_of(View x, int box_heads, int box_rows) {
   TVM_FFI_ICHECK(x.size(2) == kHeadDim && x.stride(2) == 1);
   Source source;
-  cuuint64_t const shape[3] = {kHeadDim, static_cast<cuuint64_t>(x.size(1)), static_cast<cuuint64_t>(x.size(0))};
+  cuuint64_t const shape[3] = {kHeadDim, cuuint64_t(x.size(1)), cuuint64_t(x.size(0))};
   cuuint64_t const strides[2] = {x.stride(1) * sizeof(BFloat16), x.stride(0) * sizeof(BFloat16)};  // of heads and rows
   cuuint32_t const steps[3] = {1, 1, 1};
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     int const width = chunk == kChunks - 1 ? kLastBox : kChunk;
-    cuuint32_t const box[3] = {static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows)};
+    cuuint32_t const box[3] = {cuuint32_t(width), cuuint32_t(box_heads), cuuint32_t(box_rows)};
     CUresult const status = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
         &source.chunks[chunk], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, x.data_ptr(), shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

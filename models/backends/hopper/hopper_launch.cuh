@@ -8,7 +8,11 @@
 
 #include "tvm_ffi_utils.h"
 
+#define DEVICE __device__ __forceinline__
+
 namespace hopper {
+
+using View = ffi::TensorView;
 
 #ifdef HEAD_DIM
 constexpr int kHeadDim = HEAD_DIM;
@@ -18,7 +22,7 @@ static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of
 inline void check(cudaError_t status) { TVM_FFI_ICHECK(status == cudaSuccess) << "kernel: " << cudaGetErrorString(status); }
 
 template <typename T>
-T* values_of(ffi::TensorView x) {
+T* values_of(View x) {
   TVM_FFI_ICHECK(x.IsContiguous());
   return static_cast<T*>(x.data_ptr());
 }
@@ -27,36 +31,36 @@ T* values_of(ffi::TensorView x) {
 // `cluster` neighbours along x run at once and reach each other's shared memory.
 template <typename Params>
 void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device, int cluster = 1) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(num_bytes)));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(num_bytes)));
   if (cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
   cudaLaunchConfig_t const config{grid, dim3(num_threads), num_bytes, get_stream(device), attributes, cluster > 1 ? 2u : 1u};
   check(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-__device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // c (16, 8) += a (16, 16) b (16, 8). The first two of a thread's values of c are of row lane / 4, the others 8 below.
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+DEVICE void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+DEVICE uint32_t pack(float low, float high) {
   __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t const*>(&pair);
 }
 
 // The maximum or the sum over lanes that lie kFirst, 2 kFirst, ... up to kEnd / 2 apart.
 template <int kFirst, int kEnd, bool kMaximum>
-__device__ __forceinline__ float over_lanes(float value) {
+DEVICE float over_lanes(float value) {
 #pragma unroll
   for (int distance = kFirst; distance < kEnd; distance *= 2) {
     float const other = __shfl_xor_sync(~0u, value, distance);

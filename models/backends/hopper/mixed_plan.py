@@ -1,4 +1,4 @@
-"""How the attention of prompts and that of single tokens share a device's multiprocessors, side by side."""
+"""How attention of prompts and of decode rows share the multiprocessors."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from models.batch import AttentionLayout
 
 
 def prefill_blocks(layout: AttentionLayout, tiles: Int32s, kv_heads: int, tile_keys: int, num_blocks: int) -> int:
-    """How many of `num_blocks`, one on each multiprocessor, compute the prefill rows, whose tiles `plan_items` gets, so that both parts are
-    done soonest; all of them if the decode rows might as well come behind."""
+    """How many of `num_blocks`, one on each multiprocessor, compute the prefill rows, so that both parts are done soonest; all of them if
+    the decode rows might as well come behind."""
     costs = -(-tiles[:, 3] // tile_keys) + TILES_TO_START
     if not len(costs):
         return num_blocks

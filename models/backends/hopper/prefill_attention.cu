@@ -18,35 +18,35 @@ struct Work : Item {
     Plan plan;
     int const* pages;
     int log2_group;  // of the query heads of a KV head
-    int num_heads;   // of queries
+    int num_heads;  // of queries
     int log2_page, box_rows;  // tokens of a page, and of a copy
     float scale_log2;
   };
 
   int num_groups, num_unmasked_tiles;
 
-  CUTLASS_DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
+  DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
     num_groups = ((num_tokens << params.log2_group) + 63) / 64;
     num_unmasked_tiles = visible(params, 0) / kTileKV;
   }
 
   // Of tokens behind the tile's last one, too: their results are thrown away.
-  CUTLASS_DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
+  DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
 
-  CUTLASS_DEVICE __nv_bfloat16* place(Params const& params, int row) const {
+  DEVICE __nv_bfloat16* place(Params const& params, int row) const {
     int const token = row >> params.log2_group, member = row - (token << params.log2_group);
     if (token >= num_tokens) return nullptr;
-    return params.out + (static_cast<int64_t>(first_token + token) * params.num_heads + (head << params.log2_group) + member) * kHeadDim;
+    return params.out + (int64_t(first_token + token) * params.num_heads + (head << params.log2_group) + member) * kHeadDim;
   }
 
   // Where a key lies in the pool. Keys behind the end are masked, and are read from the row's last page.
-  CUTLASS_DEVICE int slot(Params const& params, int key) const {
+  DEVICE int slot(Params const& params, int key) const {
     int const page = min(key, end - 1) >> params.log2_page;
     return (__ldg(params.pages + first_key + page) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
   }
 
   // One warp copies keys and queries, another values: each is as far ahead as its pipeline has room.
-  CUTLASS_DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
+  DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
       auto state_q = cutlass::make_producer_start_state<PipelineQ>();
@@ -60,7 +60,7 @@ struct Work : Item {
 
   // Keys or values of all of the block's items. One lane calls `then` when an item's first tile is on its way.
   template <typename Then>
-  CUTLASS_DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
+  DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
     int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // of a tile, where this lane's box begins
     auto state = cutlass::make_producer_start_state<PipelineKV>();
     for (int number = blockIdx.x, total = params.plan.num_items(); number < total; number += params.plan.num_blocks()) {
@@ -68,13 +68,13 @@ struct Work : Item {
       if (work.end_tile == 0) break;
       int const last = work.end_tile - 1;
       int slot = work.slot(params, last * kTileKV + row);
-      CUTLASS_PRAGMA_NO_UNROLL
+#pragma unroll 1
       for (int tile = last; tile >= work.first_tile; --tile) {
         int const next_slot = work.slot(params, max(tile - 1, work.first_tile) * kTileKV + row);
         if (lane == 0) pipeline.producer_acquire(state);
         __syncwarp();
         if (row < kTileKV) {
-          CUTLASS_PRAGMA_UNROLL
+#pragma unroll
           for (int chunk = 0; chunk < kChunks; ++chunk) {
             copy(pipeline, state, source, chunk, stages + ((state.index() * kChunks + chunk) * kTileKV + row) * kChunk, work.head, slot);
           }
@@ -88,17 +88,17 @@ struct Work : Item {
 };
 
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; pages int32; the plan: see `tile_plan.py`.
-void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
-         ffi::TensorView arrivals, ffi::TensorView pages, int64_t page_size, int64_t num_blocks, double scale) {
-  int const group = static_cast<int>(q.size(1) / k.size(1));
+void run(View q, View k, View v, View out, View items, View parts,
+         View arrivals, View pages, int64_t page_size, int64_t num_blocks, double scale) {
+  int const group = int(q.size(1) / k.size(1));
   TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kTileQ % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
-  int const box_rows = static_cast<int>(std::min<int64_t>(page_size, kTileKV));
+  int const box_rows = int(std::min<int64_t>(page_size, kTileKV));
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows),
                             values_of<__nv_bfloat16>(out), plan_of(items, parts, arrivals), values_of<int>(pages), log2_of(group),
-                            static_cast<int>(q.size(1)), log2_of(page_size), box_rows, static_cast<float>(scale * M_LOG2E)};
-  launch<Work>(params, static_cast<int>(num_blocks), q.device());
+                            int(q.size(1)), log2_of(page_size), box_rows, float(scale * M_LOG2E)};
+  launch<Work>(params, int(num_blocks), q.device());
 }
 
 }  // namespace prefill

@@ -43,8 +43,7 @@ class PrefillAttention:
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int) -> Callable[..., "PrefillAttention"]:
-        """Makes backends by `num_tokens` and `num_rows` that share their memory on one stream. ValueError for heads, pages or values that
-        the kernel does not know."""
+        """Makes backends by `num_tokens` and `num_rows` that share memory on one stream. ValueError for what the kernel does not know."""
         k_pool = pools[0][0]
         _, page_size, kv_heads, head_dim = k_pool.shape
         if num_heads // kv_heads not in GROUPS or num_heads % kv_heads or k_pool.dtype != torch.bfloat16:
@@ -72,7 +71,6 @@ class PrefillAttention:
         self._pages = pages
 
     def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor) -> None:
-        """As `AttentionBackend.run`, for a result whose place is known."""
         keys, values = self._slots[layer]
         plan = self._items, self._memory.parts, self._memory.arrivals, self._pages
         self._kernel.run(q_THK, keys, values, out_THK, *plan, self._page_size, self._num_blocks, self._scale)

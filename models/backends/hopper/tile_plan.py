@@ -1,5 +1,5 @@
-"""How tiles of queries are dealt to the blocks of `hopper_attention.cuh`. Blocks compute them round by round; the few tiles of the last
-round are cut along their keys, so that no block waits."""
+"""How tiles of queries are dealt to the blocks of `hopper_attention.cuh`: round by round; those of the last round are cut along their keys,
+so that no block waits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ MAX_TURNS = 4  # of a block with parts: rounds that cutting adds, at most
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """What kernels share that follow each other on one stream. Arrivals are zero before and after. `kernel`: what load_kernel gave."""
+    """Shared by kernels on one stream. Arrivals are zero before and after."""
 
     parts: torch.Tensor
     arrivals: torch.Tensor
@@ -58,12 +58,11 @@ def plan_items(tiles: Int32s, num_heads: int, tile_keys: int, num_blocks: int) -
 
 
 def num_blocks_of(items: Int32s) -> int:
-    """For how many blocks they were planned."""
     return int(items[0, 1])
 
 
 def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
-    """So many items have at most `num_tiles` tiles of each head on at most `num_blocks` blocks."""
+    """For at most `num_tiles` tiles of each head on at most `num_blocks` blocks."""
     return num_tiles * num_heads + MAX_TURNS * num_blocks
 
 

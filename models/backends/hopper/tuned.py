@@ -1,13 +1,11 @@
-"""Numbers of this backend that were measured, in one place: on an H200, at the widths of the 8B model, with heads of 128 values."""
+"""Measured numbers: on an H200, at the widths of the 8B model, with heads of 128 values."""
 
 from typing import NamedTuple
 
 from models.step_sizes import StepSizes
 
-# A matrix product loses up to a tenth at some numbers of rows, where its tiles do not fit them or cuBLAS chooses badly: 416 rows take
-# longer than 440. These lose little on an H200, at the widths of the 8B model. Products of 208 tokens take a fifth longer than those of 64.
-# The host launches a layer in 0.4 to 0.5 ms. Where the device takes as long, a step begins with waits for the host all the same: a layer of
-# 8B, 193 million parameters, takes 0.64 ms for 1,138 tokens in a graph and 0.68 without.
+# A product loses up to a tenth at some numbers of rows, where its tiles do not fit or cuBLAS chooses badly; these lose little.
+# `launch_work`: the host launches a layer in 0.4 to 0.5 ms, which even a step that takes as long on the device waits for.
 STEP_SIZES = StepSizes(
     mixed=(104, 128, 160, 208, 216, 256, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024),
     cheap=208,
@@ -28,10 +26,10 @@ MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens fa
 
 # Tiles of queries, in tiles of keys.
 TILES_TO_START = 7  # that an item takes longer than its tiles
-TILES_TO_MERGE = 7  # after the last part of a tile: so many that cuts pay. With 3, 192 tokens beside 20 decodes took 40 us, not 35
+TILES_TO_MERGE = 7  # after the last part of a tile
 
 # While prompts and decode rows are computed side by side.
-KEYS_PER_TILE = 97  # of one KV head: while a block multiplies a tile by its keys, a multiprocessor reads as many for decode rows
+KEYS_PER_TILE = 97  # of one KV head, read for decode rows while a block multiplies a tile
 ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
 MANY = 4  # items of a block: dealt by cost, they come out even
 
@@ -49,7 +47,7 @@ WHOLE_GPU = 114  # multiprocessors of an H100 that is not shared out: larger clu
 
 
 def fused_cluster(kv_heads: int, group: int) -> Cluster:
-    """For so many KV heads, each of a group of query heads. Sixteen query heads fill so many registers that a block has 8 warps."""
+    """Sixteen query heads fill so many registers that a block has 8 warps."""
     if group <= 8 and kv_heads > 2:
         return Cluster(8, 8 if kv_heads > 4 else 16)
     return Cluster(16, 8)

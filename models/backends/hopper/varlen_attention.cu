@@ -19,19 +19,19 @@ struct Work : Item {
 
   int num_groups, num_unmasked_tiles;
 
-  CUTLASS_DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
+  DEVICE Work(Params const& params, int number) : Item(params.plan.items, number) {
     num_groups = (num_tokens + 63) / 64;
     num_unmasked_tiles = end / kTileKV;
   }
 
-  CUTLASS_DEVICE int visible(Params const&, int) const { return end; }
+  DEVICE int visible(Params const&, int) const { return end; }
 
-  CUTLASS_DEVICE __nv_bfloat16* place(Params const& params, int row) const {
+  DEVICE __nv_bfloat16* place(Params const& params, int row) const {
     return row < num_tokens ? params.out + (first_token + row) * params.out_stride + head * kHeadDim : nullptr;
   }
 
   // Keys are one tile ahead of values, as their products are.
-  CUTLASS_DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
+  DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
     if (cutlass::canonical_warp_idx_sync() != 0 || !elect_one_sync()) return;
     auto state_q = cutlass::make_producer_start_state<PipelineQ>();
     auto state_k = cutlass::make_producer_start_state<PipelineKV>(), state_v = state_k;
@@ -52,14 +52,14 @@ struct Work : Item {
 };
 
 // q, k, v (P, H, HEAD_DIM) bfloat16: strides of whole 16 bytes, values side by side. out (P, H * HEAD_DIM). The plan: see `tile_plan.py`.
-void run(ffi::TensorView q, ffi::TensorView k, ffi::TensorView v, ffi::TensorView out, ffi::TensorView items, ffi::TensorView parts,
-         ffi::TensorView arrivals, int64_t num_blocks, double scale) {
+void run(View q, View k, View v, View out, View items, View parts,
+         View arrivals, int64_t num_blocks, double scale) {
   TVM_FFI_ICHECK(out.size(1) == q.size(1) * kHeadDim && out.stride(1) == 1);
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Work::Params const params{source_of(q, 1, kTileQ), source_of(k, 1, kTileKV), source_of(v, 1, kTileKV),
                             static_cast<__nv_bfloat16*>(out.data_ptr()), out.stride(0), plan_of(items, parts, arrivals),
-                            static_cast<float>(scale * M_LOG2E)};
-  launch<Work>(params, static_cast<int>(num_blocks), q.device());
+                            float(scale * M_LOG2E)};
+  launch<Work>(params, int(num_blocks), q.device());
 }
 
 }  // namespace segments

@@ -18,7 +18,7 @@ MAX_CACHED_PLANS = 128  # of 20 to 400 kB each; the device waits while one is ma
 
 
 class HopperVarlen:
-    """See `VarlenAttention`. Any mix of lengths is one launch; nothing is compiled or searched for a new length."""
+    """See `VarlenAttention`. Any mix of lengths is one launch."""
 
     def __init__(self, num_heads: int, head_dim: int, device: torch.device) -> None:
         self._num_heads, self._num_blocks = num_heads, num_multiprocessors(device)
@@ -41,7 +41,6 @@ class HopperVarlen:
         self._items[: len(staged)].copy_(staged, non_blocking=True)  # torch reuses pinned memory only when its copy is done
 
     def _stage_items(self, lengths: tuple[int, ...]) -> torch.Tensor:
-        """The plan, in pinned memory."""
         tiles = varlen_tiles(np.asarray(lengths), self._kernel.tile_rows())
         return torch.from_numpy(plan_items(tiles, self._num_heads, self._kernel.tile_keys(), self._num_blocks)).pin_memory()
 

@@ -20,7 +20,7 @@ from models.backends.portable.launch import early_launch
 BLOCK = 256  # messages of a program
 MAX_PROGRAMS = 512  # of an exchange: all of them are on a device at once, since each waits for the same one of the other ranks
 MAX_WORDS = BLOCK * MAX_PROGRAMS
-QUICK_POLLS = tl.constexpr(32)  # some 20 us; who is still waited for is at something long
+QUICK_POLLS = tl.constexpr(32)  # some 20 us
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
 
 @triton.jit
 def _place(epoch: tensor, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr) -> tensor:
-    """Where in an inbox this program's messages of rank 0 are; those of the others lie behind."""
+    """Where this program's messages of rank 0 are; those of the others follow."""
     return (((epoch & 1) * PROGRAMS + tl.program_id(0)) * SIZE).to(tl.int64) * BLOCK
 
 
@@ -55,7 +55,7 @@ def _receive(
     source: constexpr, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
     NAPS: constexpr,
 ) -> tensor:  # fmt: skip
-    """BLOCK messages that `source` has sent, or is about to send."""
+    """BLOCK messages of `source`."""
     place = inboxes[RANK] + _place(epoch, SIZE, PROGRAMS, BLOCK) + source * BLOCK + tl.arange(0, BLOCK)
     message = tl.load(place, volatile=True)
     polls = 0
@@ -73,10 +73,8 @@ def _sum(
     stream: tensor, parts: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, ADD: constexpr, PARTS: constexpr, RANK: constexpr,
     SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: BLOCK pairs of values of the stream, to which the sum over PARTS and ranks is added, or by which they are replaced.
-
-    Each rank's sum is rounded to bfloat16; every rank adds all of them in the same order, so all have the same bits.
-    """
+    """One program: BLOCK pairs of values of the stream, which the sum over PARTS and ranks is added to or replaces. Each rank's is rounded
+    to bfloat16; all add them in the same order, so all have the same bits."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
     epoch = _begin(epochs, OVERLAP)
@@ -133,7 +131,7 @@ def _gather(
 
 
 class TritonExchange:
-    """See `models.parallel.Exchange`. All ranks call the same methods with the same sizes, on one stream."""
+    """See `models.parallel.Exchange`: the same calls on all ranks, on one stream."""
 
     max_bytes = 4 * MAX_WORDS
 

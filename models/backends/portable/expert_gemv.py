@@ -1,4 +1,4 @@
-"""Triton kernels for a single token: its experts' matrices in bfloat16 times vectors, with SwiGLU and residual. As `gemv`."""
+"""As `gemv`, for the bfloat16 matrices of a single token's experts."""
 
 import math
 
@@ -18,7 +18,7 @@ def _fetch(
     matrices: tensor, chosen: tensor, index: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
     BLOCK: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """The `index`-th ROWS rows of the chosen experts' gates and other factors, zeros of experts that are not ours and behind the last."""
+    """The `index`-th ROWS rows of the chosen gates and other factors, zeros of experts that are not ours."""
     PIECES: tl.constexpr = INNER // ROWS
     slot, row, column = index // PIECES, index % PIECES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     expert = tl.where(slot < CHOSEN, tl.load(chosen + tl.minimum(slot, CHOSEN - 1)), -1)
@@ -32,7 +32,7 @@ def _gate_up(
     x: tensor, matrices: tensor, chosen: tensor, inner: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
     BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: every num_programs-th ROWS values of the chosen experts' SwiGLU. The next weights come while the last are multiplied."""
+    """One program: every num_programs-th ROWS values of the experts' SwiGLU."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -62,10 +62,8 @@ def _down(
     inner: tensor, matrices: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr,
     ROWS: constexpr, BLOCK: constexpr, AHEAD: constexpr, ADD: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: ROWS of the WIDTH values that all chosen experts of ours give, by the router's weights.
-
-    The weights of AHEAD choices are under way: the first before the kernel ahead, which alone writes `inner`, has ended.
-    """
+    """One program: ROWS of the WIDTH values that all chosen experts of ours give, by the router's weights. Those of AHEAD choices are under
+    way, the first before the kernel ahead, which alone writes `inner`, has ended."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     fetched = ()
     for k in tl.static_range(AHEAD):
@@ -88,7 +86,7 @@ def _down(
 
 
 def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(K, I): silu(gate) * up of a token's chosen experts, by rows of `gate_up` as `Experts` says. Those at a choice of -1 are void."""
+    """(K, I): silu(gate) * up of a token's chosen experts; void at a choice of -1."""
     inner, width, chosen = len(gate_up) // num_experts // 2, gate_up.shape[1], len(chosen_K)
     inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, triton.next_power_of_2(width)
     rows = math.gcd(inner, max(1, tiles.up_values // (2 * block)))

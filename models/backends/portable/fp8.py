@@ -1,5 +1,4 @@
-"""Triton kernel: tokens times a float8 matrix in scaled blocks. Up to 128 tokens are bound by memory; for up to 64 cuBLAS takes up to
-twice as long."""
+"""Triton kernel: tokens times a float8 matrix in scaled blocks."""
 
 import math
 
@@ -24,7 +23,7 @@ def _multiply(
     OUT: constexpr, WIDTH: constexpr, PADDED: constexpr, BLOCKS: constexpr, ROWS: constexpr, TOKENS: constexpr, STAGES: constexpr,
     OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, as far as the j-th BLOCKS blocks of 128 inputs contribute."""
+    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, over the j-th BLOCKS blocks of 128 inputs."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     first = tl.program_id(1) * BLOCKS
@@ -44,14 +43,14 @@ def _multiply(
 
 
 def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """x @ weight.T as `dtype`, for at least one token."""
+    """x @ weight.T for at least one token."""
     out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
     _launch(x_TK, weight_NK, out_TN[None])
     return out_TN
 
 
 def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-    """(S, T, N) float32, which are to be added up: each has a share of the inputs."""
+    """(S, T, N) float32, whose sum over S is the product."""
     num_parts = math.gcd(SPLITS, x_TK.padded.shape[1] // BLOCK)
     parts_STN = x_TK.padded.new_empty((num_parts, len(x_TK), len(weight_NK)), dtype=torch.float32)
     _launch(x_TK, weight_NK, parts_STN)

@@ -1,4 +1,4 @@
-"""Triton kernel for a single token: matrix times vector, with norm, SwiGLU and residual. Bound by memory; arithmetic is float32."""
+"""Triton kernel: matrix times a single token, with norm, SwiGLU and residual. Arithmetic is float32."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
 @triton.jit
 def _fetch(place: tensor, row: tensor, column: tensor, OUT: constexpr, WIDTH: constexpr) -> tensor:
     """Weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
-    return tl.load(place, mask=(row < OUT)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return tl.load(place, (row < OUT)[:, None] & (column < WIDTH)[None, :], 0.0)
 
 
 @triton.jit
@@ -23,11 +23,11 @@ def _norm(
     value: tensor, weight: tensor, normed: tensor, eps: tensor, column: tensor, WIDTH: constexpr, KEPT: constexpr,
 ) -> tensor:  # fmt: skip
     """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
-    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
     if KEPT:
         kept = value.to(normed.dtype.element_ty)
         if tl.program_id(0) == 0:
-            tl.store(normed + column, kept, mask=column < WIDTH)
+            tl.store(normed + column, kept, column < WIDTH)
         value = kept.to(tl.float32)
     return value
 
@@ -38,10 +38,8 @@ def _gemv(
     NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
     BLOCKS: constexpr,
 ) -> None:  # fmt: skip
-    """One program: every num_programs-th group of ROWS values of the result; the vector stays in registers if it is one block wide.
-
-    The next weights are under way while the last are multiplied, the first before the kernel ahead has ended: nobody writes them.
-    """
+    """One program: every num_programs-th group of ROWS values. The next weights are under way while the last are multiplied, the first
+    before the kernel ahead has ended: nobody writes them."""
     column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -52,7 +50,7 @@ def _gemv(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    value = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
     if NORM:
         value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)
     for _ in range(tl.program_id(0) * ROWS, OUT, step):
@@ -69,15 +67,15 @@ def _gemv(
                 next_up = _fetch(place + OUT * WIDTH, coming, column, OUT, WIDTH)
             total += gate.to(tl.float32) * value[None, :]
             if BLOCKS > 1:
-                value = tl.load(x + first + column, mask=first + column < WIDTH, other=0.0).to(tl.float32)
+                value = tl.load(x + first + column, first + column < WIDTH, 0.0).to(tl.float32)
             gate = next_gate
         result = tl.sum(total, 1)
         if GATED:
             result = result / (1 + tl.exp(-result)) * tl.sum(up.to(tl.float32) * value[None, :], 1)
             up = next_up
         if ADD:
-            result += tl.load(out + row, mask=row < OUT, other=0.0).to(tl.float32)
-        tl.store(out + row, result.to(out.dtype.element_ty), mask=row < OUT)
+            result += tl.load(out + row, row < OUT, 0.0).to(tl.float32)
+        tl.store(out + row, result.to(out.dtype.element_ty), row < OUT)
         row += step
 
 
@@ -90,10 +88,7 @@ def gemv(
     adds: bool = False,
     normed_1D: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(x) @ weight.T for one token into `out_1N`, or added to it; if `gated`, silu(g) * u of its halves g and u.
-
-    norm(x) is left in `normed_1D`, where that is given. A norm and a gate need the whole vector at once.
-    """
+    """norm(x) @ weight.T into `out_1N`, or added to it; if `gated`, silu(g) * u of its halves g and u. norm(x) is left in `normed_1D`."""
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated

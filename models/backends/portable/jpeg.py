@@ -42,7 +42,7 @@ class NvImageCodecDecoder:
 
 
 def pick_jpeg_decoder(name: str, num_threads: int, device: torch.device) -> JpegDecoder:
-    """`name` as `--jpeg-decoder`: auto is nvImageCodec if it is installed, else Pillow's threads. ValueError if it is named and missing."""
+    """`name` as `--jpeg-decoder`. ValueError for nvImageCodec if it is missing."""
     is_installed = has_jpeg_decoder()
     if name == "nvimgcodec" and not is_installed:
         raise ValueError('--jpeg-decoder nvimgcodec needs its package: pip install -e ".[cuda]"')

@@ -14,7 +14,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def early_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Options of a kernel with a parameter OVERLAP: from 9.0 on it starts while the kernel before it ends, and waits for it by itself."""
+    """Options of a kernel that, with OVERLAP, waits for the kernel before it by itself."""
     return {"OVERLAP": True, "launch_pdl": True} if capability_of(x.device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
 
 

@@ -1,7 +1,6 @@
-"""Triton kernels of a mixture of SwiGLU experts: products of tokens with the matrices of those that `routing` chose.
+"""Triton kernels of a mixture of SwiGLU experts that `routing` chose. A choice (slot) is token * CHOSEN + k: the token's k-th best expert.
 
-Programs for few tokens look through all choices for those of their expert: only chosen experts are read, once. Many choices are sorted. A
-choice (slot) is token * CHOSEN + k: the token's k-th best expert. Nothing waits for the host.
+Programs for few tokens look through all choices for those of their expert; many choices are sorted. Nothing waits for the host.
 """
 
 import math
@@ -34,7 +33,7 @@ def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tens
 
 @triton.jit
 def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
-    """The scale at `place`; if there is a DISTANCE, every other column has the one that lies so far behind it."""
+    """The scale at `place`; every other column has the one DISTANCE behind, if there is one."""
     scale = tl.load(place)
     if DISTANCE:
         scale = tl.where(column % 2 == 0, scale, tl.load(place + DISTANCE))
@@ -50,9 +49,8 @@ def _multiply(
 ) -> None:  # fmt: skip
     """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
 
-    GATED: of tokens, with rows of gate and other factor in turn, so that pairs lie side by side; stores the SwiGLU of each choice.
-    Otherwise of such values: each row, times the router's weight, is a part of its token's addends. TURNED: ROWS are the columns of the
-    hardware's product.
+    GATED: of tokens, with rows of gate and other factor in turn; stores the SwiGLU of each choice. Otherwise of such values, times the
+    router's weight: parts of a token's addends. TURNED: ROWS are the columns of the hardware's product.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     source, row, first = slot, column, tile * COLUMNS
@@ -125,7 +123,7 @@ def _multiply_experts(
 
 
 def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
-    """(K, T, D) in x's dtype: see `Ops`; `logits_TE` are the router's. For contiguous tensors with at least one token."""
+    """(K, T, D): see `Ops`; `logits_TE` are the router's. At least one token."""
     num_tokens, width = x_TD.shape
     tiles = expert_tiles(num_tokens, isinstance(experts.gate_up, BlockScaled), capability_of(x_TD.device))
     parts_KTD = x_TD.new_empty((experts.num_chosen, num_tokens, width))
@@ -137,7 +135,7 @@ def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts,
 
 
 def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
-    """`_multiply` for every choice: x are tokens if it `is_gated`, else values of each choice."""
+    """x are tokens if it `is_gated`, else values of each choice."""
     (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
     rows_out = len(weight) // choices.num_experts
     values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)

@@ -22,7 +22,7 @@ Single = tuple[Callable[..., torch.Tensor], torch.Tensor, Norm | None]  # a GEMV
 
 
 class ExpertGemv(Protocol):
-    """A single token's products with its experts: what `expert_gemv` does for bfloat16."""
+    """A single token's products with its experts."""
 
     def expert_swiglu(self, x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor: ...
 
@@ -32,7 +32,7 @@ class ExpertGemv(Protocol):
 
 
 class SingleFloat8(ExpertGemv, Protocol):
-    """The same, and what `gemv` does, for float8 matrices: a module of another backend."""
+    """The same, and `gemv`, for float8 matrices."""
 
     MAX_NORMED: int  # values of a token that is normalised
     MAX_CHOSEN: int  # experts of a token
@@ -43,7 +43,7 @@ class SingleFloat8(ExpertGemv, Protocol):
 
 
 def single_of(x_TD: Normed) -> tuple[torch.Tensor, Norm] | None:
-    """The stream and its norm, if it has one token and lacks at most one addend: a norm of its own adds up many at once."""
+    """The stream and its norm, if it has one token and lacks at most one addend."""
     residual = x_TD.residual
     if len(residual.sum_TD) > 1 or (residual.parts_STD is not None and len(residual.parts_STD) > 1):
         return None
@@ -53,8 +53,8 @@ def single_of(x_TD: Normed) -> tuple[torch.Tensor, Norm] | None:
 
 
 class TritonOps:
-    """See `Ops`. For bfloat16 and contiguous tensors. Products of up to `split_tokens` tokens that join the residual are cut along the
-    inner dimension: they have few tiles."""
+    """See `Ops`. For bfloat16 and contiguous tensors. Products of up to `split_tokens` tokens that join the residual have few tiles: they
+    are cut along the inner dimension."""
 
     def __init__(
         self,
@@ -130,7 +130,6 @@ class TritonOps:
         return out_1D[None] if stream_TD is None else None
 
     def _single(self, x_TX: Activation, weight: Weight) -> Single | None:
-        """What multiplies a single token; None for more of them."""
         product: Callable[..., torch.Tensor] = gemv
         if isinstance(weight, BlockScaled):
             own = self._single_float8
@@ -146,7 +145,7 @@ class TritonOps:
         return self.norm(x_TX) if isinstance(x_TX, Normed) else x_TX
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        # GEMM, bias and tanh-GELU in one kernel. On CUDA this op's GELU is the tanh one, on a CPU it would be the exact one.
+        # One kernel. On CUDA this GELU is the tanh one, on a CPU it would be the exact one.
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
     def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Causal attention over paged keys and values in Triton, for chunks of prompts and decode rows: a program computes a unit of
-`models.attention.units`; a second kernel merges the parts of a group."""
+"""Causal attention over paged keys and values in Triton: a program computes a unit of `models.attention.units`; a second kernel merges the
+parts of a group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def _scores_update(
     q: tensor, k: tensor, v: tensor, keep: tensor, largest: tensor, total: tensor, out: tensor, scale: tensor, MASKED: constexpr,
     EXACT: constexpr,
 ) -> tuple[tensor, tensor, tensor]:  # fmt: skip
-    """One step of the online softmax, in powers of two."""
+    """Online softmax in powers of two."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else None) * scale
     if MASKED:
         scores = tl.where(keep, scores, -float("inf"))
@@ -58,7 +58,7 @@ def _attend(
     token = row // GROUP
     inside = token < num_tokens
     place = ((first + token).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
-    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + place, inside[:, None], 0.0)
     is_last = number - first_part == parts - 1
     end = tl.where(is_last & inside, stop - (num_tokens - 1 - token), stop)  # of each row's keys
     whole = tl.where(is_last, tl.maximum(stop - (num_tokens - 1), start), stop)  # up to here every row takes every key
@@ -75,16 +75,16 @@ def _attend(
         )
     for at in tl.range(whole, stop, KEYS, num_stages=1):
         index = at + key
-        slot = tl.load(pages + page_offset + index // PAGE, mask=index < stop, other=0).to(tl.int64) * PAGE + index % PAGE
+        slot = tl.load(pages + page_offset + index // PAGE, index < stop, 0).to(tl.int64) * PAGE + index % PAGE
         cached = (slot * KV_HEADS + kv_head)[:, None] * DIM + dim[None, :]
         there = (index < stop)[:, None]
         largest, total, result = _scores_update(
-            queries, tl.load(k + cached, mask=there, other=0.0), tl.load(v + cached, mask=there, other=0.0),
+            queries, tl.load(k + cached, there, 0.0), tl.load(v + cached, there, 0.0),
             index[None, :] < end[:, None], largest, total, result, scale, True, EXACT,
         )  # fmt: skip
     result = result / total[:, None]
     if parts == 1:
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside[:, None])
+        tl.store(out + place, result.to(out.dtype.element_ty), inside[:, None])
     else:
         line = (number.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
         tl.store(partials + line[:, None] * DIM + dim[None, :], result)
@@ -115,12 +115,12 @@ def _merge(
         total, largest = total * shrink + share, new_largest
     token = row // GROUP
     place = ((first + token).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
-    tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=(token < num_tokens)[:, None])
+    tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), (token < num_tokens)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Results of groups in several parts, shared by all whose runs follow each other on one stream."""
+    """Results of groups in several parts, shared on one stream."""
 
     partials: torch.Tensor  # (units, KV heads, rows, K) float32
     sums: torch.Tensor  # (units, KV heads, rows) float32: logarithms (base 2) of the parts' sums
@@ -245,7 +245,7 @@ def fixed_attention_factory(
 
 
 def _whole_units(groups: Int32s) -> Int32s:
-    """Each group a unit with all of its keys, longest first."""
+    """Each group a unit, longest first."""
     number = np.arange(len(groups), dtype=np.int32)
     zeros, ones = np.zeros_like(number), np.ones_like(number)
     units = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)

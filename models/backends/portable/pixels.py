@@ -1,5 +1,4 @@
-"""Triton kernels of the preprocessing: resampling of one axis in Pillow's fixed-point arithmetic, to pixels or to patches. No size is a
-compile-time constant: a new one costs no compilation."""
+"""Triton kernels that resample one axis in Pillow's fixed-point arithmetic. No size is a compile-time constant."""
 
 import torch
 import triton
@@ -17,11 +16,11 @@ def _weigh(
     source: tensor, position: tensor, step: tensor, tap: tensor, limit: tensor, weights: tensor, row: tensor, taps: tensor, BITS: constexpr,
     mask: tensor,
 ) -> tensor:  # fmt: skip
-    """The resampled values, 0 to 255: taps `tap ...` of `limit`, found at `position`, `position + step`, ..., with weights of a row."""
+    """Values of 0 to 255 from taps `tap ...` of `limit`, at `position`, `position + step`, ..."""
     total = tl.full(position.shape, 1 << (BITS - 1), tl.int32)
     for t in range(taps):
         inside = mask & (tap + t < limit)
-        total += tl.load(source + position + t * step, mask=inside, other=0).to(tl.int32) * tl.load(weights + row * taps + t, mask=mask)
+        total += tl.load(source + position + t * step, inside, 0).to(tl.int32) * tl.load(weights + row * taps + t, mask)
     return tl.minimum(tl.maximum(total >> BITS, 0), 255)
 
 
@@ -34,10 +33,10 @@ def _resample(
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = n < count
     row = (n // inner) % new
-    tap = tl.load(first + row, mask=mask, other=0)
+    tap = tl.load(first + row, mask, 0)
     position = (n // inner // new * old + tap) * inner + n % inner
     value = _weigh(source, position, inner, tap, old, weights, row, taps, BITS, mask)
-    tl.store(target + n, value.to(tl.uint8), mask=mask)
+    tl.store(target + n, value.to(tl.uint8), mask)
 
 
 @triton.jit(do_not_specialize=["count", "height", "width", "columns", "taps"])
@@ -46,7 +45,7 @@ def _resample_to_patches(
     taps: tensor, AXIS: constexpr, PATCH: constexpr, MERGE: constexpr, BITS: constexpr, CHANNELS: constexpr, OFFSET: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """One program: BLOCK neighbouring values of the patches, each looked up in the (height, width, CHANNELS) source."""
+    """One program: BLOCK neighbouring values of the patches."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = n < count
     patch, within = n // (CHANNELS * PATCH * PATCH), n % (CHANNELS * PATCH * PATCH)
@@ -56,18 +55,17 @@ def _resample_to_patches(
     x = ((block % blocks_per_row) * MERGE + corner % MERGE) * PATCH + within % PATCH
     channel = within // (PATCH * PATCH)
     if AXIS == 0:
-        tap = tl.load(first + y, mask=mask, other=0)
+        tap = tl.load(first + y, mask, 0)
         position = (tap.to(tl.int64) * width + x) * CHANNELS + channel
         value = _weigh(source, position, width * CHANNELS, tap, height, weights, y, taps, BITS, mask)
     else:
-        tap = tl.load(first + x, mask=mask, other=0)
+        tap = tl.load(first + x, mask, 0)
         position = (y * width + tap) * CHANNELS + channel
         value = _weigh(source, position, CHANNELS, tap, width, weights, x, taps, BITS, mask)
-    tl.store(target + n, (value - OFFSET).to(target.dtype.element_ty), mask=mask)
+    tl.store(target + n, (value - OFFSET).to(target.dtype.element_ty), mask)
 
 
 def resample(image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
-    """As `Ops.resample`."""
     image_HWC = image_HWC.contiguous()
     shape = list(image_HWC.shape)
     old, new = shape[axis], len(taps.first)
@@ -81,7 +79,6 @@ def resample(image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
 
 
 def resample_to_patches_(image_HWC: torch.Tensor, axis: int, taps: Taps, patch_size: int, merge_size: int, out_PX: torch.Tensor) -> None:
-    """As `Ops.resample_to_patches_`."""
     image_HWC = image_HWC.contiguous()
     height, width, channels = image_HWC.shape
     assert channels == CHANNELS and out_PX.is_contiguous()

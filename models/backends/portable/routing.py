@@ -1,5 +1,5 @@
-"""Triton kernels of a mixture's router: which experts a token goes to, and with which weights. Many choices are sorted by expert into
-tiles, with atomic counts: their order within an expert may differ, which alters no row. A choice (slot): see `moe`."""
+"""Triton kernels of a mixture's router. Many choices are sorted by expert into tiles, with atomic counts: their order within an expert may
+differ, which alters no row. A choice (slot): see `moe`."""
 
 from dataclasses import dataclass
 
@@ -27,10 +27,8 @@ def _in_order(bits: tensor, BITS: constexpr) -> tensor:
 def _best(
     logits: tensor, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr, BITS: constexpr
 ) -> tuple[tensor, tensor]:
-    """(CHOICES,): the experts with the largest of a token's logits, of BITS bits each, and their shares of a softmax over the chosen.
-
-    A logit and its expert are one integer; of equal logits the first expert wins.
-    """
+    """(CHOICES,): the experts with a token's largest logits, of BITS bits, and their softmax. A logit and its expert are one integer:
+    of equals the first expert wins."""
     LOW: tl.constexpr = (1 << BITS) - 1
     LEAST: tl.constexpr = -(1 << (2 * BITS - 1))
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
@@ -54,10 +52,8 @@ def _route(
     num_experts: tensor, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr,
     BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: the choices of one token, counted from expert `first` on, or -1 if they are not of our `num_experts`.
-
-    If ZEROED, those have parts of zeros. If COUNTED, each is given a rank among the choices of its expert.
-    """
+    """One program: the choices of one token, counted from expert `first` on, or -1 if not ours: ZEROED gives these parts of zeros. If
+    COUNTED, each has a rank among the choices of its expert."""
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
     if OVERLAP:
         gdc_wait()
@@ -120,7 +116,7 @@ class Choices:
 def route(
     logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
 ) -> Choices:
-    """What the router chooses, sorted into tiles of so many rows if it is much; parts that no expert of ours writes become zeros."""
+    """What the router chooses, sorted into tiles of `rows` if it is much; parts that no expert of ours writes become zeros."""
     num_tokens, num_experts = logits_TE.shape
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
     chosen = experts.num_chosen

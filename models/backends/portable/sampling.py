@@ -36,7 +36,7 @@ def _noise(token: tensor, key: tensor) -> tensor:
 
 @triton.jit
 def _rank(logit: tensor, index: tensor) -> tensor:
-    """int64 whose order is (logit ascending, index descending); `_logit` and `_index` get them back."""
+    """int64 in the order (logit ascending, index descending)."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # minus zero equals zero
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -69,10 +69,10 @@ def _scan(
         gdc_wait()
     k = tl.load(top_k + row)
     if (k > 0) & (k <= MAX_TOP_K):
-        logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        logit = tl.load(logits + row.to(tl.int64) * stride + token, inside, float("-inf")).to(tl.float32)
         tl.store(maxima + row * (TILES * GROUPS) + group, tl.max(logit, 1))
     elif (k == 0) & (tl.load(top_p + row) > 1) & (tl.load(log_min_p + row) == float("-inf")):
-        score = tl.load(logits + row.to(tl.int64) * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        score = tl.load(logits + row.to(tl.int64) * stride + token, inside, float("-inf")).to(tl.float32)
         inverse = tl.load(inverse_temperature + row)
         if inverse > 0:
             score = score * inverse + _noise(token, tl.load(keys + row).to(tl.uint32, bitcast=True))
@@ -94,15 +94,15 @@ def _choose(
     k = tl.load(top_k + row)
     if k == 0:
         tile = tl.arange(0, TILES_POWER)
-        score = tl.load(best_score + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
-        token = tl.load(best_token + row * TILES + tile, mask=tile < TILES, other=V - 1)
+        score = tl.load(best_score + row * TILES + tile, tile < TILES, float("-inf"))
+        token = tl.load(best_token + row * TILES + tile, tile < TILES, V - 1)
         tl.store(out + row, tl.min(tl.where(score == tl.max(score), token, V - 1)).to(tl.int64))
     elif k <= K:
         group = tl.arange(0, GROUPS_POWER)
-        largest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
+        largest = tl.load(maxima + row * GROUPS + group, group < GROUPS, float("-inf"))
         best_groups = _index(tl.topk(_rank(largest, group), K))
         tokens = best_groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        found = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < V, other=float("-inf")).to(tl.float32)
+        found = tl.load(logits + row.to(tl.int64) * stride + tokens, tokens < V, float("-inf")).to(tl.float32)
         best = tl.topk(tl.reshape(_rank(found, tokens), (K * GROUP,)), K)
         token, position = _index(best), tl.arange(0, K)
         score = _logit(best) * tl.load(inverse_temperature + row)
@@ -123,23 +123,23 @@ def _penalise(
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     place = logits + tl.load(index + row) * stride + token
-    logit = tl.load(place, mask=token < V, other=0.0)
-    count = tl.load(counts + tl.load(rows + row) * V + token, mask=token < V, other=0)
+    logit = tl.load(place, token < V, 0.0)
+    count = tl.load(counts + tl.load(rows + row) * V + token, token < V, 0)
     repetition = tl.load(penalties + row * 3)
     frequency, presence = tl.load(penalties + row * 3 + 1), tl.load(penalties + row * 3 + 2)
     logit = tl.where(count > 0, tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition), logit)
     drawn = count & 0x3FFFFFFF
     penalty = frequency * drawn.to(tl.float32) + tl.where(drawn > 0, presence, 0.0)
-    tl.store(place, logit - penalty, mask=token < V)
+    tl.store(place, logit - penalty, token < V)
 
 
 @triton.jit(do_not_specialize=["stride"])
 def _mask(logits: tensor, index: tensor, allowed: tensor, stride: tensor, V: constexpr, WORDS: constexpr, TILE: constexpr) -> None:
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
-    word = tl.load(allowed + row * WORDS + token // 32, mask=token < V, other=-1)
+    word = tl.load(allowed + row * WORDS + token // 32, token < V, -1)
     banned = (word >> (token % 32)) & 1 == 0
-    tl.store(logits + tl.load(index + row) * stride + token, float("-inf"), mask=(token < V) & banned)
+    tl.store(logits + tl.load(index + row) * stride + token, float("-inf"), (token < V) & banned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ ADJUSTED = 4096  # logits that a program changes
 
 
 class TritonSampling:
-    """`models.sampling.SamplingOps` for up to `max_rows` rows. Rows that need their whole vocabulary in order are drawn by torch."""
+    """`SamplingOps` for up to `max_rows` rows. Torch draws those that need their whole vocabulary in order."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tiles: Tiles = TILES):
         self.max_top_k = tiles.candidates[-1]

@@ -1,5 +1,4 @@
-"""What this GPU computes, against plain torch, once at the start: a compiler or a library may give wrong numbers on a GPU that nobody has
-tried."""
+"""This GPU against plain torch, once at the start: a compiler or library may be wrong on a GPU that nobody has tried."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the decoder: norm; SwiGLU; q/k norm, rotation and KV write in one pass; rounding to float8. All are bound by memory."""
+"""Triton kernels of the decoder, all bound by memory."""
 
 import math
 
@@ -102,7 +102,7 @@ def _rotary_rows(
     positions: tensor, axis: tensor, inv_freq: tensor, out: tensor, num_tokens: tensor, stride: tensor, HALF: constexpr, TOKENS: constexpr,
     OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: cosines and sines of TOKENS tokens, whose positions on the next axis lie `stride` behind."""
+    """One program: TOKENS tokens, whose positions on the next axis lie `stride` behind."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
     if OVERLAP:
         gdc_wait()
@@ -163,14 +163,12 @@ def _norm_rope_store(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
-    """As `Ops.rms_norm`, for contiguous tensors."""
     out_TD = torch.empty_like(x_TD)
     _launch_norm(x_TD, weight_D, eps, addends_STD, out_TD)
     return out_TD
 
 
 def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
-    """The same, rounded to float8."""
     num_tokens, width = x_TD.shape
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
     _launch_norm(x_TD, weight_D, eps, addends_STD, out.padded, out.scales)
@@ -197,14 +195,12 @@ def _launch_norm(
 
 
 def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half of the last dimension, of a contiguous tensor with at least one token."""
     out_TI = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
     _launch_swiglu(gate_up_TX, out_TI)
     return out_TI
 
 
 def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
-    """The same, rounded to float8."""
     out = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
     _launch_swiglu(gate_up_TX, out.padded, out.scales)
     return out
@@ -220,7 +216,7 @@ def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch
 
 
 def quantized(x_TD: torch.Tensor) -> GroupScaled:
-    """As `GroupScaled.quantized`, for a contiguous tensor with at least one token."""
+    """As `GroupScaled.quantized`, for at least one token."""
     assert x_TD.is_contiguous()
     num_tokens, width = x_TD.shape
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
@@ -245,7 +241,7 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
 
 
 def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
-    """As `Ops.norm_rope_store_`, for contiguous tensors and a head_dim that is a power of two; `qkv_TX` is left as it is."""
+    """As `Ops.norm_rope_store_`, for a head_dim that is a power of two."""
     qkv_TX, cos_sin_TK = heads.qkv_TX, heads.cos_sin_TK
     k_pool, v_pool = pool
     kv_heads, head_dim = k_pool.shape[2:]

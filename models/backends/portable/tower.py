@@ -1,4 +1,4 @@
-"""Triton kernels of the vision tower: rotation and LayerNorm. Both are bound by memory."""
+"""Triton kernels of the vision tower, bound by memory."""
 
 import torch
 import triton
@@ -14,12 +14,12 @@ def _rotate(kvq: tensor, cos_sin: tensor, HEADS: constexpr, HALF: constexpr, BLO
     heads = tl.arange(0, HEADS)[:, None]
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (pairs < HALF) & (heads >= 0)
-    cos = tl.load(cos_sin + row * (2 * HALF) + pairs, mask=pairs < HALF)
-    sin = tl.load(cos_sin + row * (2 * HALF) + HALF + pairs, mask=pairs < HALF)
+    cos = tl.load(cos_sin + row * (2 * HALF) + pairs, pairs < HALF)
+    sin = tl.load(cos_sin + row * (2 * HALF) + HALF + pairs, pairs < HALF)
     place = kvq + ((row * 3 + part) * HEADS + heads) * (2 * HALF) + pairs
-    lower, upper = tl.load(place, mask=inside).to(tl.float32), tl.load(place + HALF, mask=inside).to(tl.float32)
-    tl.store(place, (lower * cos - upper * sin).to(kvq.dtype.element_ty), mask=inside)
-    tl.store(place + HALF, (upper * cos + lower * sin).to(kvq.dtype.element_ty), mask=inside)
+    lower, upper = tl.load(place, inside).to(tl.float32), tl.load(place + HALF, inside).to(tl.float32)
+    tl.store(place, (lower * cos - upper * sin).to(kvq.dtype.element_ty), inside)
+    tl.store(place + HALF, (upper * cos + lower * sin).to(kvq.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -27,20 +27,20 @@ def _layer_norm(
     x: tensor, offset: tensor, weight: tensor, bias: tensor, out: tensor, eps: tensor, WIDTH: constexpr, OFFSETS: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """One program: a row of WIDTH values, to which OFFSETS values are added over and over."""
+    """One program: a row of WIDTH values, to which OFFSETS values are added repeatedly."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(offset + column % OFFSETS, mask=inside, other=0.0)
+    value = tl.load(x + row * WIDTH + column, inside, 0.0).to(tl.float32)
+    value += tl.load(offset + column % OFFSETS, inside, 0.0)
     centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
-    normed = centred * scale * tl.load(weight + column, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
-    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
+    normed = centred * scale * tl.load(weight + column, inside).to(tl.float32) + tl.load(bias + column, inside).to(tl.float32)
+    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), inside)
 
 
 def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
-    """Rotates keys (index 0 of the second dimension) and queries (index 2) in place. Tensors are contiguous, H is a power of two."""
+    """Rotates keys and queries in place. H is a power of two."""
     num_patches, _, num_heads, head_dim = kvq_P3HK.shape
     assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous()
     _rotate[(num_patches, 2)](

@@ -1,4 +1,4 @@
-"""Numbers of this backend that were measured or that a GPU's shared memory allows, in one place: by compute capability."""
+"""Numbers that were measured or that a GPU's shared memory allows."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ STEP_SIZES = StepSizes(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of an attention kernel: rows (query tokens times the heads that share a KV head), keys at once, warps, stages of the pipeline."""
+    """Of an attention kernel. Rows: query tokens times the heads that share a KV head."""
 
     rows: int
     keys: int
@@ -34,7 +34,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """`chunk` for many query tokens, `few` for decode rows; `blocks` of the latter run at once on each multiprocessor."""
+    """`chunk` for many query tokens, `few` for decode rows; `blocks` of these run at once on a multiprocessor."""
 
     chunk: Tiles
     few: Tiles
@@ -47,13 +47,12 @@ ATTENTION = {(8, 0): LARGE, (8, 6): SMALL, (8, 7): LARGE, (8, 9): SMALL, (9, 0):
 
 
 def attention_tiles(capability: tuple[int, int]) -> AttentionTiles:
-    """Those of a GPU; of one that nobody has measured, what fits all."""
     return ATTENTION.get(capability, SMALL)
 
 
 @dataclass(frozen=True, slots=True)
 class GemvTiles:
-    """Of a matrix times a vector: rows of the result at once, values of the vector at once, warps, programs on each multiprocessor."""
+    """Of a matrix times a vector: rows and values at once, warps, programs on each multiprocessor."""
 
     rows: int
     block: int
@@ -61,9 +60,9 @@ class GemvTiles:
     programs: int = 4
 
 
-GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: all programs' are enough to keep the memory busy, and fit registers
+GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: enough to keep the memory busy, and they fit registers
 LONG_BLOCK = 4096  # of a vector that need not be whole
-FEW_ROWS = 1024  # of a result: programs with one row each fill the device
+FEW_ROWS = 1024  # programs with one row each fill the device
 GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
     (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
     (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
@@ -74,7 +73,7 @@ GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are bette
 
 
 def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTiles:
-    """Those for a product of these sizes; if `is_whole`, the vector must be one block."""
+    """If `is_whole`, the vector must be one block."""
     if (num_out, width, gated) in GEMV_TILES:
         return GEMV_TILES[num_out, width, gated]
     whole = 1 << (width - 1).bit_length()
@@ -142,6 +141,5 @@ EXPERT_TILES = {  # by whether there is little shared memory, as above, and whet
 
 
 def expert_tiles(num_tokens: int, is_float8: bool, capability: tuple[int, int]) -> ExpertTiles:
-    """Those for a step of so many tokens."""
     is_small = ATTENTION.get(capability, SMALL) is SMALL
     return next(tiles for tiles in EXPERT_TILES[is_small, is_float8] if num_tokens <= tiles.num_tokens)

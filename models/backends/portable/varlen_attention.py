@@ -1,7 +1,4 @@
-"""`VarlenAttention` on torch's own kernels, images of one size as one dense batch.
-
-In the order of KERNELS, which is that of their speed on an H200; where one does not know a shape, torch takes the next.
-"""
+"""`VarlenAttention` on torch's own kernels, images of one size as one dense batch."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.backends.portable.tower import rotate_
 
+# By speed on an H200; where one does not know a shape, torch takes the next.
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -22,7 +20,7 @@ class DenseVarlen:
         self._runs: list[tuple[int, int, int]] = []
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Neighbours of one length are a batch: (first patch, how many, length)."""
+        """(First patch, how many, length) of neighbours of one length."""
         self._runs = []
         first = 0
         for length, members in groupby(lengths):

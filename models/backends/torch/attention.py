@@ -1,4 +1,4 @@
-"""`AttentionBackend` in plain torch, row by row over gathered pages: the reference, the CPU, the tests."""
+"""`AttentionBackend` in plain torch, row by row over gathered pages."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from models.batch import AttentionLayout
 
 
 class TorchAttention:
-    """See `AttentionBackend`. Clear rather than fast: one attention call per row."""
+    """See `AttentionBackend`."""
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self._pools = pools

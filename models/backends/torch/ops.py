@@ -1,4 +1,4 @@
-"""`Ops` in plain torch: what every other implementation is compared to. Used on the CPU and by tests."""
+"""`Ops` in plain torch: the reference."""
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (i, i + K / 2) of x (..., T, H, K) by the angles of row t: "rotate half" as in transformers' `apply_rotary_pos_emb`."""
+    """Rotates pairs (i, i + K / 2) of x (..., T, H, K) by the angles of row t."""
     cos, sin = cos_sin_TK.unsqueeze(-2).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the reference; also the way of rows whose filter needs their whole vocabulary in order."""
+"""Sampling in plain torch: the reference, and for rows whose filter needs their whole vocabulary in order."""
 
 import torch
 
@@ -69,7 +69,7 @@ def to_uniform(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 tensors that hold 32-bit values; products wrap, the low bits are right."""
+    """MurmurHash3's 32-bit finaliser on int64 tensors: products wrap, the low bits are right."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK32
     x = x ^ (x >> 13)

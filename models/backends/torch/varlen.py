@@ -1,4 +1,4 @@
-"""`VarlenAttention` in plain torch, segment by segment: the reference, the CPU, the tests."""
+"""`VarlenAttention` in plain torch, segment by segment."""
 
 from collections.abc import Sequence
 
