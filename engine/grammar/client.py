@@ -1,11 +1,5 @@
-"""Asks compiler processes for grammars. One object in the processor's event loop:
-
-    grammars = GrammarCompiler(model_folder)
-    data = await grammars.compile(Grammar("json_schema", text), client)    # GrammarError (a ValueError) is the client's fault: a 400
-    await grammars.close()
-
-Small grammars have a process of their own, which starts at once; the other one starts with the first that is large, or slow.
-"""
+"""Asks compiler processes for grammars. Small ones have a process of their own, which starts at once; the other one starts with the first
+that is large, or slow."""
 
 import asyncio
 import contextlib
@@ -20,14 +14,14 @@ from engine.helper import Helper, HelperDied
 from engine.params import Grammar
 
 COMPILE_S, QUICK_S = 5.0, 1.0
-GRACE_S = 10.0  # for a process that is to end its compilation in time
+GRACE_S = 10.0  # for a process to end its compilation
 SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES = 1 << 12  # what an entry counts beside its data
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar, and the seconds that its compilation may take."""
+    """A grammar, and the seconds for it."""
 
     grammar: Grammar
     seconds: float
@@ -46,8 +40,7 @@ class GrammarError(ValueError):
 
 
 class Lane:
-    """A process for one compilation at a time. Next is the client that has had the least of its time since it was last idle, and of its
-    grammars the smallest."""
+    """A process. Next is the client that has had the least of its time since it was last idle, and of its grammars the smallest."""
 
     def __init__(self, model_folder: Path, seconds: float):
         self.helper = Helper("engine.grammar.compile", str(model_folder))
@@ -63,7 +56,7 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: bytes, size: int) -> AsyncIterator[None]:
-        """For whoever is not cancelled."""
+        """For tasks that are not cancelled."""
         if self._is_taken:
             came = asyncio.get_running_loop().create_future()
             self._waiting.append((client, size, came))
@@ -100,12 +93,12 @@ class GrammarCompiler:
         self._tasks: set[asyncio.Task[Compiled]] = set()
 
     async def start(self) -> None:
-        """What the first grammar would have to wait for: seconds."""
+        """Before the first grammar: it takes seconds."""
         with contextlib.suppress(RuntimeError):  # it is closed meanwhile, or the first grammar tells its client
             await self._small.start()
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
-        """The compiled grammar for rank 0. GrammarError if it is none, or takes too long; RuntimeError if no process starts."""
+        """For rank 0. GrammarError, which is a 400, if it is none or takes too long; RuntimeError if no process starts."""
         task = asyncio.create_task(self._compile(grammar, client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -115,7 +108,6 @@ class GrammarCompiler:
         return compiled.data
 
     async def close(self) -> None:
-        """Ends the processes."""
         await self._small.helper.close()
         await self._large.helper.close()
 

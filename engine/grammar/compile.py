@@ -1,6 +1,6 @@
 """A compiler process: `python -m engine.grammar.compile MODEL_FOLDER`. It answers each Question with a Compiled.
 
-Each is compiled in a child that is ended when it takes too long: to start anew takes seconds, to fork some milliseconds.
+A child compiles it, and is ended when it takes too long: a fork takes milliseconds, a new process seconds.
 """
 
 import json
@@ -39,7 +39,6 @@ MAX_TOKEN_S = 0.05  # of this process's time for one token; usual ones take a hu
 
 
 def main() -> None:
-    """Entry point."""
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(sys.argv[1])), max_threads=NUM_THREADS, cache_enabled=False)
@@ -72,7 +71,7 @@ def answer(compiler: xgrammar.GrammarCompiler, question: Question) -> bytes:
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
-    """The compiled grammar, or why it is none in words for the client."""
+    """Or why not, in words for the client."""
     kinds: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
         "json_object": lambda text: compile_schema(compiler, {"type": "object"}),
         "json_schema": lambda text: compile_schema(compiler, msgspec.json.decode(text)),
@@ -90,7 +89,7 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
 
 
 def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgrammar.CompiledGrammar:
-    """Without white space that a model could repeat for ever. ValueError for what the grammar would not hold."""
+    """Without white space that a model could repeat for ever. ValueError as `check`."""
     check(schema)
     return compiler.compile_grammar(
         without_controls(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":")))
@@ -98,20 +97,20 @@ def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgramm
 
 
 def without_controls(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
-    """The same; xgrammar's rule for a string of a bounded length lets control characters in, which JSON does not."""
+    """xgrammar's rule for strings of bounded length lets control characters in, which JSON does not."""
     text, num_changed = BOUNDED.subn(lambda match: match[1] + PLAIN, str(grammar))
     return xgrammar.Grammar.from_ebnf(text) if num_changed else grammar
 
 
 def choice_grammar(choices: list[str]) -> str:
-    """One of these texts; a JSON string is one of xgrammar's EBNF, too. ValueError if there are none."""
+    """A JSON string is one of xgrammar's EBNF, too. ValueError if there are none."""
     if not choices:
         raise ValueError("there is nothing to choose from")
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def follow(grammar: xgrammar.CompiledGrammar) -> None:
-    """Draws some tokens at random as a worker would. ValueError if it would hold all others up meanwhile."""
+    """Draws some tokens at random. ValueError if a worker would hold all others up meanwhile."""
     matcher, rng = xgrammar.GrammarMatcher(grammar), random.Random(0)
     vocab_size = grammar.tokenizer_info.vocab_size
     words = xgrammar.allocate_token_bitmask(1, vocab_size)

@@ -1,4 +1,4 @@
-"""What a JSON schema may not say, because the compiler of grammars would silently leave it out."""
+"""What the compiler of grammars would silently leave out of a JSON schema."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ SINGLE = ("items", "additionalProperties", "additionalItems", "unevaluatedItems"
 
 
 def check(schema: object) -> None:
-    """ValueError, which names it, for a keyword that the grammar would not hold."""
+    """ValueError names a keyword that the grammar would not hold."""
     if not isinstance(schema, dict):
         return
     for keyword in REFUSED & schema.keys():

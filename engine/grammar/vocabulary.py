@@ -1,4 +1,4 @@
-"""The tokens of a checkpoint as xgrammar wants them. Importing xgrammar takes seconds and imports torch: only processes that may do so."""
+"""The tokens of a checkpoint as xgrammar wants them. Importing it takes seconds and imports torch."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from models.config import ModelConfig
 
 
 def read_vocabulary(folder: Path) -> xgrammar.TokenizerInfo:
-    """Of a byte-level tokenizer, as every Qwen has one. Special tokens are no text: no grammar allows one, but for the end."""
+    """Of a byte-level tokenizer, as Qwen's. Special tokens are no text: no grammar allows one, but for the end."""
     tokenizer, config = Tokenizer.from_file(str(folder / "tokenizer.json")), ModelConfig.from_folder(folder)
     tokens = [""] * config.text.vocab_size
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -1,8 +1,7 @@
 """Which tokens the grammars of rows, and their lists of allowed tokens, leave next.
 
-The host learns a drawn token when its step is done. So rank 0 launches the forward pass of a step, then waits for the tokens of the step
-before, lets the matchers take them and fills the masks, while the device is busy; sampling follows behind. A step in which no row has a
-grammar waits for nothing.
+Rank 0 launches the forward pass of a step, then waits for the tokens of the step before, lets the matchers take them and fills the masks,
+while the device is busy; sampling follows. A step without grammars waits for nothing.
 """
 
 import contextlib
@@ -37,15 +36,15 @@ class Session:
 
     matcher: "GrammarMatcher"
     after: int | None  # the grammar holds behind this token; None if it has come
-    is_over: bool = False  # the text is complete, or left the grammar because a stop token or another rule was stronger
-    is_slow: bool = False  # a token of it took so long that all other rows waited: it is followed no further
+    is_over: bool = False  # the text is complete, or a stop token or another rule was stronger
+    is_slow: bool = False  # a token held all other rows up: it is followed no further
 
     @property
     def restricts(self) -> bool:
         return self.after is None and not self.is_over and not self.is_slow
 
     def take(self, token_id: int) -> None:
-        """The request has drawn this token."""
+        """A drawn token."""
         if self.restricts:
             with self._watched():
                 self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
@@ -66,7 +65,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens of a step that matchers have not taken: valid on the host when `marks` are done."""
+    """Tokens that matchers have not taken: on the host when `marks` are done."""
 
     sessions: Sequence[Session | None]
     tokens_S: torch.Tensor
@@ -82,14 +81,14 @@ class Mask:
 
 
 def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
-    """A mask of these tokens alone."""
+    """A mask that allows these tokens."""
     bits = np.zeros(32 * num_words, dtype=np.uint8)
     bits[np.asarray(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Grammars:
-    """Grammars of all rows. `model_folder` has the tokenizer by which they were compiled."""
+    """Of all rows. `model_folder` has the tokenizer by which they were compiled."""
 
     def __init__(self, model_folder: Path, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
@@ -104,14 +103,14 @@ class Grammars:
         self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
-        """What the first grammar would have to wait for."""
+        """Before the first grammar: it takes seconds."""
         from engine.grammar.vocabulary import read_vocabulary
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
     def admit(self, row: int, data: bytes | None, after: int | None, output_ids: Sequence[int], allowed: Sequence[int] = ()) -> None:
-        """Row `row` now belongs to a request with this compiled grammar, or none, which has drawn `output_ids` before a preemption and
-        draws no other tokens than `allowed`, if there are some."""
+        """A new request in this row, with a compiled grammar or none. It drew `output_ids` before a preemption, and draws only `allowed`
+        tokens, if there are some."""
         self._allowed[row] = bits_of(allowed, self._num_words) if allowed else None
         self._is_limited[row] = data is not None or bool(allowed)
         if data is None:
@@ -124,7 +123,7 @@ class Grammars:
             session.take(token_id)
 
     def load_ahead(self, data: bytes, done: Callable[[], None]) -> None:
-        """Reads a compiled grammar in a thread, which leaves the interpreter to others, and then calls `done` there."""
+        """Reads a compiled grammar in a thread, and then calls `done` there."""
 
         def load() -> None:
             try:
@@ -135,7 +134,7 @@ class Grammars:
         self._loader.submit(load)
 
     def masks(self, rows: npt.NDArray[np.int64]) -> Mask | None:
-        """What these rows may draw now; None if they may draw anything. Waits for the tokens drawn before if a row has a grammar."""
+        """What these rows may draw; None for anything. Waits for the tokens drawn before if a row has a grammar."""
         found = [(index, self._sessions[row], self._allowed[row]) for index, row in enumerate(rows.tolist()) if self._is_limited[row]]
         if not found:
             return None
@@ -159,8 +158,7 @@ class Grammars:
         return Mask(index_A, allowed_AW)
 
     def note(self, rows: npt.NDArray[np.int64], tokens_S: torch.Tensor, marks: Marks) -> tuple[int, ...]:
-        """These rows draw tokens, which are on the host when `marks` are done. Returns which of these draws follow a grammar no further,
-        because it was too slow."""
+        """These rows draw tokens, on the host when `marks` are done. Returns which draws follow a grammar no further: it is too slow."""
         sessions = [self._sessions[row] for row in rows.tolist()]
         if not any(session is not None for session in sessions):
             return ()
@@ -174,7 +172,6 @@ class Grammars:
                 session.take(token_id)
 
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
-        """Many requests share few grammars."""
         if data not in self._compiled:
             self._compiled[data] = self._read(data)
         self._compiled.move_to_end(data)
