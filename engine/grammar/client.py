@@ -21,7 +21,6 @@ ENTRY_BYTES = 1 << 12  # what an entry counts beside its data
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar, and the seconds for it."""
 
     grammar: Grammar
     seconds: float

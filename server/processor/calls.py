@@ -109,7 +109,6 @@ class XmlBody:
         self._num_sent = 0
 
     def push(self, text: str) -> tuple[str | None, str]:
-        """As in JsonBody."""
         self._text += text
         found = None
         if self._name is None:

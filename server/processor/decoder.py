@@ -43,7 +43,6 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 def main() -> None:
-    """Entry point."""
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     warnings.simplefilter("ignore")  # what is wrong with an image is its client's business

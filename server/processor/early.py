@@ -30,7 +30,6 @@ class EarlyReads:
         self._lock = threading.Lock()  # also of the socket, which one thread at a time may use
 
     def arm(self, is_idle: bool) -> None:
-        """A request has come."""
         with self._lock:
             self._is_armed = self.is_urgent = is_idle and self._worker is not None
 

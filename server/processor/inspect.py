@@ -58,9 +58,9 @@ class Inspector:
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
         self._max_tokens = config.max_num_encoder_tokens
-        value_bytes = 4 if config.dtype == "float32" else 2
         if config.image_cache_bytes is not None:
-            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // (checkpoint.num_values_per_image_token * value_bytes))
+            token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
+            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // token_bytes)
         geometry = self.geometry
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))

@@ -104,14 +104,13 @@ class Intake(Way):
 
     def abort(self, message: Abort) -> None:
         """The client left: the request ends without a further event."""
-        rid = message.rid
-        request = self.requests.get(rid)
+        request = self.requests.get(message.rid)
         if message.body is not None:
-            self._give_up(rid, message.body)
+            self._give_up(message.rid, message.body)
         elif request is not None and not request.is_ended:
             request.is_ended = True
             if request.is_in_scheduler:
-                self.scheduler.send(Abort(rid))
+                self.scheduler.send(Abort(message.rid))
             elif request.task is not None:
                 request.task.cancel()
 
@@ -246,10 +245,8 @@ class Intake(Way):
         self._tell_api(event, request.submit.body)
 
     def _tell_api(self, event: Event | None, body: int | None) -> None:
-        events = [] if event is None else [event]
-        bodies = [] if body is None else [body]
-        if events or bodies:
-            self.api.send(Events(events, bodies))
+        if event is not None or body is not None:
+            self.api.send(Events([event] if event else [], [] if body is None else [body]))
 
 
 def _tools_of(submit: Submit) -> list[dict[str, Any]]:

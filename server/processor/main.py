@@ -67,7 +67,6 @@ class Processor:
         self._output = Output(*both)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         self._intake.start()
         try:
             while True:
@@ -124,7 +123,6 @@ async def _serve(child: Child) -> None:
 
 
 def main() -> None:
-    """Entry point of the processor process."""
     child = Child.attach("processor")
     warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is its client's business
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop

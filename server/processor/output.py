@@ -32,7 +32,6 @@ class Output(Way):
     """Removes requests that the scheduler has released."""
 
     def forward(self, message: EngineOutputs) -> None:
-        """One Events for everything that a step brought."""
         events: list[Event] = []
         for output in message.outputs:
             request = self.requests.get(output.rid)
@@ -72,7 +71,7 @@ class Output(Way):
             events.append(_finish(request, answer, output, text, ends) if ends else _event(request, answer, output, text, logprobs))
         if output.error is not None:
             request.is_ended = True
-            events.append(Event(request.submit.rid, error=output.error))
+            events.append(Event(output.rid, error=output.error))
         elif final is not None and not output.token_ids:
             events.append(_finish(request, answer, output, "", final))
 
@@ -80,16 +79,18 @@ class Output(Way):
         """The scheduler need not go on, unless it has ended the answer itself."""
         request.end(answer)
         if output.finish_reason is None and output.error is None:
-            self.scheduler.send(Abort(request.submit.rid, index=output.index))
+            self.scheduler.send(Abort(output.rid, index=output.index))
 
     async def _write_slowly(self, request: Request) -> None:
         """Others' events go out between slices of log-probabilities, which take the time of many tokens."""
         while request.backlog:
             output = request.backlog.popleft()
             if output.token_ids and not request.answers[output.index].num_tokens:
+                counts = request.num_prompt_tokens, output.num_cached_tokens
+                event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
                 for part in request.prompt_logprobs(output):
                     if not request.is_ended:
-                        self.api.send(Events([_beginning(request, output, part)]))
+                        self.api.send(Events([msgspec.structs.replace(event, logprobs=part)]))
                         await asyncio.sleep(0)
             events: list[Event] = []
             self._append_events(events, request, request.answers[output.index], output)
@@ -134,18 +135,11 @@ class Output(Way):
             self.scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
-def _beginning(request: Request, output: RequestOutput, logprobs: list[Logprob]) -> Event:
-    """An event before the first token."""
-    num_prompt, num_cached = request.num_prompt_tokens, output.num_cached_tokens
-    return Event(request.submit.rid, num_prompt_tokens=num_prompt, num_cached_tokens=num_cached, logprobs=logprobs, index=output.index)
-
-
 def _event(request: Request, answer: Answer, output: RequestOutput, text: str, logprobs: list[Logprob]) -> Event:
-    """An event before the last."""
     if answer.num_tokens == 1:
         return _full_event(request, output, text, answer.text.calls, logprobs)
-    is_reasoning, calls = answer.text.is_reasoning, answer.text.calls
-    return Event(request.submit.rid, text, answer.num_tokens, is_reasoning, calls=calls, logprobs=logprobs, index=output.index)
+    said = answer.text
+    return Event(output.rid, text, answer.num_tokens, said.is_reasoning, calls=said.calls, logprobs=logprobs, index=output.index)
 
 
 def _full_event(
@@ -161,7 +155,7 @@ def _full_event(
     answer = request.answers[output.index]
     echo, answer.echo = answer.echo, ""
     return Event(
-        request.submit.rid,
+        output.rid,
         echo + text,
         answer.num_tokens,
         answer.text.is_reasoning,

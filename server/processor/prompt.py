@@ -37,7 +37,6 @@ MARGIN = 0.1
 
 
 def too_long(limit: int, num_tokens: str) -> RequestError:
-    """Of a prompt that leaves no room for an answer."""
     maximum = f"This model's maximum context length is {limit} tokens, answer included."  # in words that client libraries look for
     words = f"{maximum} However, your prompt is too long: it has {num_tokens} tokens. Please reduce its length."
     return RequestError(400, words, PROMPT, "context_length_exceeded")

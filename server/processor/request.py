@@ -23,7 +23,6 @@ SLICE = 256  # tokens of a prompt whose log-probabilities are told at once: 6 ms
 
 @dataclass(slots=True)
 class Answer:
-    """One of the answers to a request."""
 
     text: OutputText
     echo: str = ""  # what it begins with
@@ -69,7 +68,6 @@ class Request:
         return [of_token(table, output.token_ids[index], output.logprobs[index])] if output.logprobs else []
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[list[Logprob]]:
-        """In slices."""
         assert self.prompt is not None
         self.scores = output.prompt_logprobs or self.scores  # the first answer's come alone, before any other's token
         entries = of_prompt(self.answers[0].text.table, np.frombuffer(self.prompt.view, np.int32).tolist(), self.scores)

@@ -32,7 +32,6 @@ SLOW_S = 0.1  # of this thread's time for one token of one row; usual are some t
 
 @dataclass(slots=True)
 class Session:
-    """The matcher of one request."""
 
     matcher: "GrammarMatcher"
     after: int | None  # the grammar holds behind this token; None if it has come
@@ -44,7 +43,6 @@ class Session:
         return self.after is None and not self.is_over and not self.is_slow
 
     def take(self, token_id: int) -> None:
-        """A drawn token."""
         if self.restricts:
             with self._watched():
                 self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
