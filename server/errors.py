@@ -1,5 +1,6 @@
 """Errors that a client sees: one exception that carries an OpenAI error object. Raised all over `server`, shown by the api process."""
 
+import functools
 import logging
 
 import msgspec
@@ -18,6 +19,9 @@ class RequestError(ValueError):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None):
         super().__init__(message)
         self.info = ErrorInfo(status, message, error_type(status), param, code, retry_after)
+
+
+invalid_image = functools.partial(RequestError, 422, code="invalid_image")
 
 
 def error_type(status: int) -> str:

@@ -16,7 +16,7 @@ URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 def decode_base64(text: memoryview | bytes) -> bytes:
-    """The bytes of base64 that stood in a JSON string, escapes included. RequestError 400."""
+    """Of base64 as it stood in a JSON string, escapes included. RequestError 400."""
     try:
         data: bytes = pybase64.b64decode(text, validate=True)
     except ValueError:
@@ -36,7 +36,7 @@ def _decode_unusual(text: bytes) -> bytes:
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    """So small that other threads run in between; an escape at the end of one begins the next."""
+    """Other threads run in between; no escape is cut."""
     start = 0
     while start < len(text):
         end = start + PIECE_BYTES
@@ -47,7 +47,7 @@ def _pieces(text: bytes) -> Iterator[bytes]:
 
 
 def _unescape(text: bytes) -> bytes:
-    """ValueError. `json.loads` and `unquote_to_bytes` would take sixty times the memory; quoted-printable has "=" for the percent sign."""
+    """ValueError. `json.loads` and `unquote_to_bytes` would take sixty times the memory; in quoted-printable "=" is the percent sign."""
     if b"\\" in text:
         text = from_json(b'"%b"' % text.translate(None, WHITE_SPACE)).encode("ascii")
     if LONE_PERCENT.search(text):
@@ -56,7 +56,7 @@ def _unescape(text: bytes) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """The bytes of a data: URL that the body scanner did not take: percent-encoded or oddly spelt. RequestError 400."""
+    """Of a data: URL that the body scanner did not take: percent-encoded or oddly spelt. RequestError 400."""
     header, comma, payload = url.encode("utf-8", "replace").partition(b",")
     if not comma:
         raise RequestError(400, "its data: URL has no payload", code="invalid_image")

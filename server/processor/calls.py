@@ -4,13 +4,12 @@
       ▲                     └──▶ XML: <function=name><parameter=x>...</parameter>...    (the coder models)
       └──── </tool_call> ───────────────┘
 
-Text decides, not ids: tokenizers differ in what is a token. Held back is only what may be the beginning of a marker, and white space
-before one. A marker within a string of the JSON is part of it.
+Text decides, not ids: tokenizers differ in what is a token. Only what may begin a marker is held back, and white space before it. A marker
+within a string of the JSON is part of it.
 """
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,23 +28,7 @@ XML_MARK, XML_END = "<function=", "</function>"
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameters by name
 
 
-class CallBody(ABC):
-    """What stands between the markers, in one of the notations."""
-
-    @abstractmethod
-    def push(self, text: str) -> tuple[str | None, str]:
-        """The function's name, when it becomes known, and the next piece of its arguments' JSON; empty until the name is known."""
-
-    def is_in_string(self) -> bool:
-        """Whether the text so far ends within a string of JSON, of which a marker would be a part."""
-        return False
-
-    def close(self, is_cut: bool) -> str:
-        """The rest of the arguments' JSON at the end. `is_cut`: the text ends where a stop string was."""
-        return ""
-
-
-class JsonBody(CallBody):
+class JsonBody:
     """`{"name": ..., "arguments": {...}}`, whose arguments are passed on as they are written."""
 
     def __init__(self) -> None:
@@ -60,6 +43,7 @@ class JsonBody(CallBody):
         self._held = ""  # a backslash, before what it escapes
 
     def push(self, text: str) -> tuple[str | None, str]:
+        """The function's name, when it becomes known, and the next piece of its arguments' JSON; empty until the name is known."""
         before, text, start, end = self._name, self._held + text, 0, 0
         for mark in ESCAPE_OR_MARK.finditer(text):
             end = mark.end()
@@ -82,6 +66,7 @@ class JsonBody(CallBody):
         return None if before else self._name, piece
 
     def is_in_string(self) -> bool:
+        """Whether a marker here would be part of a string."""
         return self._in_string and self._depth > 0 and not self._is_broken
 
     def _quote(self, char: str) -> None:
@@ -114,7 +99,7 @@ def _text_of(literal: str) -> str | None:
         return None
 
 
-class XmlBody(CallBody):
+class XmlBody:
     """`<function=name><parameter=x>value</parameter></function>`: a value is JSON if its schema does not say that it is a string."""
 
     def __init__(self, schemas: Schemas):
@@ -142,6 +127,7 @@ class XmlBody(CallBody):
         return found, "".join(pieces)
 
     def close(self, is_cut: bool) -> str:
+        """The rest of the JSON at the end. `is_cut`: the text ends where a stop string was."""
         if self._name is None or (is_cut and not self._text.lstrip().startswith(XML_END)):
             return ""
         return "}" if self._num_sent else "{}"
@@ -165,7 +151,7 @@ class CallSplitter:
         self._held = ""  # not decided
         self._shown = ""  # decided, and not returned
         self._deltas: list[CallDelta] = []  # the same
-        self._body: CallBody | None = None
+        self._body: JsonBody | XmlBody | None = None
         self.is_inside = False  # a call has begun and not ended
         self._raw = ""  # of the call so far, in case it is none
         self._is_behind_call = False  # white space is not shown
@@ -184,7 +170,7 @@ class CallSplitter:
         return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
-        """At the end, or where a stop string cuts. A call without its closing marker counts if it is whole; one without a name is text."""
+        """At the end, or where a stop string cuts."""
         held, self._held = self._held, ""
         if not self.is_inside:
             self._shown += held
@@ -202,7 +188,7 @@ class CallSplitter:
         return taken
 
     def _read_text(self) -> bool:
-        """Up to the next call. Whether one begins; else what is held must wait."""
+        """Up to the next call. False: what is held must wait."""
         held = self._held.lstrip() if self._is_behind_call else self._held
         said, begins, behind = held.partition(OPEN)
         if begins:
@@ -215,7 +201,7 @@ class CallSplitter:
         return bool(begins)
 
     def _read_call(self) -> bool:
-        """Up to its end. Whether it has come, or what looked like it; else what is held must wait."""
+        """Up to its end, or what looks like it. False: what is held must wait."""
         found = self._held.find(CLOSE)
         end = found if found >= 0 else possible_start(self._held, CLOSE)
         self._feed(self._held[:end])
@@ -223,7 +209,7 @@ class CallSplitter:
         if found < 0:
             return False
         behind = self._held[len(CLOSE) :]
-        if self._body is not None and self._body.is_in_string():
+        if isinstance(self._body, JsonBody) and self._body.is_in_string():
             if not behind.strip(" "):
                 return False  # no string goes on behind a line break, or the text's end
             if not behind.lstrip(" ").startswith("\n"):
@@ -251,7 +237,7 @@ class CallSplitter:
 
     def _end_call(self, is_cut: bool = False) -> None:
         """A call that never said its name is text."""
-        rest = self._body.close(is_cut) if self._body is not None else ""
+        rest = self._body.close(is_cut) if isinstance(self._body, XmlBody) else ""
         self.is_inside = False
         if self._has_name:
             if rest:

@@ -1,6 +1,6 @@
 """A process that looks at images and decodes them: `python -m server.processor.decoder ARENA_FD SIZE`.
 
-It reads encoded images out of the processor's arena and writes their pixels there. Nothing that it does keeps the processor waiting.
+It reads encoded images out of the processor's arena and writes their pixels there.
 """
 
 import logging
@@ -26,8 +26,7 @@ MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Where the encoded bytes are and what they may take of this process's time. Their pixels go to `room`, made as large as `size`;
-    without one, only the header is read."""
+    """Pixels go to `room`, made as large as `size`; without room, only the header is read."""
 
     encoded: tuple[int, int]  # offset, length
     cpu_seconds: int
@@ -36,7 +35,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """The image's own size: as in the header, or upright if it was decoded. Or why there is none."""
+    """The image's own size: as in the header, or upright if it was decoded. Or an error."""
 
     height: int = 0
     width: int = 0
@@ -44,7 +43,6 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 def main() -> None:
-    """Entry point."""
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     warnings.simplefilter("ignore")  # what is wrong with an image is its client's business

@@ -1,4 +1,4 @@
-"""Whatever Pillow reads, it reads in processes that can be ended. What decoding takes is known from the header, and budgeted before."""
+"""Pillow runs in processes that can be ended. What decoding takes is known from the header, and budgeted before."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,13 @@ import msgspec
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.helper import Helper, HelperDied
-from server.errors import RequestError
+from server.errors import RequestError, invalid_image
 from server.processor.decoder import Decoded, Job
 from server.processor.inspect import Header
 from server.region import Region
 
 LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
-BYTES_PER_PIXEL = 8  # at the worst moment: the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
+BYTES_PER_PIXEL = 8  # the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what usual files take
 
 Size = tuple[int, int]  # height, width
@@ -71,7 +71,7 @@ class Decoders:
         return Header(False, *await self._ask(Job((encoded.offset, encoded.used), HEADER_CPU_S)))
 
     async def decode(self, header: Header, encoded: Region, pixels: Region, size: Size) -> Size:
-        """RGB of an image, made as large as `size`, which may be turned as the image is. Its own size, upright. RequestError 422."""
+        """RGB, as `decode_rgb` makes it."""
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
         job = Job((encoded.offset, encoded.used), cpu_seconds, (pixels.offset, pixels.capacity), size)
         if header.num_pixels <= LARGE_PIXELS:
@@ -85,10 +85,10 @@ class Decoders:
             try:
                 decoded = msgspec.msgpack.decode(await helper.ask(msgspec.msgpack.encode(job), self._timeout), type=Decoded)
             except TimeoutError:
-                raise RequestError(422, f"it takes longer than {self._timeout} s to decode", code="invalid_image") from None
+                raise invalid_image(f"it takes longer than {self._timeout} s to decode") from None
             except HelperDied:
                 words = "it cannot be decoded with the time and memory that an image of its size needs"
-                raise RequestError(422, words, code="invalid_image") from None
+                raise invalid_image(words) from None
             finally:
                 self._idle.append(helper)
         if decoded.error is not None:

@@ -1,6 +1,6 @@
-"""Token ids to text, one token at a time: whole UTF-8 characters only, special tokens skipped, stop strings cut out.
+"""Token ids to text, one at a time: whole UTF-8 characters, special tokens skipped, stop strings cut out.
 
-Called by `server/processor/output.py` for every token of every stream, so the cost per token does not depend on what came before.
+The cost per token does not depend on what came before.
 """
 
 import codecs
@@ -12,14 +12,14 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_alphabet() -> dict[int, int]:
-    """How byte-level BPE (GPT-2) spells bytes: printable ones as themselves, the others as the characters from U+0100 on."""
+    """Of byte-level BPE (GPT-2): printable bytes are themselves, the others the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
 
 
 class TokenTable:
-    """The bytes of every token. `texts[i]` is the text of a token that is whole UTF-8 by itself, else None; special tokens are empty."""
+    """The bytes of every token, and its text if it is whole UTF-8, else None; special tokens are empty."""
 
     def __init__(self, tokenizer: Tokenizer):
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -38,7 +38,7 @@ class TokenTable:
         self.texts = [_decode_whole(data) for data in self.bytes]
 
     def spelling(self, token_id: int) -> bytes:
-        """What a token stands for, also of special ones; empty for an id without a token."""
+        """The bytes also of special tokens; empty for an id without a token."""
         special = self.specials.get(token_id)
         return special.encode() if special is not None else self.bytes[token_id] if token_id < len(self.bytes) else b""
 
@@ -51,7 +51,7 @@ def _decode_whole(data: bytes) -> str | None:
 
 
 class Detokenizer:
-    """The text of one stream. The pieces that `push` and `flush` return are, joined, what the tokenizer decodes all ids to."""
+    """One stream. The pieces of `push` and `flush`, joined, are what the tokenizer decodes all ids to."""
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool = True):
         self._table = table
@@ -77,7 +77,7 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in pieces. Holds back only what may be the beginning of one."""
+    """Finds stop strings in pieces of text. Holds back only what may begin one."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
@@ -87,7 +87,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was found: what follows is never shown, nor is it unless included."""
+        """The text to show, and whether a stop string was found: that and what follows is not shown, but for an included one."""
         if not (self._stops and self.is_armed):
             return piece, False
         text = self._held + piece
@@ -101,13 +101,13 @@ class StopMatcher:
         return text[:keep], False
 
     def flush(self) -> str:
-        """What was held back, when the text has ended without a stop string."""
+        """What was held back, at the end."""
         held, self._held = self._held, ""
         return held
 
 
 def possible_start(text: str, marker: str) -> int:
-    """Where the longest suffix of `text` begins that is a beginning of `marker`; the end of the text if there is none."""
+    """Where the longest suffix of `text` that begins `marker` starts; else the text's length."""
     start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while start >= 0:
         if marker.startswith(text[start:]):

@@ -1,6 +1,6 @@
-"""A hint: rank 0 of an idle engine decodes and encodes the first new JPEG of a request while it is hashed and its prompt is built.
+"""A hint: rank 0 of an idle engine encodes the first new JPEG of a request while it is hashed and its prompt is built.
 
-No decision depends on it. The plan names the image as always; a worker that has not encoded it, or to another size, does that then.
+No decision depends on it: a worker that has not encoded it when the plan names it, or to another size, does that then.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ TAIL_BYTES = 64  # with its length they tell an image apart well enough for a hi
 
 
 class EarlyReads:
-    """`worker` is rank 0's inbox, None if no GPU decodes. To which size a request has its images brought is not known when they come:
-    `geometry` is that of the last one."""
+    """`worker` is rank 0's inbox, None if no GPU decodes. A request's own limits on size come later: `geometry` is that of the last one."""
 
     def __init__(self, worker: Outbox[Prefetch] | None, geometry: VisionGeometry):
         self.geometry = geometry
@@ -31,7 +30,6 @@ class EarlyReads:
         self._lock = threading.Lock()  # also of the socket, which one thread at a time may use
 
     def arm(self, is_idle: bool) -> None:
-        """A request has come, to an idle engine or another. With the next one the worker has others to work for."""
         with self._lock:
             self._is_armed = self.is_urgent = is_idle and self._worker is not None
 

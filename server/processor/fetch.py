@@ -1,10 +1,10 @@
-"""Media from outside the request: http(s) and file URLs under the rules of a server that must not be a proxy.
+"""Media from outside the request: http(s) and file URLs, by a server that must not be a proxy.
 
-One parse of a URL serves check and connection; a host is resolved once, its address checked and pinned for that connection; redirects are
-followed by hand and checked like the first URL.
+A URL is parsed once, for check and connection; so is a host resolved, and its address checked. Redirects are checked like the first URL.
 """
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import os
@@ -38,6 +38,8 @@ GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all that was ever given out
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
+not_allowed = functools.partial(RequestError, 400, code="media_not_allowed")
+unavailable = functools.partial(RequestError, 422, code="media_unavailable")
 Write = Callable[[bytes], None]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -66,17 +68,17 @@ def is_public(address: Address) -> bool:
 
 
 def parse_url(text: str) -> URL:
-    """ValueError; RequestError 400 for one that takes long to parse: what a host of many characters of Unicode is in ASCII does."""
+    """ValueError; RequestError 400 for one that takes long to parse, as a long host of Unicode does."""
     text = text.strip()
     origin = ORIGIN_END.split("/".join(text.split("/", 3)[:3]), 1)[0]
     if len(text) > MAX_URL_CHARACTERS or len(origin) > MAX_ORIGIN_CHARACTERS or CONTROL.search(text):
-        raise RequestError(400, "its URL is longer than URLs are, or damaged", code="media_not_allowed")
+        raise not_allowed("its URL is longer than URLs are, or damaged")
     return URL(text)
 
 
 class Resolver(AbstractResolver):
-    """Resolves for one connection and hands out public addresses only, unless private ones are allowed: what was checked is what is
-    connected to. In a pool of its own: the event loop's resolves two names at a time, so that slow ones would hold up all others."""
+    """Public addresses only, unless private ones are allowed: what was checked is what is connected to. In a pool of its own: the event
+    loop's is small, and slow names would hold up all others."""
 
     def __init__(self, timeout: float, allow_private: bool = False) -> None:
         self._timeout = timeout
@@ -132,15 +134,15 @@ class Fetcher:
             async with asyncio.timeout(self._timeout):
                 await self._follow(url, write)
         except ForbiddenAddress:
-            raise RequestError(400, "its host has no globally routable address", code="media_not_allowed") from None
+            raise not_allowed("its host has no globally routable address") from None
         except TimeoutError:
-            raise RequestError(422, "it could not be fetched in time", code="media_unavailable") from None
+            raise unavailable("it could not be fetched in time") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, RequestError | ArenaTooSmall):
                 raise
             if isinstance(error.__cause__, ForbiddenAddress):
-                raise RequestError(400, "its host has no globally routable address", code="media_not_allowed") from None
-            raise RequestError(422, "it could not be fetched", code="media_unavailable") from None
+                raise not_allowed("its host has no globally routable address") from None
+            raise unavailable("it could not be fetched") from None
 
     async def _follow(self, url: str, write: Write) -> None:
         target = self._check(parse_url(url))
@@ -151,19 +153,19 @@ class Fetcher:
                     target = self._check(target.join(parse_url(location)))
                     continue
                 if response.status != 200:
-                    raise RequestError(422, f"its server answered with status {response.status}", code="media_unavailable")
+                    raise unavailable(f"its server answered with status {response.status}")
                 await self._read(response, write)
                 return
-        raise RequestError(422, f"it redirects more than {MAX_REDIRECTS} times", code="media_unavailable")
+        raise unavailable(f"it redirects more than {MAX_REDIRECTS} times")
 
     def _check(self, url: URL) -> URL:
         host = url.host
         if url.scheme not in ("http", "https") or not host:
-            raise RequestError(400, "its URL is not an http(s) URL with a host", code="media_not_allowed")
+            raise not_allowed("its URL is not an http(s) URL with a host")
         if url.user is not None or url.password is not None:
-            raise RequestError(400, "its URL carries credentials", code="media_not_allowed")
+            raise not_allowed("its URL carries credentials")
         if self._domains is not None and host.lower() not in self._domains:
-            raise RequestError(400, "its host is not among the allowed media domains", code="media_not_allowed")
+            raise not_allowed("its host is not among the allowed media domains")
         if not self._allow_private:
             _check_literal(host)
         return url
@@ -186,24 +188,24 @@ class Fetcher:
     def read_local(self, url: str) -> bytes:
         """The content of a file URL below the allowed folder; runs in a pool thread. RequestError 400, 413 or 422."""
         if not self._folders:
-            raise RequestError(400, "file URLs are not allowed on this server", code="media_not_allowed")
+            raise not_allowed("file URLs are not allowed on this server")
         try:
             parsed = parse_url(url)
-        except RequestError:
-            raise
-        except ValueError:
-            raise RequestError(400, "its URL is damaged", code="media_not_allowed") from None
+        except ValueError as error:
+            if isinstance(error, RequestError):
+                raise
+            raise not_allowed("its URL is damaged") from None
         if parsed.host not in (None, "", "localhost"):
-            raise RequestError(400, "its file URL names another host", code="media_not_allowed")
+            raise not_allowed("its file URL names another host")
         path = Path(os.path.normpath(parsed.path))
         try:
             if not any(path.is_relative_to(folder) for folder in self._folders):
                 raise Outside
             descriptor = open_within(self._folders[-1], path)
         except Outside:
-            raise RequestError(400, "its path is outside the allowed folder", code="media_not_allowed") from None
+            raise not_allowed("its path is outside the allowed folder") from None
         except (OSError, ValueError):
-            raise RequestError(422, "it could not be read", code="media_unavailable") from None
+            raise unavailable("it could not be read") from None
         try:
             return self._read_regular(descriptor)
         finally:
@@ -212,7 +214,7 @@ class Fetcher:
     def _read_regular(self, descriptor: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise RequestError(422, "it is not a regular file", code="media_unavailable")
+            raise unavailable("it is not a regular file")
         if status.st_size > self._max_bytes:
             raise self._too_large()
         with os.fdopen(descriptor, "rb", closefd=False) as file:
@@ -220,8 +222,8 @@ class Fetcher:
 
 
 def open_within(folder: Path, path: Path) -> int:
-    """A descriptor of a file whose real path lies below `folder`, itself a real path. What is opened is what was checked: of the real path
-    no part may have become a link. Outside, or another OSError."""
+    """A descriptor of a file whose real path lies below `folder`, itself a real path, of which no part has become a link since the check.
+    Outside, or another OSError."""
     real = path.resolve()
     if not real.is_relative_to(folder):
         raise Outside
@@ -238,11 +240,9 @@ def open_within(folder: Path, path: Path) -> int:
 
 
 def _check_literal(host: str) -> None:
-    """A host that is an address already never reaches the resolver: it is checked here. Odd spellings of IPv4 are refused."""
+    """Of a host that is an address, and never reaches the resolver. Odd spellings of IPv4 are refused."""
     if ":" in host or host.replace(".", "").isdigit():
-        try:
-            is_allowed = is_public(ipaddress.ip_address(host.split("%")[0]))
-        except ValueError:
-            is_allowed = False
-        if not is_allowed:
-            raise ForbiddenAddress("not globally routable")
+        with contextlib.suppress(ValueError):
+            if is_public(ipaddress.ip_address(host.split("%")[0])):
+                return
+        raise ForbiddenAddress("not globally routable")

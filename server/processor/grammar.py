@@ -6,6 +6,7 @@
 """
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -22,7 +23,7 @@ MAX_WHITESPACE = 1  # in a row, as models write JSON
 
 
 class GrammarLoads:
-    """Large grammars, and the first one, are read by rank 0 before there is a plan that names them. `worker` is its inbox."""
+    """Rank 0 reads large grammars, and the first one, before a plan names them. `worker` is its inbox."""
 
     def __init__(self, worker: Outbox[LoadGrammar]):
         self._worker = worker
@@ -30,28 +31,22 @@ class GrammarLoads:
         self._num_sent = 0
 
     async def load(self, region: Region) -> None:
-        """Waits for so long that it should be read; if it is not, the plan's step has to wait."""
+        """Waits for LOAD_S at most; then the plan's step has to wait."""
         if self._num_sent and region.length < LARGE_BYTES:
             return
         self._num_sent += 1
-        ticket, loaded = self._num_sent, asyncio.Event()
-        self._awaited[ticket] = loaded
-        self._worker.send(LoadGrammar(region, ticket))
-        try:
+        loaded = self._awaited[self._num_sent] = asyncio.Event()
+        self._worker.send(LoadGrammar(region, self._num_sent))
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await loaded.wait()
-        except TimeoutError:
-            pass
-        finally:
-            del self._awaited[ticket]
 
     def note(self, message: GrammarLoaded) -> None:
-        if message.ticket in self._awaited:
-            self._awaited[message.ticket].set()
+        self._awaited.pop(message.ticket).set()
 
 
 def answer_grammar(told: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
-    """What an answer must follow, if anything. `told` is the request's own. RequestError 400 if both cannot hold."""
+    """What an answer must follow. `told` is the request's own. RequestError 400 if both cannot hold."""
     if options.calls == "none" or not tools:
         return told
     is_xml = XML_MARK in template
@@ -76,7 +71,6 @@ def _grammar(content: Json) -> Grammar:
 
 
 def _tag(function: Json, is_xml: bool) -> Json:
-    """One call, from its marker to its marker."""
     schema = function.get("parameters") or {"type": "object"}
     content: Json = {"type": "json_schema", "json_schema": schema}
     if is_xml:
@@ -90,10 +84,9 @@ def _tag(function: Json, is_xml: bool) -> Json:
 
 def _format_of(told: Grammar) -> Json:
     match told.kind:
-        case "json_object":
-            return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": MAX_WHITESPACE}
-        case "json_schema":
-            return {"type": "json_schema", "json_schema": json.loads(told.text), "max_whitespace_cnt": MAX_WHITESPACE}
+        case "json_object" | "json_schema":
+            schema = json.loads(told.text or '{"type": "object"}')
+            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
         case "regex":
             return {"type": "regex", "pattern": told.text}
         case "ebnf":

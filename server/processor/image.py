@@ -13,13 +13,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
 
 import numpy as np
 
 from engine.arena import ArenaFull, ArenaTooSmall, ArenaView
 from engine.config import EngineConfig
-from engine.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef
+from engine.messages import ImageSource, ImageSpan, MediaRef
 from engine.messages import Region as WireRegion
 from models.geometry import Grid
 from server.checkpoint import Checkpoint
@@ -30,7 +29,7 @@ from server.processor.early import EarlyReads
 from server.processor.fetch import Fetcher
 from server.processor.inspect import Allowance, Header, Inspector
 from server.processor.named import NamedImages
-from server.processor.room import Room
+from server.processor.room import Room, wire
 from server.processor.threads import result_of, run, settled
 from server.region import Region
 
@@ -40,11 +39,9 @@ NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is de
 
 
 class ImageTools:
-    """What all images share: memory, threads, limits, and which files were decoded before. Make it inside a running event loop."""
+    """What all images share. Make it inside a running event loop."""
 
-    def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads, gpu_decodes: bool
-    ):
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads, gpu_decodes: bool):
         self.bodies = bodies
         self.room = room
         self.early = early
@@ -54,7 +51,7 @@ class ImageTools:
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self.decoders = Decoders(config, room.arena)
         self.num_decoded = 0  # images that became RGB here
-        self._files: OrderedDict[bytes, tuple[Header, Size]] = OrderedDict()  # that were decoded, by hash, least recently used first
+        self._files: OrderedDict[bytes, tuple[Header, Size]] = OrderedDict()  # by digest, least recently used first
 
     async def close(self) -> None:
         self.media_pool.shutdown(wait=False, cancel_futures=True)
@@ -77,101 +74,101 @@ class ImageTools:
 
 
 class Image:
-    """One image of one request. `hash`, which covers its encoded bytes and every processing parameter, `source` and `grid` are there after
-    `load`. Whatever happens, `release` must be awaited once."""
+    """One image of one request. Whatever happens, `release` must be awaited once."""
 
-    hash: bytes
+    # After `load`:
+    hash: bytes  # of its encoded bytes and every processing parameter
     source: ImageSource
     grid: Grid
     num_tokens: int
+    # When it is encoded:
+    _encoded: Region
+    _header: Header
+    _digest: bytes = b""  # of the encoded bytes
 
     def __init__(self, tools: ImageTools, ref: MediaRef):
         self._tools = tools
         self._ref = ref
         self.num_bytes = 0 if ref.payload is None else _decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
         self._index = 0  # in its request
-        self._digest = b""  # of the encoded bytes
-        self._header: Header | None = None  # when they are there
         self._ticket = 0  # under which rank 0 reads it already
-        self._encoded: Region | None = None
+        self._regions: list[Region] = []  # to give back
         self._job: Future[tuple[bytes, Header | None]] | None = None  # that takes the payload
-        self._pixels: Region | None = None
         self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
 
     def start(self) -> None:
-        """Takes the payload up, if there is one, also of a body that still arrives. How that ends is the business of `load`."""
+        """Takes the payload up, if there is one. `load` tells how that ends."""
         if self._ref.payload is not None and self._task is None:
             with contextlib.suppress(ArenaFull, ArenaTooSmall):
                 self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
             self._task = _start(self._encode())
 
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
-        """As image `index` of its request, which has this allowance, until the scheduler may have it. RequestError, ArenaFull or
-        ArenaTooSmall."""
+        """As image `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index, self._ref = index, ref
         with self._named():
             if self._task is not None:
                 with contextlib.suppress(ArenaFull):  # there may be room by now
                     await self._task
-            if self._header is None:
+            if not self._digest:
                 async with allowance.downloads if self._ref.payload is None else contextlib.nullcontext():
                     await self._encode()
-            assert self._header is not None
             allowance.take(self._header)
             if ref.name is not None:
-                encoded = self._encoded
-                assert encoded is not None
-                self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(encoded.view)))
+                self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(self._encoded.view)))
             await self._settle()
 
     def span(self, start: int) -> ImageSpan:
-        """What the scheduler gets: the image's placeholders begin at token `start`."""
+        """Its placeholders begin at token `start`."""
         return ImageSpan(self.hash, start, self.num_tokens, self.grid, self.source)
 
     def make_pixels(self) -> asyncio.Task[None]:
-        """RGB of a file, once; room for it is waited for, because the request may have streamed text already. Errors as with `load`;
-        cancelled when the image is released first."""
+        """RGB of a file, once. Waits for room: the request may have streamed text. Errors as with `load`; cancelled by `release`."""
         assert self.source.encoding == "file"
         self._task = _start(self._make_pixels())
         return self._task
 
     async def release(self) -> None:
-        """Gives everything back as soon as no thread works for this image."""
+        """Gives all memory back as soon as no thread works on it."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._job is not None:  # whose task may have ended before it began
             await settled(self._job)
         self._task = self._job = None  # what they raised names this image
-        for region in (self._encoded, self._pixels):
-            if region is not None:
-                self._tools.room.give_back(region)
+        for region in self._regions:
+            self._tools.room.give_back(region)
+
+    def _hold(self, region: Region) -> Region:
+        self._regions.append(region)
+        return region
 
     async def _encode(self) -> None:
         """payload or URL -> encoded"""
         payload, tools = self._ref.payload, self._tools
         if payload is not None:
-            self._digest, header = await result_of(self._job or self._take_payload(payload))
+            digest, header = await result_of(self._job or self._take_payload(payload))
         else:
             await self._fetch()
-            self._digest, header = await run(tools.media_pool, lambda: self._identify(self._look()))
-        assert self._encoded is not None
+            digest, header = await run(tools.media_pool, lambda: self._identify(self._look()))
         self._encoded.trim()
         if header is None:
-            known = tools.known(self._digest)
+            known = tools.known(digest)
             header = known[0] if known is not None else await tools.decoders.read_header(self._encoded)
             tools.inspector.check_size(header.height, header.width)
-        self._header = header
+        self._digest, self._header = digest, header
 
     def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header | None]]":
-        """Base64 from a request body, decoded into our arena and looked at in one go. Raises ArenaFull or ArenaTooSmall."""
+        """Base64 of a body is decoded into our arena and looked at. ArenaFull or ArenaTooSmall."""
         tools = self._tools
         text = tools.bodies.view(payload.offset, payload.length)
-        encoded = self._encoded = tools.room.take(_decoded_bytes(payload))
-        room = encoded.room
+        encoded = self._encoded = self._hold(tools.room.take(_decoded_bytes(payload)))
+        room = np.frombuffer(encoded.room, np.uint8)
 
         def unpack() -> Header | None:
-            encoded.used = _copy(decode_base64(text), room)
+            data = decode_base64(text)
+            encoded.used = len(data)
+            np.copyto(room[: len(data)], np.frombuffer(data, np.uint8))  # without the interpreter lock, unlike a slice assignment
             return self._look()
 
         is_urgent, tools.early.is_urgent = tools.early.is_urgent and payload.length <= AT_ONCE_BYTES, False
@@ -183,8 +180,7 @@ class Image:
         return self._job
 
     def _look(self) -> Header | None:
-        """The header of a plain JPEG. What rank 0 can begin with, it is told before anything else is done."""
-        assert self._encoded is not None
+        """The header of a plain JPEG, which rank 0 is told of before anything else is done."""
         data, tools = self._encoded.view, self._tools
         header = tools.inspector.plain_header(data)
         if header is not None:
@@ -193,7 +189,6 @@ class Image:
 
     def _identify(self, header: Header | None) -> tuple[bytes, Header | None]:
         """Digest and header, in a pool."""
-        assert self._encoded is not None
         return self._tools.inspector.identify(self._encoded.view, header is not None), header
 
     async def _fetch(self) -> None:
@@ -201,8 +196,8 @@ class Image:
         url = ref.url or ""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
-            encoded = self._encoded = tools.room.take(FIRST_DOWNLOAD_BYTES)
-            await tools.fetcher.download(url, encoded.append)
+            self._encoded = self._hold(tools.room.take(FIRST_DOWNLOAD_BYTES))
+            await tools.fetcher.download(url, self._encoded.append)
         else:
             if ref.url is None:
                 data = tools.named.get(ref.name or b"")
@@ -211,15 +206,14 @@ class Image:
             else:
                 read = decode_data_url if scheme == "data" else tools.fetcher.read_local
                 data = await run(tools.media_pool, lambda: read(url))
-            encoded = self._encoded = tools.room.take(len(data))
-            encoded.append(data)
+            self._encoded = self._hold(tools.room.take(len(data)))
+            self._encoded.append(data)
 
     async def _settle(self) -> None:
         """encoded -> jpeg, file or rgb"""
-        header, encoded, inspector = self._header, self._encoded, self._tools.inspector
-        assert header is not None and encoded is not None
+        header, inspector = self._header, self._tools.inspector
         geometry = self._geometry = inspector.geometry_of(self._ref)
-        inspector.grid(geometry, header.height, header.width)  # before anything is decoded
+        self._stored = inspector.size_for_workers(geometry, header.height, header.width)  # checks its grid before anything is decoded
         self._tools.early.geometry = geometry
         self.hash = inspector.identity(self._digest, geometry)
         known = self._tools.known(self._digest)
@@ -228,39 +222,31 @@ class Image:
             self.source = self._jpeg_source(header)
         elif known is not None:
             _, size = known
-            self.source = _source("file", encoded, *inspector.size_for_workers(geometry, *size))
+            self.source = ImageSource("file", wire(self._encoded), *inspector.size_for_workers(geometry, *size))
         else:
             self._tools.decoders.check(header)
-            self.num_bytes = self._num_pixel_bytes(header)
-            size = await self._decode(encoded, self._tools.room.take(self.num_bytes))
+            self.num_bytes = 3 * math.prod(self._stored)
+            size = await self._decode(self._tools.room.take(self.num_bytes))
         self.grid = inspector.grid(geometry, *size)
         self.num_tokens = geometry.num_tokens(self.grid)
 
     def _jpeg_source(self, header: Header) -> ImageSource:
-        assert self._encoded is not None
-        region = WireRegion(PROCESSOR_ARENA, self._encoded.offset, self._encoded.used)
-        return ImageSource("jpeg", region, header.height, header.width, header.orientation, self._ticket)
+        return ImageSource("jpeg", wire(self._encoded), header.height, header.width, header.orientation, self._ticket)
 
     async def _make_pixels(self) -> None:
         """file -> rgb"""
-        assert self._encoded is not None and self._header is not None
         with self._named():
-            await self._decode(self._encoded, await self._tools.room.take_patiently(self._num_pixel_bytes(self._header)))
+            await self._decode(await self._tools.room.take_patiently(3 * math.prod(self._stored)))
 
-    def _num_pixel_bytes(self, header: Header) -> int:
-        return 3 * math.prod(self._tools.inspector.size_for_workers(self._geometry, header.height, header.width))
-
-    async def _decode(self, encoded: Region, pixels: Region) -> Size:
-        self._pixels = pixels
+    async def _decode(self, pixels: Region) -> Size:
+        self._hold(pixels)
         header, tools = self._header, self._tools
-        assert header is not None
-        stored = tools.inspector.size_for_workers(self._geometry, header.height, header.width)
-        size = await tools.decoders.decode(header, encoded, pixels, stored)
-        pixels.used = 3 * math.prod(stored)
-        self._encoded = None
-        tools.room.give_back(encoded)
+        size = await tools.decoders.decode(header, self._encoded, pixels, self._stored)
+        pixels.used = 3 * math.prod(self._stored)
+        self._regions.remove(self._encoded)
+        tools.room.give_back(self._encoded)
         tools.note_decoded(self._digest, header, size)
-        self.source = _source("rgb", pixels, *tools.inspector.size_for_workers(self._geometry, *size))
+        self.source = ImageSource("rgb", wire(pixels), *tools.inspector.size_for_workers(self._geometry, *size))
         return size
 
     @contextlib.contextmanager
@@ -279,18 +265,8 @@ async def release_all(images: Iterable[Image]) -> None:
     await asyncio.gather(*(image.release() for image in images))
 
 
-def _source(encoding: Literal["rgb", "file"], region: Region, height: int, width: int) -> ImageSource:
-    return ImageSource(encoding, WireRegion(PROCESSOR_ARENA, region.offset, region.used), height, width)
-
-
-def _copy(data: bytes, room: memoryview) -> int:
-    """Their number. numpy copies without the interpreter lock; a slice assignment would hold it, and with it all other threads."""
-    np.copyto(np.frombuffer(room[: len(data)], np.uint8), np.frombuffer(data, np.uint8))
-    return len(data)
-
-
 def _decoded_bytes(payload: WireRegion) -> int:
-    """What base64 of this length may become."""
+    """At most."""
     return 3 * (payload.length // 4 + 1)
 
 

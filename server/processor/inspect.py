@@ -1,4 +1,4 @@
-"""What is told of an image from its encoded bytes: size, limits, identity. Nothing here takes long, whatever the bytes are."""
+"""Size, limits and identity of an image, from its encoded bytes. Nothing here takes long, whatever the bytes are."""
 
 import asyncio
 import dataclasses
@@ -12,20 +12,18 @@ from engine.messages import MediaRef
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from models.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint
-from server.errors import RequestError
+from server.errors import RequestError, invalid_image
 from server.processor.pixels import read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
-
-
-MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, which takes 3 bytes a pixel of its memory; larger ones are decoded here
-MAX_JPEG_PIXELS_HOST = 1 << 18  # that a worker whose GPU does not does in a few milliseconds
+MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, with 3 bytes of its memory each; larger ones are decoded here
+MAX_JPEG_PIXELS_HOST = 1 << 18  # that a worker without such a GPU decodes in a few milliseconds
 SMALL_PIXELS = 1 << 18  # up to here an image is handed on as it is
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header says. Sizes of a plain JPEG are after orientation, those of other files before."""
+    """Sizes of a plain JPEG are after orientation, those of other files before."""
 
     stays_encoded: bool
     height: int
@@ -45,7 +43,7 @@ class Allowance:
         self.downloads = asyncio.Semaphore(max_downloads)  # at once: others fetch, too
 
     def take(self, header: Header) -> None:
-        """RequestError 413 if there is not so much left."""
+        """RequestError 413."""
         self._left -= header.num_pixels
         if self._left < 0:
             words = f"with it the images of this request have more than {self._max_pixels} pixels"
@@ -53,26 +51,26 @@ class Allowance:
 
 
 class Inspector:
-    """Limits and identity. Immutable."""
+    """Immutable."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, gpu_decodes: bool):
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
         self._max_tokens = config.max_num_encoder_tokens
-        value_bytes = 4 if config.dtype == "float32" else 2
         if config.image_cache_bytes is not None:
-            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // (checkpoint.num_values_per_image_token * value_bytes))
+            token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
+            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // token_bytes)
         geometry = self.geometry
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
     def plain_header(self, data: memoryview) -> Header | None:
-        """Of a JPEG that stays encoded; None for any other file. RequestError 400 or 422, in words that follow "Image n: "."""
+        """Of a JPEG that stays encoded; None for other files. RequestError 400 or 422, in words that follow "Image n: "."""
         if not is_jpeg(data):
             return None
         if not has_end(data):
-            raise RequestError(422, "it is a truncated JPEG", code="invalid_image")
+            raise invalid_image("it is a truncated JPEG")
         plain = parse_plain_jpeg(data)
         if plain is not None and plain.height * plain.width <= self._max_jpeg_pixels:
             orientation = read_orientation(data) if plain.has_metadata else 1
@@ -80,16 +78,16 @@ class Inspector:
             self.check_size(height, width)
             return Header(True, height, width, orientation)
         if has_too_many_scans(data):
-            raise RequestError(422, "it is a JPEG of more scans or segments than encoders write", code="invalid_image")
+            raise invalid_image("it is a JPEG of more scans or segments than encoders write")
         return None
 
     def check_size(self, height: int, width: int) -> None:
-        """The limits on pixels; they are the same for an image and its transpose."""
+        """RequestError 400 for too many pixels."""
         if height * width > self._max_pixels:
             raise RequestError(400, f"it has {width}x{height} pixels, the limit is {self._max_pixels}", code="image_too_large")
 
     def geometry_of(self, ref: MediaRef) -> VisionGeometry:
-        """With the limits on its area that the request has for this image; the checkpoint's own give way to them. RequestError 400."""
+        """With the request's limits on this image's area, to which the checkpoint's give way. RequestError 400."""
         least = ref.min_pixels or min(self.geometry.min_pixels, ref.max_pixels or self.geometry.min_pixels)
         most = ref.max_pixels or max(self.geometry.max_pixels, least)
         if ref.cap is not None:
@@ -99,7 +97,7 @@ class Inspector:
         return dataclasses.replace(self.geometry, min_pixels=least, max_pixels=most)
 
     def grid(self, geometry: VisionGeometry, height: int, width: int) -> Grid:
-        """RequestError 400 for a shape that the model cannot see, or too many tokens; the same for an image and its transpose."""
+        """RequestError 400 for a shape that the model cannot see, or too many tokens, as for the transpose."""
         try:
             grid = geometry.grid(height, width)
         except ValueError as error:
@@ -110,14 +108,13 @@ class Inspector:
         return grid
 
     def size_for_workers(self, geometry: VisionGeometry, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in which an image that is decoded here is handed on: its own, or if it is much larger, that to which workers
-        would resize it, by the same arithmetic."""
+        """(height, width) of an image that is decoded here: its own, or if that is much larger, that to which workers would resize it."""
         _, rows, columns = self.grid(geometry, height, width)
         target = rows * geometry.patch_size, columns * geometry.patch_size
         return target if height * width > max(SMALL_PIXELS, 2 * target[0] * target[1]) else (height, width)
 
     def identity(self, digest: bytes, geometry: VisionGeometry) -> bytes:
-        """Of an image of this digest under these limits: the digest itself for the checkpoint's own."""
+        """The digest itself under the checkpoint's own limits."""
         if geometry == self.geometry:
             return digest
         limits = geometry.min_pixels.to_bytes(8, "little") + geometry.max_pixels.to_bytes(8, "little")

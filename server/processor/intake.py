@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine.arena import ArenaFull
+from engine.arena import ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig
 from engine.grammar.client import GrammarCompiler, GrammarError
-from engine.ipc import Outbox
 from engine.messages import (
-    PROCESSOR_ARENA,
     TIMED_OUT,
     Abort,
     ChatPrompt,
@@ -30,66 +29,50 @@ from engine.messages import (
     Events,
     MediaRef,
     Payload,
-    Region,
     Submit,
     TokenPrompt,
-    ToScheduler,
 )
+from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
-from server.processor.calls import Schemas
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import GrammarLoads, answer_grammar
-from server.processor.image import Image, ImageTools, release_all
+from server.processor.image import Image, release_all
 from server.processor.inspect import Allowance
 from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
-from server.processor.request import Answer, Request
+from server.processor.request import Answer, Request, Way
+from server.processor.room import wire
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
 
 
-class Intake:
-    """Prepares requests and puts them into the table that it shares with the output. Work that waits runs in `tasks`: its failure is the
-    process's."""
+@dataclass
+class Intake(Way):
+    """Prepares requests."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_folder: Path,
-        max_model_len: int,
-        requests: dict[int, Request],
-        tools: ImageTools,
-        prompts: PromptBuilder,
-        loads: GrammarLoads,
-        api: Outbox[Events],
-        scheduler: Outbox[ToScheduler],
-        tasks: asyncio.TaskGroup,
-    ):
-        self.max_model_len = max_model_len
-        self._max_requests = config.max_queued_requests
-        self._max_request_pixels = config.max_request_pixels
-        self._max_request_downloads = config.max_request_downloads
-        self._requests = requests
-        self._tools = tools
-        self._prompts = prompts
-        self._tokens = TokenTable(prompts.tokenizer)
-        self._think = ThinkTokens.of(prompts.tokenizer)
-        self._api = api
-        self._scheduler = scheduler
-        self._tasks = tasks
-        self._grammars, self._loads = GrammarCompiler(model_folder), loads
+    config: EngineConfig
+    checkpoint: InitVar[Checkpoint]
+    model_folder: InitVar[Path]
+    loads: GrammarLoads
+    max_model_len: int
+
+    def __post_init__(self, checkpoint: Checkpoint, model_folder: Path) -> None:
+        self._prompts = PromptBuilder(checkpoint)
+        self._tokens = TokenTable(self._prompts.tokenizer)
+        self._think = ThinkTokens.of(self._prompts.tokenizer)
+        self._grammars = GrammarCompiler(model_folder)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
 
     @property
     def num_holders(self) -> int:
         """Requests that hold memory, also those without a Submit."""
-        return len(self._requests) + len(self._early)
+        return len(self.requests) + len(self._early)
 
     def start(self) -> None:
-        """What requests would have to wait for otherwise."""
-        self._tasks.create_task(self._grammars.start())
+        """Before the first request."""
+        self.tasks.create_task(self._grammars.start())
 
     async def close(self) -> None:
         await self._grammars.close()
@@ -98,56 +81,53 @@ class Intake:
     def begin(self, message: Payload) -> None:
         """An image of a body that still arrives. A Submit follows, or an Abort with the body."""
         self._note_arrival(message.rid)
-        image = Image(self._tools, MediaRef(message.payload))
+        image = Image(self.tools, MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
 
     def accept(self, submit: Submit) -> None:
-        if len(self._requests) >= self._max_requests:
+        if len(self.requests) >= self.config.max_queued_requests:
             self._give_up(submit.rid, submit.body, overloaded("The server has as many requests as it can queue.").info)
             return
         self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
-        images = [self._image(ref, early) for ref in submit.media]
-        schemas = self._schemas(submit)
+        images = [
+            early.pop(ref.payload.offset) if ref.payload and ref.payload.offset in early else Image(self.tools, ref) for ref in submit.media
+        ]
+        functions = [tool["function"] for tool in _tools_of(submit)]
+        schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
         request = Request(submit, images, answers)
-        self._requests[submit.rid] = request
+        self.requests[submit.rid] = request
         request.task = asyncio.create_task(self._prepare(request))
-        self._tasks.create_task(self._hand_over(request, request.task, list(early.values())))
+        self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))
 
     def abort(self, message: Abort) -> None:
-        """The client left: whatever stage the request is in, it ends without a further event."""
-        rid = message.rid
-        request = self._requests.get(rid)
+        """The client left: the request ends without a further event."""
+        request = self.requests.get(message.rid)
         if message.body is not None:
-            self._give_up(rid, message.body)
+            self._give_up(message.rid, message.body)
         elif request is not None and not request.is_ended:
             request.is_ended = True
             if request.is_in_scheduler:
-                self._scheduler.send(Abort(rid))
+                self.scheduler.send(Abort(message.rid))
             elif request.task is not None:
                 request.task.cancel()
 
     def _note_arrival(self, rid: int) -> None:
         if rid not in self._early:
-            self._tools.early.arm(is_idle=not self.num_holders)
-
-    def _image(self, ref: MediaRef, early: dict[int, Image]) -> Image:
-        return (early.pop(ref.payload.offset, None) if ref.payload is not None else None) or Image(self._tools, ref)
+            self.tools.early.arm(is_idle=not self.num_holders)
 
     def _give_up(self, rid: int, body: int | None, error: ErrorInfo | None = None) -> None:
-        """Ends what does not become a request."""
-
         async def end() -> None:
             await release_all(self._early.get(rid, {}).values())
             self._early.pop(rid, None)
             self._tell_api(None if error is None else Event(rid, error=error), body)
 
-        self._tasks.create_task(end())
+        self.tasks.create_task(end())
 
     async def _prepare(self, request: Request) -> EngineRequest | ErrorInfo:
-        """Until its deadline, if it has one. What goes wrong is a result: a task keeps the stack of what it raises."""
+        """An error is a result: a task keeps the stack of what it raises."""
         deadline = request.submit.deadline
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
@@ -163,7 +143,7 @@ class Intake:
         submit, images = request.submit, request.images
         for image in images:
             image.start()
-        allowance = Allowance(self._max_request_pixels, self._max_request_downloads)
+        allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         is_large = self._prompts.size(submit.prompt) >= LARGE_MESSAGES_BYTES
         ids = [] if is_large else self._encode(submit)
         try:
@@ -174,36 +154,37 @@ class Intake:
                 if is_large:
                     ids = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
-            if isinstance(failures.exceptions[0], ArenaFull):
-                self._tools.room.check(sum(image.num_bytes for image in images))
+            if isinstance(failures.exceptions[0], ArenaFull) and sum(image.num_bytes for image in images) > self.tools.room.arena.size:
+                raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
         if submit.output.echo:
             for answer in request.answers:
                 answer.echo = self._prompts.text_of(submit.prompt)
         prompt = self._prompts.expand(ids, [image.num_tokens for image in images])
         num_prompt = len(prompt.ids)
-        if not submit.is_counted_only:
-            self._check_length(num_prompt)
         if submit.is_counted_only:
             request.counted = prompt.ids.tolist()
-        region = request.prompt = self._tools.room.take(4 * num_prompt)
+        elif num_prompt >= self.max_model_len:
+            raise too_long(self.max_model_len, str(num_prompt))
+        region = request.prompt = self.tools.room.take(4 * num_prompt)
         region.append(prompt.ids.tobytes())
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
-        spans = [image.span(start) for image, start in zip(images, prompt.starts, strict=True)]
         room = self.max_model_len - num_prompt
         limit = submit.params.max_tokens
-        bad_words = self._prompts.bad_words(submit.output.bad_words)
-        params = msgspec.structs.replace(submit.params, max_tokens=room if limit is None else max(1, min(limit, room)), bad_words=bad_words)
+        changes = {
+            "max_tokens": room if limit is None else max(1, min(limit, room)),
+            "bad_words": self._prompts.bad_words(submit.output.bad_words),
+        }
         if submit.pooled_words is not None:
-            params = msgspec.structs.replace(params, max_tokens=1, pooled_ids=self._prompts.first_tokens(submit.pooled_words))
+            changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
         return EngineRequest(
             rid=submit.rid,
-            prompt=Region(PROCESSOR_ARENA, region.offset, region.used),
-            images=spans,
-            params=params,
+            prompt=wire(region),
+            images=[image.span(start) for image, start in zip(images, prompt.starts, strict=True)],
+            params=msgspec.structs.replace(submit.params, **changes),
             stages=submit.stages,
             cache_salt=submit.cache_salt,
             n=submit.n,
@@ -219,7 +200,7 @@ class Intake:
         return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
 
     async def _compile(self, request: Request) -> None:
-        """The grammar that the answer must follow, if any, into the arena. RequestError 400 if it is none."""
+        """Puts the grammar of the answer, if any, into the arena. RequestError 400."""
         submit = request.submit
         grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template)
         if grammar is None:
@@ -230,30 +211,21 @@ class Intake:
             field = submit.grammar_field
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
 
-        region = request.grammar = self._tools.room.take(len(data))
+        region = request.grammar = self.tools.room.take(len(data))
         region.append(data)
-        await self._loads.load(Region(PROCESSOR_ARENA, region.offset, region.used))
+        await self.loads.load(wire(region))
 
     def _grammar_of(self, request: Request) -> CompiledGrammar | None:
-        """It holds behind the thoughts if the answer begins with some."""
+        """It holds behind the thoughts, if there are some."""
         region = request.grammar
         if region is None:
             return None
         after = self._think.end if request.answers[0].text.is_thinking else None
-        return CompiledGrammar(Region(PROCESSOR_ARENA, region.offset, region.used), after)
-
-    def _schemas(self, submit: Submit) -> Schemas:
-        """What the functions of a request take, where its calls are to be found."""
-        functions = [tool["function"] for tool in _tools_of(submit)]
-        return {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
-
-    def _check_length(self, num_prompt: int) -> None:
-        if num_prompt >= self.max_model_len:
-            raise too_long(self.max_model_len, str(num_prompt))
+        return CompiledGrammar(wire(region), after)
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest | ErrorInfo]", strays: list[Image]) -> None:
-        """A prepared request goes to the scheduler; of one that failed, or that nobody waits for, nothing remains here. Strays, which
-        look like images but stand elsewhere in the body, are given back in any case."""
+        """A prepared request goes to the scheduler; one that failed, or that nobody waits for, is released. So are strays: they look like
+        images but stand elsewhere in the body."""
         rid, prepared = request.submit.rid, None
         await asyncio.wait([task])
         with contextlib.suppress(asyncio.CancelledError):  # `abort` did; asked for, it is no longer kept
@@ -261,11 +233,11 @@ class Intake:
         request.task = None
         await release_all(strays)
         if not isinstance(prepared, EngineRequest) or request.is_ended or request.submit.is_counted_only:
-            await request.release(self._tools.room)
-            del self._requests[rid]
+            await request.release(self.tools.room)
+            del self.requests[rid]
         else:
             request.is_in_scheduler = True
-            self._scheduler.send(prepared)
+            self.scheduler.send(prepared)
         event = Event(rid, error=prepared) if isinstance(prepared, ErrorInfo) else None
         if event is None and request.counted:
             echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
@@ -273,10 +245,8 @@ class Intake:
         self._tell_api(event, request.submit.body)
 
     def _tell_api(self, event: Event | None, body: int | None) -> None:
-        events = [] if event is None else [event]
-        bodies = [] if body is None else [body]
-        if events or bodies:
-            self._api.send(Events(events, bodies))
+        if event is not None or body is not None:
+            self.api.send(Events([event] if event else [], [] if body is None else [body]))
 
 
 def _tools_of(submit: Submit) -> list[dict[str, Any]]:

@@ -10,13 +10,12 @@ from server.processor.detokenize import TokenTable
 
 
 def of_token(table: TokenTable, token_id: int, entry: TokenLogprobs) -> Logprob:
-    """Of one token of the answer."""
     top = [(table.spelling(top_id), value) for top_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)]
     return Logprob(table.spelling(token_id), entry.logprob, top)
 
 
 def of_prompt(table: TokenTable, ids: Sequence[int], found: PromptLogprobs | None) -> Iterator[Logprob]:
-    """Of all tokens of a prompt. `found` is None for a prompt of one token, which has none."""
+    """`found` is None for a prompt of one token."""
     yield Logprob(table.spelling(ids[0]), None, [])
     if found is None:
         return

@@ -35,7 +35,6 @@ from server.processor.grammar import GrammarLoads
 from server.processor.image import ImageTools
 from server.processor.intake import Intake
 from server.processor.output import Output
-from server.processor.prompt import PromptBuilder
 from server.processor.request import Request
 from server.processor.room import Room
 from server.warm import warm_up
@@ -44,7 +43,7 @@ SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event lo
 
 
 class Processor:
-    """Single-threaded but for the pools of its parts. Made inside the event loop; work that waits runs in `tasks`."""
+    """Made inside the event loop; work that waits runs in `tasks`."""
 
     def __init__(self, child: Child, tasks: asyncio.TaskGroup):
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
@@ -61,14 +60,13 @@ class Processor:
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         room = Room(self._arena, lambda: self._intake.num_holders > 1)
         self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker, checkpoint.geometry), gpu_decodes)
-        prompts = PromptBuilder(checkpoint)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
-        self._intake = Intake(child.config, folder, max_model_len, requests, self._tools, prompts, self._loads, api, scheduler, tasks)
-        self._output = Output(requests, self._tools, api, scheduler, tasks)
+        both = requests, self._tools, api, scheduler, tasks
+        self._intake = Intake(*both, child.config, checkpoint, folder, self._loads, max_model_len)
+        self._output = Output(*both)
 
     async def run(self) -> None:
-        """Handles messages until it is cancelled."""
         self._intake.start()
         try:
             while True:
@@ -105,7 +103,11 @@ async def serve(child: Child) -> None:
     loop = asyncio.get_running_loop()
     serving = asyncio.create_task(_serve(child))
     loop.add_signal_handler(signal.SIGTERM, serving.cancel)
-    child.on_orphaned(lambda: stop_from_thread(loop, serving))
+
+    def stop_from_thread() -> None:
+        loop.call_soon_threadsafe(serving.cancel)
+
+    child.on_orphaned(stop_from_thread)
     with contextlib.suppress(asyncio.CancelledError):
         await serving
 
@@ -120,12 +122,7 @@ async def _serve(child: Child) -> None:
         raise failures.exceptions[0] from None
 
 
-def stop_from_thread(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None]) -> None:
-    loop.call_soon_threadsafe(serving.cancel)
-
-
 def main() -> None:
-    """Entry point of the processor process."""
     child = Child.attach("processor")
     warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is its client's business
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop

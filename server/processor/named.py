@@ -1,4 +1,4 @@
-"""Images that clients have given names: they may be sent by their names alone."""
+"""Images that clients send by name."""
 
 from collections import OrderedDict
 
@@ -19,7 +19,7 @@ class NamedImages:
         return self._images[name]
 
     def put(self, name: bytes, data: bytes) -> None:
-        """In place of what had the name before. What is larger than all of the room is not kept."""
+        """Replaces. Not kept if larger than MAX_BYTES."""
         self._num_bytes += len(data) - len(self._images.pop(name, b""))
         self._images[name] = data
         while self._num_bytes > MAX_BYTES:

@@ -9,7 +9,6 @@ import asyncio
 
 import msgspec
 
-from engine.ipc import Outbox
 from engine.messages import (
     Abort,
     CallDelta,
@@ -21,41 +20,24 @@ from engine.messages import (
     Logprob,
     Pixels,
     RequestOutput,
-    ToScheduler,
     WantedPixels,
 )
 from server.errors import error_type
-from server.processor.image import ImageTools
-from server.processor.request import Answer, Request
+from server.processor.request import Answer, Request, Way
 
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
 
 
-class Output:
-    """Reads the table of requests, and removes those that the scheduler has released. Work that waits runs in `tasks`."""
-
-    def __init__(
-        self,
-        requests: dict[int, Request],
-        tools: ImageTools,
-        api: Outbox[Events],
-        scheduler: Outbox[ToScheduler],
-        tasks: asyncio.TaskGroup,
-    ):
-        self._requests = requests
-        self._tools = tools
-        self._api = api
-        self._scheduler = scheduler
-        self._tasks = tasks
+class Output(Way):
+    """Removes requests that the scheduler has released."""
 
     def forward(self, message: EngineOutputs) -> None:
-        """One Events for everything that a step brought."""
         events: list[Event] = []
         for output in message.outputs:
-            request = self._requests.get(output.rid)
+            request = self.requests.get(output.rid)
             if request is not None and request.submit.params.prompt_logprobs is not None:
                 request.backlog.append(output)
-                request.writer = request.writer or self._tasks.create_task(self._write_slowly(request))
+                request.writer = request.writer or self.tasks.create_task(self._write_slowly(request))
             elif request is not None:
                 self._append_events(events, request, request.answers[output.index], output)
         for rid in message.released:
@@ -64,13 +46,12 @@ class Output:
             self._decode(wanted)
         stats = message.stats
         if stats is not None:
-            stats = msgspec.structs.replace(stats, images_decoded=self._tools.num_decoded)
+            stats = msgspec.structs.replace(stats, images_decoded=self.tools.num_decoded)
         if events or message.heartbeat:
-            self._api.send(Events(events, [], stats, message.heartbeat))
+            self.api.send(Events(events, [], stats, message.heartbeat))
 
     def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
-        """One event a token; an answer's last one is terminal and carries the last token, so that an end token is no extra event. None
-        for an answer that has ended."""
+        """One event a token; an answer's last one is terminal and carries the last token."""
         if request.is_ended or answer.is_ended:
             return
         if request.submit.params.max_tokens == 0:  # nothing but the echo is asked for: the one token that was drawn is not shown
@@ -90,81 +71,75 @@ class Output:
             events.append(_finish(request, answer, output, text, ends) if ends else _event(request, answer, output, text, logprobs))
         if output.error is not None:
             request.is_ended = True
-            events.append(Event(request.submit.rid, error=output.error))
+            events.append(Event(output.rid, error=output.error))
         elif final is not None and not output.token_ids:
             events.append(_finish(request, answer, output, "", final))
 
     def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:
-        """A stop string was found: the scheduler need not go on, unless it has ended the answer itself."""
+        """The scheduler need not go on, unless it has ended the answer itself."""
         request.end(answer)
         if output.finish_reason is None and output.error is None:
-            self._scheduler.send(Abort(request.submit.rid, index=output.index))
+            self.scheduler.send(Abort(output.rid, index=output.index))
 
     async def _write_slowly(self, request: Request) -> None:
-        """Log-probabilities of a long prompt take the time of many tokens: others' events go out between slices of them."""
+        """Others' events go out between slices of log-probabilities, which take the time of many tokens."""
         while request.backlog:
             output = request.backlog.popleft()
             if output.token_ids and not request.answers[output.index].num_tokens:
+                counts = request.num_prompt_tokens, output.num_cached_tokens
+                event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
                 for part in request.prompt_logprobs(output):
                     if not request.is_ended:
-                        self._api.send(Events([_beginning(request, output, part)]))
+                        self.api.send(Events([msgspec.structs.replace(event, logprobs=part)]))
                         await asyncio.sleep(0)
             events: list[Event] = []
             self._append_events(events, request, request.answers[output.index], output)
-            self._api.send(Events(events))
+            self.api.send(Events(events))
         request.writer = None
 
     async def _release_behind(self, writer: "asyncio.Task[None]", rid: int) -> None:
         events: list[Event] = []
         await asyncio.wait([writer])
         self._release(rid, events)
-        self._api.send(Events(events))
+        self.api.send(Events(events))
 
     def _release(self, rid: int, events: list[Event]) -> None:
-        """The engine is done with the request's regions. A request that it gave up without a word still gets its terminal event."""
-        request = self._requests[rid]
+        """The engine is done with the request's regions, and may have given it up without a word."""
+        request = self.requests[rid]
         if request.writer is not None:
-            self._tasks.create_task(self._release_behind(request.writer, rid))
+            self.tasks.create_task(self._release_behind(request.writer, rid))
             return
         if not request.is_ended:
             request.is_ended = True
             events.append(Event(rid, error=ABORTED))
 
         async def drop() -> None:
-            await request.release(self._tools.room)
-            del self._requests[rid]
+            await request.release(self.tools.room)
+            del self.requests[rid]
 
-        self._tasks.create_task(drop())
+        self.tasks.create_task(drop())
 
     def _decode(self, wanted: WantedPixels) -> None:
-        """The scheduler has to encode an image that stayed a file. If the request has ended, it knows or will know without an answer."""
-        request = self._requests.get(wanted.rid)
+        """The scheduler has to encode an image that stayed a file. It needs no answer for a request that has ended."""
+        request = self.requests.get(wanted.rid)
         if request is not None and not request.is_ended:
-            self._tasks.create_task(self._answer(wanted, request))
+            self.tasks.create_task(self._answer(wanted, request))
 
     async def _answer(self, wanted: WantedPixels, request: Request) -> None:
-        """Pixels or an error; nothing if the request is released meanwhile."""
         image = request.images[wanted.index]
         task = image.make_pixels()
         await asyncio.wait([task])
         if not task.cancelled():
             failure = task.exception()
             source, error = (image.source, None) if failure is None else (None, request.error_of(failure))
-            self._scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
-
-
-def _beginning(request: Request, output: RequestOutput, logprobs: list[Logprob]) -> Event:
-    """An event before the first token."""
-    counts = request.num_prompt_tokens, output.num_cached_tokens
-    return Event(request.submit.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], logprobs=logprobs, index=output.index)
+            self.scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
 def _event(request: Request, answer: Answer, output: RequestOutput, text: str, logprobs: list[Logprob]) -> Event:
-    """An event before the last. The first one has the counts that usage needs."""
     if answer.num_tokens == 1:
         return _full_event(request, output, text, answer.text.calls, logprobs)
-    is_reasoning, calls = answer.text.is_reasoning, answer.text.calls
-    return Event(request.submit.rid, text, answer.num_tokens, is_reasoning, calls=calls, logprobs=logprobs, index=output.index)
+    said = answer.text
+    return Event(output.rid, text, answer.num_tokens, said.is_reasoning, calls=said.calls, logprobs=logprobs, index=output.index)
 
 
 def _full_event(
@@ -176,11 +151,12 @@ def _full_event(
     reason: FinishReason | None = None,
     stop_reason: int | str | None = None,
 ) -> Event:
-    """The first or last event of an answer: with the counts that its usage needs."""
+    """The first or last event of an answer: with counts for its usage."""
     answer = request.answers[output.index]
+    echo, answer.echo = answer.echo, ""
     return Event(
-        request.submit.rid,
-        answer.take_echo() + text,
+        output.rid,
+        echo + text,
         answer.num_tokens,
         answer.text.is_reasoning,
         reason,

@@ -1,7 +1,4 @@
-"""What Pillow does: it looks at headers and decodes what is no plain JPEG.
-
-Every error of Pillow and its codecs becomes a RequestError in our own words here: this is the boundary to other people's bytes.
-"""
+"""Pillow reads headers and decodes what is no plain JPEG. All errors of its codecs become RequestErrors in our own words."""
 
 import io
 import math
@@ -10,7 +7,7 @@ import struct
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from server.errors import RequestError
+from server.errors import invalid_image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 ORIENTATION_TAG = 0x0112
@@ -31,25 +28,22 @@ Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow
 
 
 def read_size(data: memoryview) -> tuple[int, int]:
-    """(height, width) as the header says, which orientation may swap. Allocates no pixels. RequestError 422 if it is no image."""
+    """(height, width) before orientation. Allocates no pixels. RequestError 422."""
     with _open(data) as image:
         if isinstance(image, TiffImageFile) and _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
-            raise RequestError(422, "its tiles are much larger than the image", code="invalid_image")
+            raise invalid_image("its tiles are much larger than the image")
         return image.height, image.width
 
 
 def read_orientation(data: memoryview) -> int:
-    """EXIF orientation 1-8 as Pillow reads it, from EXIF or XMP; damaged metadata count as 1."""
+    """1-8, from EXIF or XMP; damaged metadata count as 1."""
     with _open(data) as image:
         return _orientation(image)
 
 
 def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> tuple[int, int]:
-    """Writes the first frame, upright and converted to RGB as Pillow does it, to `target` (height * width * 3 bytes of `size`).
-    RequestError 422.
-
-    If (height, width) is not the image's own, it is resized; where the image is turned, so is the size. Returned is its own, upright.
-    """
+    """Writes the first frame, upright, RGB and resized to `size` (height, width; turned as the image is) to `target`. Returns its own
+    size, upright. RequestError 422."""
     with _open(data) as image:
         stored, kind = (image.height, image.width), image.format
         try:
@@ -65,7 +59,7 @@ def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> t
                 rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
             target[: height * width * 3] = rgb.tobytes()
         except Exception as error:
-            raise RequestError(422, f"it cannot be decoded as {kind}", code="invalid_image") from error
+            raise invalid_image(f"it cannot be decoded as {kind}") from error
         return own
 
 
@@ -73,16 +67,16 @@ def _open(data: memoryview) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise RequestError(422, f"it is none of {', '.join(FORMATS)}", code="invalid_image") from error
+        raise invalid_image(f"it is none of {', '.join(FORMATS)}") from error
     except Exception as error:
-        raise RequestError(422, "its header is damaged", code="invalid_image") from error
+        raise invalid_image("its header is damaged") from error
 
 
 def _tile_pixels(image: TiffImageFile) -> int:
     try:
         return math.prod([int(image.tag_v2.get(tag, 0)) for tag in TILE_TAGS])
     except DAMAGED_METADATA as error:
-        raise RequestError(422, "its header is damaged", code="invalid_image") from error
+        raise invalid_image("its header is damaged") from error
 
 
 def _orientation(image: Image.Image) -> int:

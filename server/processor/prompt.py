@@ -1,8 +1,8 @@
 """Messages to token ids: chat template, special tokens, placeholders.
 
-What a user typed never becomes a control token or an image slot. A text that contains (or ends like the beginning of) a special token gets
-a marker with a private nonce in its place before the template runs; afterwards the rendered text is cut at its special tokens, which are
-then all the template's own, and the markers in the pieces between become text again.
+What a user typed never becomes a control token or an image slot. Before the template runs, a marker with a private nonce replaces each
+special token in a text (or the beginning of one at its end). Then all special tokens of the rendered text are the template's own; it is
+cut at them, and the markers in the pieces become text again.
 """
 
 import json
@@ -27,25 +27,23 @@ from server.errors import PROMPT, RequestError
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 Messages = list[dict[str, object]]
 
-# Shown by templates that look for text in every role's parts but for images only in a user's.
+# For templates that look for text in every role's parts but for images only in a user's.
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 
 MAX_TOKENS = 1 << 20  # of a prompt that is only counted
-USUAL_CHARACTERS = 6  # of a token: texts have fewer
+USUAL_CHARACTERS = 6  # a token; texts have fewer
 PIECE_CHARACTERS = 1 << 14
 MARGIN = 0.1
 
 
 def too_long(limit: int, num_tokens: str) -> RequestError:
-    """Of a prompt that leaves no room for an answer."""
-    # In words that client libraries look for.
-    maximum = f"This model's maximum context length is {limit} tokens, answer included."
+    maximum = f"This model's maximum context length is {limit} tokens, answer included."  # in words that client libraries look for
     words = f"{maximum} However, your prompt is too long: it has {num_tokens} tokens. Please reduce its length."
     return RequestError(400, words, PROMPT, "context_length_exceeded")
 
 
 class ExpandedPrompt:
-    """int32 ids with every image's placeholder repeated; `starts[i]` is where image i begins."""
+    """int32 ids with the placeholder of image i repeated `lengths[i]` times from `starts[i]` on."""
 
     def __init__(self, ids: Sequence[int], image_token_id: int, lengths: Sequence[int]):
         self.ids = array("i")
@@ -79,23 +77,21 @@ class PromptBuilder:
         self._longest_beginning = max(map(len, self._beginnings))
 
     def size(self, prompt: Prompt) -> int:
-        """What says how long `encode` takes: bytes of JSON or text."""
+        """Bytes of JSON or text: `encode` takes time in proportion."""
         if isinstance(prompt, ChatPrompt):
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else 0
 
     def encode(self, prompt: Prompt, num_images: int, limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
-        """Ids with one placeholder per image; `is_framed`: within the tokens that the tokenizer puts around a text, if any. RequestError
-        400 if the template refuses the messages or does not show every image, or, in a fraction of the time and memory, for a text of far
-        more tokens than `limit`; how many ids there are is the caller's business."""
+        """Ids with one placeholder per image; `is_framed`: a chat within the tokens that the tokenizer puts around a text. RequestError 400
+        if the template refuses the messages or does not show every image, or, early, for a text of far more tokens than `limit`."""
+        is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt, limit)
         elif isinstance(prompt, TokenPrompt):
             ids = prompt.ids
         else:
-            self._check_size(prompt.text, limit)
-            ids = self._encode_text(prompt.text)
-        is_chat = isinstance(prompt, ChatPrompt)
+            ids = self._encode_text(prompt.text, limit)
         num_shown = ids.count(self._image_token_id)
         if num_shown > num_images and not is_chat:
             raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
@@ -105,14 +101,17 @@ class PromptBuilder:
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
         """Of each word. They are whole words in vocabularies as large as Qwen's."""
-        return tuple(self._literal.encode(word, add_special_tokens=False).ids[0] for word in words)
+        return tuple(self._ids_of(word)[0] for word in words)
+
+    def _ids_of(self, word: str) -> tuple[int, ...]:
+        return tuple(self._literal.encode(word, add_special_tokens=False).ids)
 
     def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
         found: dict[tuple[int, ...], None] = {}
         for bad in texts:
             for text in (bad, " " + bad.lstrip()):
-                ids = tuple(self._literal.encode(text, add_special_tokens=False).ids)
+                ids = self._ids_of(text)
                 if len(ids) > MAX_BAD_WORD_TOKENS:
                     words = f"bad_words: a word may have {MAX_BAD_WORD_TOKENS} tokens at most."
                     raise RequestError(400, words, "bad_words", "invalid_value")
@@ -126,20 +125,19 @@ class PromptBuilder:
         return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     def _check_size(self, text: str, limit: int) -> None:
-        """RequestError 400 as soon as pieces of a text that is longer than prompts are have more tokens than it may have; where it is cut
-        into them, a few tokens may become some more."""
+        """RequestError 400 as soon as pieces of an unusually long text have too many tokens; cuts between them may make some more."""
         if len(text) <= limit * USUAL_CHARACTERS:
             return
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
-            num_tokens += len(self._encode_text(text[start : start + PIECE_CHARACTERS]))
+            num_tokens += len(self._encode_piece(text[start : start + PIECE_CHARACTERS]))
             if num_tokens > limit * (1 + MARGIN):
                 raise too_long(limit, f"more than {limit}")
 
     def _encode_chat(self, prompt: ChatPrompt, limit: int) -> list[int]:
         shield = _Shield()
-        messages = [self._protect(message, shield) for message in msgspec.json.decode(prompt.messages)]
-        tools = None if prompt.tools is None else self._protect_value(msgspec.json.decode(prompt.tools), shield)
+        messages = [self._protect_message(message, shield) for message in msgspec.json.decode(prompt.messages)]
+        tools = None if prompt.tools is None else self._protect(msgspec.json.decode(prompt.tools), shield)
         if tools is not None and "tools" not in self.template:
             raise RequestError(400, "tools: the chat template of this model does not show tools.", "tools", "unsupported_value")
         if prompt.ending == "continue":
@@ -150,15 +148,20 @@ class PromptBuilder:
             if not found:
                 words = "The chat template of this model does not show the last message as it is."
                 raise RequestError(400, words, "continue_final_message", "unsupported_value")
+        if not shield.originals:
+            return self._encode_text(rendered, limit)
         self._check_size(rendered, limit)
-        return self._encode_pieces(rendered, shield) if shield.originals else self._encode_text(rendered)
+        return self._encode_shielded(rendered, shield)
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str, limit: int) -> list[int]:
+        self._check_size(text, limit)
+        return self._encode_piece(text)
+
+    def _encode_piece(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def expand(self, ids: Sequence[int], lengths: Sequence[int]) -> ExpandedPrompt:
-        """Repeats the placeholder of image i `lengths[i]` times."""
         return ExpandedPrompt(ids, self._image_token_id, lengths)
 
     def _render(self, messages: Messages, tools: object, begins_answer: bool, template_kwargs: dict[str, bool]) -> str:
@@ -169,43 +172,34 @@ class PromptBuilder:
             words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
             raise RequestError(400, f"The chat template of this model refuses these messages: {words}", PROMPT) from None
 
-    def _protect(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
+    def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
         content = message["content"]
         if isinstance(content, list):
-            content = [self._protect_part(part, shield) for part in content]
+            image = {"type": "image", "image": "", "text": IMAGE_TEXT}
+            content = [image if part["type"] == "image" else self._protect(part, shield) for part in content]
         else:
             content = self._protect_text(str(content), shield)
-        protected = {**message, "content": content}
-        if "reasoning_content" in message:
-            protected["reasoning_content"] = self._protect_text(str(message["reasoning_content"]), shield)
-        if "tool_calls" in message:
-            protected["tool_calls"] = self._protect_value(message["tool_calls"], shield)
-        return protected
+        return {name: content if name == "content" else self._protect(value, shield) for name, value in message.items()}
 
-    def _protect_value(self, value: object, shield: "_Shield") -> object:
+    def _protect(self, value: object, shield: "_Shield") -> object:
         """Every text in a JSON value, names of members included."""
         if isinstance(value, str):
             return self._protect_text(value, shield)
         if isinstance(value, list):
-            return [self._protect_value(entry, shield) for entry in value]
+            return [self._protect(entry, shield) for entry in value]
         if isinstance(value, dict):
-            return {self._protect_text(name, shield): self._protect_value(entry, shield) for name, entry in value.items()}
+            return {self._protect_text(name, shield): self._protect(entry, shield) for name, entry in value.items()}
         return value
 
-    def _protect_part(self, part: dict[str, object], shield: "_Shield") -> dict[str, object]:
-        if part["type"] == "image":
-            return {"type": "image", "image": "", "text": IMAGE_TEXT}
-        return {**part, "text": self._protect_text(str(part["text"]), shield)}
-
     def _protect_text(self, text: str, shield: "_Shield") -> str:
-        """Markers for whole special tokens, and for the end of a text that the text after it might complete to one."""
+        """Markers for special tokens, and for an end that what follows might complete to one."""
         text = self._special.sub(lambda match: shield.hide(match[0]), text)
         for length in range(min(len(text), self._longest_beginning), 0, -1):
             if text[-length:] in self._beginnings:
                 return text[:-length] + shield.hide(text[-length:])
         return text
 
-    def _encode_pieces(self, rendered: str, shield: "_Shield") -> list[int]:
+    def _encode_shielded(self, rendered: str, shield: "_Shield") -> list[int]:
         pieces = self._special.split(rendered)
         tokens = self._special.findall(rendered)
         encodings = self._literal.encode_batch_fast([shield.reveal(piece) for piece in pieces], add_special_tokens=False)
@@ -217,7 +211,7 @@ class PromptBuilder:
 
 
 def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer's own post-processor puts before and behind a text."""
+    """What the tokenizer puts before and behind a text."""
     bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     framed: list[int] = tokenizer.encode("a").ids
     start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
@@ -225,7 +219,7 @@ def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 class _Shield:
-    """The texts of one request that are hidden from the template, behind markers that no client can know."""
+    """Texts of one request, hidden behind markers that no client can know."""
 
     def __init__(self) -> None:
         self.originals: list[str] = []
@@ -246,7 +240,7 @@ def _append_text(message: dict[str, object], text: str) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks, for training, what the assistant says; it shows its body."""
+    """`{% generation %}` shows its body; for training, it marks what the assistant says."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
@@ -258,26 +252,12 @@ class _Generation(Extension):
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment in which transformers renders chat templates."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+    # Without Jinja's escaping of HTML characters.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(value, ensure_ascii=ensure_ascii, **options)
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Without Jinja's escaping of HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.messages import (
-    CallDelta,
-)
+from engine.messages import CallDelta
 from engine.params import OutputOptions
 from server.processor.calls import CallSplitter, Schemas
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
@@ -37,7 +35,7 @@ class ThinkTokens:
 
 
 class OutputText:
-    """The text of one request. Every token belongs to one part; stop strings are found in both, but never across their boundary."""
+    """The text of one answer. Stop strings are found in both parts, but never across their boundary."""
 
     def __init__(self, table: TokenTable, think: ThinkTokens, options: OutputOptions, schemas: Schemas | None = None):
         self.is_reasoning = False  # the last token was part of the thoughts, or one of their markers
@@ -48,43 +46,34 @@ class OutputText:
         self._stops = StopMatcher(options.stop, options.include_stop)
         self._num_unstoppable = options.min_tokens  # tokens
         self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
-        self._is_open = False  # the next token is part of the thoughts
+        self.is_thinking = False  # the next token is part of the thoughts
         self._is_first = True
         self._is_behind_marker = False  # line breaks are not shown
 
     @property
     def stop_string(self) -> str | None:
-        """The one that was found."""
         return self._stops.found
 
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the next token is part of the thoughts."""
-        return self._is_open
-
     def read_prompt(self, ids: Sequence[int]) -> None:
-        """The output begins with thoughts if only white space follows the prompt's last `<think>`: then it is the template's own.
-
-        One that a client typed has at least the end of its message behind it.
-        """
+        """The output begins with thoughts if only white space follows the prompt's last `<think>`: the end of a message follows what a
+        client typed."""
         texts = self.table.texts  # of the tokenizer's ids: the model may have more
         last = next((token_id for token_id in reversed(ids) if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
-        self._is_open = last == self._think.start
+        self.is_thinking = last == self._think.start
 
     def push(self, token_id: int, is_hidden: bool = False) -> tuple[str, bool]:
-        """The text that may be shown now, and whether the answer ends: a stop string was found, or the only call. A hidden token has no
-        text."""
+        """The text to show, and whether the answer ends: a stop string was found, or the only call. A hidden token has no text."""
         is_first, self._is_first = self._is_first, False
         self._stops.is_armed = self._num_unstoppable <= 0
         self._num_unstoppable -= 1
-        self.is_reasoning = self._is_open
-        if self._is_open and token_id == self._think.end:
-            self._is_open = False
+        self.is_reasoning = self.is_thinking
+        if self.is_thinking and token_id == self._think.end:
+            self.is_thinking = False
             self._is_behind_marker = True
             text, is_stopped = self._end_part()
             return self._split(text, is_stopped, is_end=self._splitter is not None and not self._splitter.is_inside)
         if is_first and token_id == self._think.start:
-            self._is_open = self.is_reasoning = self._is_behind_marker = True
+            self.is_thinking = self.is_reasoning = self._is_behind_marker = True
             return "", False
         text = "" if is_hidden else self._detokenizer.push(token_id)
         if self._is_behind_marker:
@@ -101,7 +90,7 @@ class OutputText:
         return (text, True) if is_stopped else (text + self._stops.flush(), False)
 
     def _split(self, text: str, is_stopped: bool, is_end: bool = False) -> tuple[str, bool]:
-        """Takes calls out. One may go on from the thoughts into the answer, what else is held back may not."""
+        """Takes calls out. Only a call may go on from the thoughts into the answer."""
         splitter = self._splitter
         if splitter is None:
             return text, is_stopped

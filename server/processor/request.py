@@ -9,9 +9,10 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from engine.messages import EngineRequest, ErrorInfo, Logprob, PromptLogprobs, RequestOutput, Submit
+from engine.ipc import Outbox
+from engine.messages import EngineRequest, ErrorInfo, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.image import Image, release_all
+from server.processor.image import Image, ImageTools, release_all
 from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
@@ -22,22 +23,16 @@ SLICE = 256  # tokens of a prompt whose log-probabilities are told at once: 6 ms
 
 @dataclass(slots=True)
 class Answer:
-    """One of the answers to a request."""
 
     text: OutputText
     echo: str = ""  # what it begins with
     num_tokens: int = 0
     is_ended: bool = False  # its last event is out
 
-    def take_echo(self) -> str:
-        """Once."""
-        echo, self.echo = self.echo, ""
-        return echo
-
 
 @dataclass(slots=True)
 class Request:
-    """From Submit until its memory is given back: when the scheduler has released it, or when it fails before it gets there."""
+    """From Submit until its memory is given back."""
 
     submit: Submit
     images: list[Image]
@@ -54,27 +49,25 @@ class Request:
     writer: asyncio.Task[None] | None = None  # tells them, slice by slice
 
     def end(self, answer: Answer) -> None:
-        """Its last event is on the way."""
         answer.is_ended = True
         self.is_ended = all(answer.is_ended for answer in self.answers)
 
     def error_of(self, failure: BaseException) -> ErrorInfo:
-        """What its client hears of a failure to prepare it: a prompt is where its dialect has it. Nothing else is left of the failure."""
+        """What its client hears of a failure to prepare it, by the field names of its dialect. Nothing else is left of the failure."""
         error = error_of(failure)
         forget_frames(failure)
         return msgspec.structs.replace(error, param=self.submit.prompt_field) if error.param == PROMPT else error
 
     def is_stop_token(self, token_id: int) -> bool:
-        """Whether the client named it, or it is one of the model's."""
+        """The client's, or the model's."""
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
     def logprobs_of(self, output: RequestOutput, index: int) -> list[Logprob]:
-        """Of the output's token `index`."""
+        """Of token `index`."""
         table = self.answers[output.index].text.table
         return [of_token(table, output.token_ids[index], output.logprobs[index])] if output.logprobs else []
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[list[Logprob]]:
-        """Slices of the prompt's, which an answer begins with."""
         assert self.prompt is not None
         self.scores = output.prompt_logprobs or self.scores  # the first answer's come alone, before any other's token
         entries = of_prompt(self.answers[0].text.table, np.frombuffer(self.prompt.view, np.int32).tolist(), self.scores)
@@ -87,3 +80,14 @@ class Request:
         for region in (self.prompt, self.grammar):
             if region is not None:
                 room.give_back(region)
+
+
+@dataclass(slots=True)
+class Way:
+    """What messages in either direction need. Work that waits runs in `tasks`: its failure is the process's."""
+
+    requests: dict[int, Request]
+    tools: ImageTools
+    api: Outbox[Events]
+    scheduler: Outbox[ToScheduler]
+    tasks: asyncio.TaskGroup

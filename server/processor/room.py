@@ -1,12 +1,19 @@
-"""The processor's arena with a memory of who waits for it: room for images and token ids."""
+"""The processor's arena, for which requests may wait."""
 
 import asyncio
 from collections.abc import Callable
 
-from engine.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.arena import Arena, ArenaFull
+from engine.messages import PROCESSOR_ARENA
+from engine.messages import Region as WireRegion
 from server.region import Region
 
 TIMEOUT_S = 10.0  # requests that wait for each other's room must not do so for ever
+
+
+def wire(region: Region) -> WireRegion:
+    """A region's used bytes, for other processes."""
+    return WireRegion(PROCESSOR_ARENA, region.offset, region.used)
 
 
 class Room:
@@ -21,13 +28,8 @@ class Room:
         """Raises ArenaFull or ArenaTooSmall."""
         return Region(self.arena, capacity)
 
-    def check(self, num_bytes: int) -> None:
-        """ArenaTooSmall if so much never fits."""
-        if num_bytes > self.arena.size:
-            raise ArenaTooSmall(f"{num_bytes} bytes exceed the arena of {self.arena.size} bytes")
-
     def give_back(self, region: Region) -> None:
-        """Once for a region, when no thread reads or writes it any more. Whoever waits tries again."""
+        """When no thread reads or writes it any more. Whoever waits tries again."""
         region.free()
         self._came.set()
         self._came = asyncio.Event()

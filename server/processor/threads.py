@@ -9,12 +9,12 @@ T = TypeVar("T")
 
 
 async def run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
-    """Runs a job in a pool. When cancelled, returns only after the job has: its memory may then be given back."""
+    """Runs a job. When cancelled, returns only after the job has: its memory may then be given back."""
     return await result_of(pool.submit(job))
 
 
 async def result_of(future: "Future[T]") -> T:
-    """Of a job that was given to a pool; the same."""
+    """As `run`, for a job that was submitted."""
     waiter = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiter)

@@ -6,9 +6,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server.api.schema import MAX_STOP_CHARACTERS
 from tokenizers import Tokenizer, models
 
+from server.api.chat.schema import MAX_STOP_CHARACTERS
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 
 
