@@ -21,6 +21,11 @@ def is_open(scope: Scope) -> bool:
     return get_route_path(scope) in OPEN_PATHS
 
 
+def address_of(scope: Scope) -> str:
+    """The client's; "" if unknown."""
+    return str((scope.get("client") or ("",))[0])
+
+
 def credentials_of(scope: Scope) -> bytes:
     """The headers in which a client's key stands."""
     return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))

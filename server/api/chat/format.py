@@ -8,7 +8,7 @@ from abc import abstractmethod
 
 from engine.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
-from server.http.sse import Call, Choice, Format, Usage, encode
+from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,12 +20,12 @@ class OpenAIFormat(Format):
     chunk_object: str
     document_object: str
 
-    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
-        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(16)}", "object": self.chunk_object, "created": created, "model": model}
+    def __init__(self, options: ReplyOptions):
+        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(16)}", "object": self.chunk_object, "created": options.created}
+        self._head["model"] = options.model
         self._prefix = b"data: " + encode(self._head)[:-1]
-        self._continuous_usage = continuous_usage
-        self._include_usage = include_usage
-        self._plain_end = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
+        self._plain_end = (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
         self._openings: dict[int, bytes] = {}  # of token chunks, by choice
 
     @abstractmethod
@@ -41,13 +41,11 @@ class OpenAIFormat(Format):
         return self._chunk(said, choice.usage, {} if self._include_usage else timings)
 
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        """A chunk of usage in a stream that asked for it."""
         if not self._include_usage:
             return DONE
         return b"data: " + encode({**self._head, "choices": [], "usage": usage_json(usage), **timings}) + b"\n\n" + DONE
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
-        """A chunk with a top-level `error`."""
         return b"data: " + error_body(info) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pybase64
 from starlette.responses import JSONResponse, Response
 
-from engine.messages import ChatPrompt, Event, Submit, TokenPrompt
+from engine.messages import ChatPrompt, Event, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
-from server.api.chat.conversation import read_conversation, source_of
+from server.api.chat.conversation import read_conversation
 from server.api.chat.schema import ChatRequest, Message
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job, stages_of
+from server.api.endpoint import Endpoint, GatheringEndpoint, Job, submits_of
 from server.api.pooling import schema
 from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
 from server.http.body import Body
@@ -63,16 +63,14 @@ class PoolingEndpoint(GatheringEndpoint):
         """One Submit a prompt: messages, or token ids. Errors name the `field`. RequestError 400."""
         salt = request.cache_salt or ""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        job = Job(ChatRequest(model=request.model, messages=[Message(role="user", content="")]), [])
-        for prompt in prompts:
-            rid = self.service.client.new_rid() if job.submits else body.rid
-            submit = Submit(rid, TokenPrompt(prompt), [], params, OutputOptions(), stages_of(body))
+        submits = submits_of(body, [TokenPrompt(prompt) for prompt in prompts], field, params, OutputOptions(), cache_salt=salt)
+        job = Job(ChatRequest(model=request.model, messages=[Message(role="user", content="")]), submits)
+        for submit, prompt in zip(submits, prompts, strict=True):
+            submit.pooled_words = words
             if not isinstance(prompt[0], int):
-                conversation = read_conversation(prompt, source_of(body, salt), request.mm_processor_kwargs)
+                conversation = read_conversation(prompt, body, salt, request.mm_processor_kwargs)
                 submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
-            submit.cache_salt, submit.prompt_field, submit.pooled_words = salt, field, words
-            job.submits.append(submit)
         return job
 
 

@@ -4,8 +4,7 @@ Nothing is stored: a client sends the items of a conversation itself. What the d
 a grammar, may stand in a request too and means the same.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from server.api.chat.conversation import check_url
@@ -18,7 +17,6 @@ from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import CallItem, ChosenTool, InputImage, MessageItem, ResponsesRequest, ResultItem, TextFormat, ThoughtItem
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.http.sse import Format
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
@@ -40,6 +38,7 @@ class ResponsesEndpoint(ChatEndpoint):
 
     takes, gives, streams = ResponsesRequest, schema.ResponseAnswer, schema.ResponseEvent
     last_data = ""
+    format = ResponseFormat
     prompt_field = "input"
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
@@ -48,9 +47,6 @@ class ResponsesEndpoint(ChatEndpoint):
         params = job.submits[0].params
         job.echo = _echo(request) | {"temperature": params.temperature, "top_p": params.top_p}
         return job
-
-    def format_of(self, job: Job) -> Callable[..., Format]:
-        return functools.partial(ResponseFormat, echo=job.echo)
 
 
 ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint}

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from engine.messages import ErrorInfo
-from server.http.sse import BlockFormat, Call, Choice, Usage, encode, named_event
+from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 
 ITEMS: dict[str, tuple[str, dict[str, object]]] = {  # of each kind: how its ids begin, and what there is of it before its text
     "thinking": ("rs", {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}),
@@ -21,12 +21,12 @@ DELTAS = {"thinking": "reasoning_text", "text": "output_text", "call": "function
 
 
 class ResponseFormat(BlockFormat):
-    """One choice: the dialect has no others. `echo` is what the answer repeats of its request."""
+    """One choice: the dialect has no others."""
 
-    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool, echo: dict[str, object]):
-        identity = {"id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": created, "model": model}
+    def __init__(self, options: ReplyOptions):
+        identity = {"id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model}
         never = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
-        self._head = {**identity, **never, **echo, "error": None, "incomplete_details": None, "usage": None}
+        self._head = {**identity, **never, **options.echo, "error": None, "incomplete_details": None, "usage": None}
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # begun; the last one may be open
         self._pieces: list[str] = []  # of the open item
