@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 
 import aiohttp
@@ -107,7 +108,6 @@ async def find_key(headers: list[tuple[bytes, bytes]], body: Body) -> bytes | No
 
 
 def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Headers without those of one connection."""
     lower = [(name.lower(), value) for name, value in headers]
     named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
@@ -188,7 +188,7 @@ class Proxy:
             if backend is None:
                 break
             try:
-                async with await self._forward(scope, body if has_body else None, backend) as upstream:
+                async with self._forward(scope, body if has_body else None, backend) as upstream:
                     await _answer(scope, upstream, send)
                 return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # nothing was sent
@@ -204,15 +204,14 @@ class Proxy:
                 self.balancer.release(backend)
         await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
 
-    async def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> aiohttp.ClientResponse:
-        """Raises the errors of connecting with the body untouched."""
+    def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         url = URL(backend.url + (scope["raw_path"] + query).decode("utf-8", "replace"), encoded=True)
         headers = forwarded(scope)
         if body is None:
             headers.popall("Content-Length", None)
         data = body.all() if body is not None else None
-        return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
+        return self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
 
 
 async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
@@ -236,7 +235,7 @@ def _is_full(error: Exception) -> bool:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Until SIGINT or SIGTERM; running requests then have DRAIN_SECONDS."""
+    """Until SIGINT or SIGTERM."""
     config = EngineConfig(**{name: getattr(args, name) for name in OF_THE_ENGINE})
     proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
     server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)

@@ -47,8 +47,6 @@ LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the endpoints work with."""
-
     config: EngineConfig
     checkpoint: Checkpoint
     model_names: tuple[str, ...]  # the first one stands in answers
@@ -61,7 +59,7 @@ class Service:
 
 @dataclass(slots=True)
 class Job:
-    """A checked request, and what the processor is to do for it: one Submit a prompt. `used` are the scanner's references in it."""
+    """A checked request: one Submit a prompt. `used` are the scanner's references in it."""
 
     request: GenerationRequest
     submits: list[Submit]
@@ -89,24 +87,24 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        """Checks a request, in any thread. RequestError."""
+        """In any thread. RequestError."""
 
     @abstractmethod
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        """Answers, and gives the stream back however that ends."""
+        """Gives the stream back however it ends."""
 
     def route(self, path: str) -> BodyRoute:
         return BodyRoute(path, self)
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
-        """Everything that can be told of a request by itself. RequestError 400."""
+        """RequestError 400."""
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
         return request
 
     def note_unknown(self, extra: dict[str, Any]) -> None:
-        """Fields that no schema here has. RequestError 400 for one that would change the answer."""
+        """RequestError 400 for a field that would change the answer."""
         self._unknown.check(extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,7 +156,7 @@ class Endpoint(ABC):
             submit.deadline = body.received + min(limits)
 
     async def _parse(self, body: Body) -> Job:
-        """A reference that stands anywhere but in a URL field is turned back into its text first."""
+        """A reference anywhere but in a URL field is turned back into its text first."""
         scanner = body.scanner
         job = await self._read(scanner.json(body.payloads), body)
         if len(job.used) < len(scanner.references):
@@ -218,7 +216,7 @@ class GatheringEndpoint(Endpoint):
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """What the request says, else what the checkpoint recommends; a request without a seed gets a random one."""
+    """What the request says, else what the checkpoint recommends; without a seed, a random one."""
 
     def told(name: str) -> Any:
         value = getattr(request, name)

@@ -84,7 +84,7 @@ class Pace:
 
 async def read_body(
     receive: Receive,
-    content_length: int | None,
+    length: int | None,
     direct: DirectReader | None,
     claim: Claim,
     arena: Arena,
@@ -92,13 +92,13 @@ async def read_body(
     client: Client,
 ) -> Body:
     """RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
-    if content_length is not None and content_length > config.max_body_bytes:
+    if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
-    pace = Pace(started, config.body_timeout, content_length or 0)
+    pace = Pace(started, config.body_timeout, length or 0)
     with contextlib.ExitStack() as undo:
         try:
-            capacity = FIRST_CAPACITY if content_length is None else content_length
+            capacity = FIRST_CAPACITY if length is None else length
             claim.grow_to(capacity)
             region = Region(arena, capacity)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
@@ -106,7 +106,7 @@ async def read_body(
             undo.callback(body.give_up)
             while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
                 claim.grow_to(region.capacity)
-                rest = (content_length or 0) - region.used
+                rest = (length or 0) - region.used
                 if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
                     await _read_directly(direct, rest, body, config.max_images_per_request, pace)
                     break

@@ -1,6 +1,6 @@
 """The bytes of an answer of chat or text completions: chunks of a stream without `event:` lines, or one JSON document.
 
-The hot path is `token_chunk`: everything but the text is formatted once a choice.
+The hot path is `token_chunk`.
 """
 
 import secrets
@@ -14,8 +14,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIFormat(Format):
-    """What chat and text completions have in common."""
-
     id_prefix: str
     chunk_object: str
     document_object: str
@@ -30,11 +28,11 @@ class OpenAIFormat(Format):
 
     @abstractmethod
     def last_delta(self) -> dict[str, object]:
-        """What the chunk of a finish reason says beside it."""
+        """In the chunk of a finish reason."""
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """What a document says of a choice, log-probabilities included, but for why it ended."""
+        """What a document says of a choice but for why it ended."""
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         said = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
@@ -62,7 +60,7 @@ class OpenAIFormat(Format):
         return b',"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._continuous_usage else self._plain_end
 
     def _opening(self, choice: Choice, rest: bytes) -> bytes:
-        """What stands before the text of a token of this choice."""
+        """Before the text of a token; formatted once a choice."""
         opening = self._openings.get(choice.index)
         if opening is None:
             opening = self._openings[choice.index] = self._prefix + b',"choices":[{"index":%d,' % choice.index + rest
@@ -161,7 +159,7 @@ def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:
 
 
 def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
-    """Of tokens of a text completion, in parallel lists. A token is among the likely ones of its place in any case."""
+    """In parallel lists. A token is always among the likely ones of its place."""
     offsets = []
     for entry in entries:
         offsets.append(choice.num_characters)

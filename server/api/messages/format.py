@@ -54,7 +54,6 @@ class MessageFormat(BlockFormat):
 
 
 def message_error_body(info: ErrorInfo) -> bytes:
-    """Anthropic's error object: a response body, or the data of an event."""
     kind = ERROR_TYPES.get(info.status, "invalid_request_error" if info.status < 500 else "api_error")
     return encode({"type": "error", "error": {"type": kind, "message": info.message}})
 
@@ -83,7 +82,7 @@ def _block(kind: str, text: str, call: Call | None) -> dict[str, object]:
 
 
 def _read_arguments(text: str) -> object:
-    """Arguments that were cut are what can be read of them, as the SDK reads them from a stream."""
+    """Of cut arguments, what can be read, as the SDK does."""
     try:
         value = from_json(text, allow_partial=True, cache_strings="keys")
     except ValueError:

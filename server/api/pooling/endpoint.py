@@ -1,8 +1,6 @@
-"""`POST /v1/embeddings`, `/rerank` and `/score`: numbers instead of text, for checkpoints that were trained for it.
+"""`POST /v1/embeddings`, `/rerank` and `/score`, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
 
-    texts, messages ──▶ the conversation that such a checkpoint was trained on ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
-
-The conversations are those of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
+texts, messages ──▶ conversation ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
 """
 
 import math
@@ -54,13 +52,13 @@ class PoolingEndpoint(GatheringEndpoint):
         """`values` are in the order of the job's submits."""
 
     def checked(self, model: type[Any], value: dict[str, Any]) -> Any:
-        """RequestError 400; unknown fields are named in the log."""
+        """RequestError 400."""
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         return request
 
     def job_of(self, request: PoolingRequest, field: str, prompts: Sequence[Any], words: list[str], body: Body) -> Job:
-        """One Submit a prompt: messages, or token ids. Errors name the `field`. RequestError 400."""
+        """A prompt is messages, or token ids. RequestError 400."""
         salt = request.cache_salt or ""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         submits = submits_of(body, [TokenPrompt(prompt) for prompt in prompts], field, params, OutputOptions(), cache_salt=salt)
@@ -160,11 +158,8 @@ class ScoreEndpoint(PoolingEndpoint):
 
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/embeddings": EmbeddingsEndpoint,
-    "/rerank": RerankEndpoint,
-    "/v1/rerank": RerankEndpoint,
-    "/v2/rerank": RerankEndpoint,
-    "/score": ScoreEndpoint,
-    "/v1/score": ScoreEndpoint,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint),
+    **dict.fromkeys(("/score", "/v1/score"), ScoreEndpoint),
 }
 
 

@@ -1,7 +1,5 @@
-"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions.
-
-Nothing is stored: a client sends the items of a conversation itself. What the dialect lacks and chat completions have, such as `seed` or
-a grammar, may stand in a request too and means the same.
+"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions, whose other fields it may have too.
+Nothing is stored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +51,7 @@ ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint}
 
 
 def _echo(request: ResponsesRequest) -> dict[str, object]:
-    """What an answer repeats of its request, whose tools and formats the client's libraries read there."""
+    """What an answer repeats of its request."""
     shape = request.text.format if request.text else None
     said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning"})
     return said | {
@@ -66,7 +64,7 @@ def _echo(request: ResponsesRequest) -> dict[str, object]:
 
 
 def chat_body(request: ResponsesRequest, scanner: Scanner) -> dict[str, Any]:
-    """The same request as chat completions have it. RequestError 400."""
+    """As chat completions have it. RequestError 400."""
     chat = rest_of(request.model_extra, LIMITED, HARMLESS)
     chat |= request.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls"})
     chat["max_tokens"] = request.max_output_tokens
