@@ -36,10 +36,10 @@ class Balancer:
 
     def take(self, key: bytes | None) -> Backend | None:
         """A place on a replica, to be given back with `release`. None: no replica is healthy."""
-        healthy = [backend for backend in self.backends if backend.healthy]
+        healthy = [one for one in self.backends if one.healthy]
         if not healthy:
             return None
-        chosen = self._home(key, healthy) if key else min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
+        chosen = self._home(key, healthy) if key else min(healthy, key=lambda one: (one.num_in_flight, one.num_taken))
         chosen.num_in_flight += 1
         chosen.num_taken += 1
         return chosen
@@ -49,12 +49,12 @@ class Balancer:
 
     def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
         """The next of the key's order that has room becomes its home if that has none; the bound is above the mean, so one has."""
-        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)))
+        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(one.num_in_flight for one in healthy) + 1) / len(healthy)))
         order, home = _order(key, healthy), self._forget(key)
         if home not in order:
-            home = min(order[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
+            home = min(order[:2], key=lambda one: (one.num_in_flight, one.num_keys))
         if home.num_in_flight >= bound:
-            home = next(backend for backend in order if backend.num_in_flight < bound)
+            home = next(one for one in order if one.num_in_flight < bound)
         self._homes[key] = home
         home.num_keys += 1
         if len(self._homes) > self._max_keys:
@@ -70,7 +70,7 @@ class Balancer:
 
 def _order(key: bytes, backends: list[Backend]) -> list[Backend]:
     """A replica that leaves or comes changes nothing in how the others follow each other."""
-    return sorted(backends, key=lambda backend: hashlib.blake2b(key + backend.url.encode(), digest_size=8).digest(), reverse=True)
+    return sorted(backends, key=lambda one: hashlib.blake2b(key + one.url.encode(), digest_size=8).digest(), reverse=True)
 
 
 class ImageKey:

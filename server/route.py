@@ -207,10 +207,9 @@ class Proxy:
     def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         url = URL(backend.url + (scope["raw_path"] + query).decode("utf-8", "replace"), encoded=True)
-        headers = forwarded(scope)
-        if body is None:
+        headers, data = forwarded(scope), body and body.all()
+        if data is None:
             headers.popall("Content-Length", None)
-        data = body.all() if body is not None else None
         return self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
 
 

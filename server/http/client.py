@@ -82,8 +82,7 @@ class Client:
         self.num_bodies = 0  # handed to the processor, once a request
         self._num_readers: dict[int, int] = {}  # of these bodies, by their offset
         self.num_reading = 0  # before the processor has them
-        self._outbox = outbox
-        self._arena = arena
+        self._outbox, self._arena = outbox, arena
         self._rids = itertools.count(1)
         self._streams: dict[int, Stream] = {}  # whose answers are not all there
         self.replies: set[Stream] = set()  # that are being written

@@ -106,16 +106,16 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**of_uvicorn)
         self.address = ""
         self._limiter = limiter
-        self._is_reserve = False  # one of the connections beyond the limit
-        self._is_deaf = False  # what comes is thrown away: the client was refused
-        self._is_between = True  # no body is being read: the next byte belongs to a head
+        self._is_reserve = False  # beyond the limit
+        self._is_deaf = False  # the client was refused: what comes is thrown away
+        self._is_between = True  # the next byte belongs to a head
         self._head = bytearray()
         self._held = bytearray()  # what came behind a request that is being answered
         self._body_left: int | None = 0  # bytes until the next head; None: it is chunked
-        self._tail = b""  # of a chunked body: what may be the beginning of its end
-        self._num_idle_bytes = 0  # that the parser took since it last gave anything out
+        self._tail = b""  # of a chunked body: it may begin the end
+        self._num_idle_bytes = 0  # that the parser took without giving anything out
         self._timer: asyncio.TimerHandle | None = None  # of the head
-        self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: of all that there were; since when so many
+        self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: all; since when
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 
@@ -147,11 +147,14 @@ class LimitedProtocol(HttpToolsProtocol):
         return is_waiting
 
     def data_received(self, data: bytes) -> None:
-        """Heads reach the parser whole and one at a time, bodies as they come."""
+        """Heads reach the parser whole and one at a time."""
         while data and not self._is_deaf and not self.transport.is_closing():
             if not self._is_between:
-                size = self._until_possible_end(data) if self._body_left is None else self._body_left
-                self._body_left = None if self._body_left is None else self._body_left - len(data[:size])
+                if self._body_left is None:
+                    size = self._until_possible_end(data)
+                else:
+                    size = min(self._body_left, len(data))
+                    self._body_left -= size
                 self._feed(data[:size])
                 data = data[size:]
             elif self._is_answering:
@@ -254,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return rest
 
     def _until_possible_end(self, data: bytes) -> int:
-        """Bytes of a chunked body to be parsed at once: it ends like a head, and what follows is to be held back."""
+        """Bytes of a chunked body to be parsed at once: it ends like a head."""
         end = END_OF_HEAD.search(self._tail + data)
         size = len(data) if end is None else end.end() - len(self._tail)
         self._tail = b"" if end else (self._tail + data)[-2:]
@@ -306,7 +309,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        """A connection that is closed on bytes that nobody read is reset, and the client loses its answer."""
+        """Closed on unread bytes, it would be reset, and the client lose its answer."""
         if not self.transport.is_closing():
             if self.transport.can_write_eof():
                 self.transport.write_eof()

@@ -14,14 +14,9 @@ from engine.stats import Stages
 encode = msgspec.json.Encoder().encode
 
 # Stages of the critical path, and the boundary at which each ends.
-STAGES = (
-    ("prepare", "submitted"),
-    ("queue", "admitted"),
-    ("launch", "launched"),
-    ("prefill", "prefilled"),
-    ("sample", "first_token"),
-    ("reply", "sent"),
-)
+STAGES = {
+    "prepare": "submitted", "queue": "admitted", "launch": "launched", "prefill": "prefilled", "sample": "first_token", "reply": "sent",
+}  # fmt: skip
 
 
 class Usage(msgspec.Struct):
@@ -51,7 +46,7 @@ def stage_times(stages: Stages, started: float) -> dict[str, float]:
     times = {"receive": stages.received - started}
     previous = stages.received
     boundaries = msgspec.structs.asdict(stages)
-    for name, boundary in STAGES:
+    for name, boundary in STAGES.items():
         reached = max(previous, boundaries[boundary])
         times[name] = reached - previous
         previous = reached
