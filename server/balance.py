@@ -1,4 +1,4 @@
-"""Which replica gets a request: the key of a body, and the choice by key and load. Used by `server/route.py`; no sockets, no clock."""
+"""Which replica gets a request: the key of a body, and the choice by key and load. No sockets, no clock."""
 
 import hashlib
 import math
@@ -16,7 +16,7 @@ BOUND = 1.25  # times the mean
 
 @dataclass(slots=True, eq=False)
 class Backend:
-    """A replica and what the proxy knows of it. `num_in_flight` counts from the choice to the end of the answer."""
+    """A replica. `num_in_flight` counts from the choice to the end of the answer."""
 
     url: str
     healthy: bool = False
@@ -26,11 +26,8 @@ class Backend:
 
 
 class Balancer:
-    """Chooses replicas: rendezvous hashing with bounded load. Pure: no sockets, no clock.
-
-    A key's order is the healthy replicas by their hash with it. A new key's home is the less loaded of the first two of its order, until
-    that replica leaves or is full, or `max_keys` others were seen since. A replica is full with `bound` times the mean of requests.
-    """
+    """Rendezvous hashing with bounded load. A new key's home is the less loaded of the first two of its order, until that replica leaves or
+    is full, or `max_keys` others were seen since. A replica is full with `bound` times the mean of requests."""
 
     def __init__(self, urls: Sequence[str], max_keys: int = MAX_KEYS, bound: float = BOUND):
         self.backends = [Backend(url) for url in urls]
@@ -38,27 +35,26 @@ class Balancer:
         self._homes: dict[bytes, Backend] = {}  # the newest last
 
     def take(self, key: bytes | None) -> Backend | None:
-        """Takes a place on a replica; give it back with `release`. None: no replica is healthy."""
-        healthy = [backend for backend in self.backends if backend.healthy]
+        """A place on a replica, to be given back with `release`. None: no replica is healthy."""
+        healthy = [one for one in self.backends if one.healthy]
         if not healthy:
             return None
-        chosen = self._home(key, healthy) if key else min(healthy, key=lambda backend: (backend.num_in_flight, backend.num_taken))
+        chosen = self._home(key, healthy) if key else min(healthy, key=lambda one: (one.num_in_flight, one.num_taken))
         chosen.num_in_flight += 1
         chosen.num_taken += 1
         return chosen
 
     def release(self, backend: Backend) -> None:
-        """The request ended, however it did."""
         backend.num_in_flight -= 1
 
     def _home(self, key: bytes, healthy: list[Backend]) -> Backend:
-        """The key's home, or the next of its order that has room: the bound is above the mean, so one has. The key stays there."""
-        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(backend.num_in_flight for backend in healthy) + 1) / len(healthy)))
+        """The next of the key's order that has room becomes its home if that has none; the bound is above the mean, so one has."""
+        bound = max(MIN_BOUND, math.ceil(self._bound * (sum(one.num_in_flight for one in healthy) + 1) / len(healthy)))
         order, home = _order(key, healthy), self._forget(key)
         if home not in order:
-            home = min(order[:2], key=lambda backend: (backend.num_in_flight, backend.num_keys))
+            home = min(order[:2], key=lambda one: (one.num_in_flight, one.num_keys))
         if home.num_in_flight >= bound:
-            home = next(backend for backend in order if backend.num_in_flight < bound)
+            home = next(one for one in order if one.num_in_flight < bound)
         self._homes[key] = home
         home.num_keys += 1
         if len(self._homes) > self._max_keys:
@@ -73,15 +69,12 @@ class Balancer:
 
 
 def _order(key: bytes, backends: list[Backend]) -> list[Backend]:
-    """Rendezvous hashing: a replica that leaves or comes changes nothing in how the others follow each other."""
-    return sorted(backends, key=lambda backend: hashlib.blake2b(key + backend.url.encode(), digest_size=8).digest(), reverse=True)
+    """A replica that leaves or comes changes nothing in how the others follow each other."""
+    return sorted(backends, key=lambda one: hashlib.blake2b(key + one.url.encode(), digest_size=8).digest(), reverse=True)
 
 
 class ImageKey:
-    """Finds the key of a body while it arrives: the hash of the begin of its first image's payload, as base64. Linear in the bytes fed.
-
-    `held` is all that was fed: nothing of it can be sent before the key is known.
-    """
+    """The key of a body: the hash of the begin of its first image's payload, as base64. Linear in the bytes fed, which `held` keeps."""
 
     def __init__(self, held: bytearray) -> None:
         self.held = held
@@ -89,7 +82,7 @@ class ImageKey:
         self._searched = 0
 
     def feed(self, chunk: bytes) -> bytes | None:
-        """The key as soon as 64 KiB of the payload, or its end, are there. The same however a body is split."""
+        """The key as soon as HASHED_BYTES of the payload, or its end, are there. The same however a body is split."""
         self.held += chunk
         if self.begins_at is None:
             header = HEADER.search(self.held, self._searched)

@@ -1,7 +1,4 @@
-"""What the api and the processor need to know of a model folder: token ids, geometry, sampling defaults, chat template.
-
-`models.config` reads the settings for every process, so that none counts tokens otherwise than another; the template is read here.
-"""
+"""What the api and the processor need to know of a model folder: token ids, geometry, sampling defaults, chat template."""
 
 import json
 from dataclasses import dataclass
@@ -13,8 +10,6 @@ from models.geometry import VisionGeometry
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The settings of a model folder."""
-
     folder: Path
     geometry: VisionGeometry
     sampling: SamplingDefaults
@@ -31,7 +26,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, template_file: str | None = None) -> Checkpoint:
-    """Reads the folder, and the chat template from another file if there is one. ValueError or OSError says which is missing or wrong."""
+    """The chat template may be in another file. ValueError or OSError says what is missing or wrong."""
     model = ModelConfig.from_folder(folder)
     return Checkpoint(
         folder=folder,
@@ -47,7 +42,7 @@ def read_checkpoint(folder: Path, template_file: str | None = None) -> Checkpoin
 
 
 def _chat_template(folder: Path) -> str:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json: the order in which transformers looks."""
+    """In the order in which transformers looks."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

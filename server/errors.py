@@ -1,4 +1,4 @@
-"""Errors that a client sees: one exception that carries an OpenAI error object. Raised all over `server`, shown by the api process."""
+"""Errors that a client sees: one exception that carries an OpenAI error object."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ PROMPT = "messages"  # the `param` of what is wrong with a prompt, before `Reque
 
 
 class RequestError(ValueError):
-    """A request that cannot be served, with the status and the words that its client gets. Never holds a path or an address."""
+    """With the status and the words that its client gets: never a path or an address."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None):
         super().__init__(message)
@@ -35,7 +35,7 @@ def overloaded(message: str, retry_after: int = 1) -> RequestError:
 
 
 def error_of(failure: BaseException) -> ErrorInfo:
-    """What the client hears of a request that could not be prepared. One bug of ours fails one request."""
+    """What the client hears of a request that could not be prepared."""
     if isinstance(failure, RequestError):
         return failure.info
     if isinstance(failure, ArenaFull):
@@ -47,8 +47,8 @@ def error_of(failure: BaseException) -> ErrorInfo:
 
 
 def forget_frames(failure: BaseException) -> None:
-    """Takes the stack from an error that was answered, and from those that led to it. Its frames name the tasks that raised it, which hold
-    it: all that a refused request had, megabytes of text, would stay until the garbage collector comes."""
+    """Takes the stack from an error that was answered, and from its causes: its frames hold the tasks that hold it, and megabytes of a
+    refused request would wait for the garbage collector."""
     failures: list[BaseException | None] = [failure]
     while failures:
         error = failures.pop()
@@ -58,6 +58,5 @@ def forget_frames(failure: BaseException) -> None:
 
 
 def error_body(info: ErrorInfo) -> bytes:
-    """The JSON of an error: a response body, and the data of an SSE chunk once the headers are out."""
     error = {"message": info.message, "type": info.type, "param": info.param, "code": info.code}
     return msgspec.json.encode({"error": error})

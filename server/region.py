@@ -6,10 +6,7 @@ MIN_GROWTH = 1 << 20
 
 
 class Region:
-    """One allocation with its writer's position. Not thread-safe; nobody else may hold its offset before it is complete.
-
-    Raises ArenaFull or ArenaTooSmall where it needs room; `free` may be called once.
-    """
+    """One allocation with its writer's position; nobody else may hold its offset before it is complete. ArenaFull or ArenaTooSmall."""
 
     def __init__(self, arena: Arena, capacity: int):
         self._arena = arena
@@ -28,7 +25,7 @@ class Region:
         return self._arena.view(self.offset, self.used)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes sure that `num_bytes` more fit; doubles, so that many small pieces cost no more than one large one."""
+        """Doubles, so that many small pieces cost no more than one large one."""
         need = self.used + num_bytes
         if need > self.capacity:
             capacity = max(need, min(2 * self.capacity, self._arena.size), self.capacity + MIN_GROWTH)
@@ -46,7 +43,6 @@ class Region:
         self.used += len(data)
 
     def trim(self) -> None:
-        """Gives back what was not used."""
         self._arena.shrink(self.offset, self.used)
         self.capacity = self.used
 

@@ -1,9 +1,5 @@
-"""A proxy before several replicas that sends requests of one conversation, or of one first image, to one replica: it has them cached.
-
-    python -m server.route --backends http://a:8001 http://b:8002
-
-It needs no part of the engine. Bodies and answers pass as they arrive; a payload is hashed and never decoded. Limits of connections and
-heads, and the check of keys, are the api's own code.
+"""A proxy that sends requests of one conversation, or of one first image, to the replica that has them cached. Bodies and answers pass as
+they arrive; payloads are hashed, never decoded.
 """
 
 import argparse
@@ -16,6 +12,7 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 
 import aiohttp
@@ -32,38 +29,35 @@ from server.balance import BOUND, Backend, Balancer, ImageKey
 from server.errors import RequestError, error_body, overloaded
 from server.http.connection import FULL, ConnectionLimiter
 from server.http.direct import direct_reader
-from server.http.guards import error_response, is_authorised
+from server.http.guards import address_of, error_response, is_authorised
 from server.http.listen import BACKLOG, make_server, url_of
 from server.http.shares import Claim, Shares
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = b"x-session-id"
-SCANNED_BYTES = 256 << 10  # a body whose first image comes later has no key
-HELD_BYTES = 64 << 20  # of all bodies together until their keys are known; what would be more has no key
+SCANNED_BYTES = 256 << 10  # until the first image
+HELD_BYTES = 64 << 20  # of all bodies until their keys are known
 KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
 CONNECT_SECONDS = 1
-IDLE_SECONDS = 3  # less than a replica keeps idle connections (--idle-timeout): none is closed while a request is being written to it
+IDLE_SECONDS = 3  # less than a replica's --idle-timeout: it closes none while a request is being written
 DRAIN_SECONDS = 30
-NUM_OTHER_FILES = 64  # of this process
+NUM_OTHER_FILES = 64
 FILES_PER_CLIENT = 2  # its connection, and one to a replica
-HOP_BY_HOP = {
-    b"connection", b"expect", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade",
-}  # fmt: skip
+HOP_BY_HOP = set(
+    b"connection expect keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split()
+)
 ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
-NO_FILES = (errno.EMFILE, errno.ENFILE)  # open ones here: a replica can do nothing about it
+NO_FILES = (errno.EMFILE, errno.ENFILE)
 OF_THE_ENGINE = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "api_key_file", "ssl_certfile", "ssl_keyfile")
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class Body:
-    """A request's body, and whether its client is still there. `held` was read and not passed on."""
+    """A request's body. `held` was read and not passed on."""
 
     def __init__(self, receive: Receive, claim: Claim):
         self.held, self.claim = bytearray(), claim
@@ -76,16 +70,15 @@ class Body:
         while not self._is_whole.is_set():
             message = await self._receive()
             self._is_gone = message["type"] == "http.disconnect"
-            if self._is_gone or not message.get("more_body", False):
+            if not message.get("more_body"):
                 self._is_whole.set()
             if self._is_gone:
                 await asyncio.get_running_loop().create_future()
-            if chunk := message.get("body", b""):
+            if chunk := message.get("body"):
                 return bytes(chunk)
         return b""
 
     async def all(self) -> AsyncIterator[bytes]:
-        """From the begin on: what was read, then what arrives."""
         if self.held:
             yield bytes(self.held)
             self.held.clear()
@@ -94,17 +87,14 @@ class Body:
             yield chunk
 
     async def until_gone(self) -> None:
-        """Returns when the client is."""
         await self._is_whole.wait()
         while not self._is_gone:
             self._is_gone = (await self._receive())["type"] == "http.disconnect"
 
 
-async def find_key(headers: Headers, body: Body) -> bytes | None:
-    """The key of a request; `body` holds what had to be read to know it. One that is too slow or too large, or finds no room to be held,
-    has none: the replica decides how long it may take."""
-    session = dict(headers).get(SESSION_HEADER)
-    if session:
+async def find_key(headers: list[tuple[bytes, bytes]], body: Body) -> bytes | None:
+    """The key of a request; `body` holds what was read for it. One that is too slow or too large, or finds no room, has none."""
+    if session := dict(headers).get(SESSION_HEADER):
         return hashlib.sha256(b"session:" + session).digest()
     image = ImageKey(body.held)
     with contextlib.suppress(TimeoutError, RequestError):
@@ -117,27 +107,22 @@ async def find_key(headers: Headers, body: Body) -> bytes | None:
     return None
 
 
-def passed(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Headers without those of one connection."""
+def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     lower = [(name.lower(), value) for name, value in headers]
     named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
 
 
 def forwarded(scope: Scope) -> CIMultiDict[str]:
-    """Headers of a request for a replica, which believes this proxy, and so learns whose it is: who sent it here stands last."""
+    """Headers for a replica, which believes this proxy: who sent the request here stands last."""
     headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
     headers["X-Forwarded-For"] = ", ".join([*headers.getall("X-Forwarded-For", ()), address_of(scope)])
     headers.setdefault("X-Forwarded-Proto", scope["scheme"])
     return headers
 
 
-def address_of(scope: Scope) -> str:
-    return str((scope.get("client") or ("",))[0])
-
-
 class Proxy:
-    """An ASGI application: takes requests, asks `Balancer` where to, copies both ways."""
+    """An ASGI application."""
 
     def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
         self.balancer = Balancer(urls, bound=bound)
@@ -148,14 +133,13 @@ class Proxy:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From when every replica was asked for its health once."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS), cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=ADDED_BY_CLIENT,
         )  # fmt: skip
         async with self._session:
-            await asyncio.gather(*(self._poll(backend) for backend in self.balancer.backends))
+            await asyncio.gather(*map(self._poll, self.balancer.backends))
             watchers = [asyncio.create_task(self._watch(backend)) for backend in self.balancer.backends]
             yield
             for watcher in watchers:
@@ -164,7 +148,9 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A client that goes ends its request on the replica."""
         if scope["path"] == "/health":
-            await self._health()(scope, receive, send)
+            healthy = any(backend.healthy for backend in self.balancer.backends)
+            states = {"status": "ok" if healthy else "unavailable", "backends": list(map(asdict, self.balancer.backends))}
+            await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
             return
         with self._shares.claim(address_of(scope)) as claim:
             body = Body(receive, claim)
@@ -192,13 +178,8 @@ class Proxy:
         if backend.healthy != was_healthy:
             logger.warning("%s %s", backend.url, "takes requests" if backend.healthy else "takes no requests")
 
-    def _health(self) -> JSONResponse:
-        states = [asdict(backend) for backend in self.balancer.backends]
-        healthy = any(state["healthy"] for state in states)
-        return JSONResponse({"status": "ok" if healthy else "unavailable", "backends": states}, 200 if healthy else 503)
-
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
-        """Nothing is read of a body that comes without an API key: a replica refuses its head, in its own words."""
+        """A body without an API key is not read: a replica refuses its head, in its own words."""
         is_known, error = not self._api_keys or is_authorised(scope, self._api_keys), NONE_LEFT
         has_body = is_known and any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
         key = await find_key(scope["headers"], body) if is_known else None
@@ -207,10 +188,10 @@ class Proxy:
             if backend is None:
                 break
             try:
-                async with await self._forward(scope, body if has_body else None, backend) as upstream:
+                async with self._forward(scope, body if has_body else None, backend) as upstream:
                     await _answer(scope, upstream, send)
                 return
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # not a byte was sent
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # nothing was sent
                 if _is_full(problem):
                     error = FULL
                     break
@@ -223,15 +204,13 @@ class Proxy:
                 self.balancer.release(backend)
         await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
 
-    async def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> aiohttp.ClientResponse:
-        """Raises the errors of connecting with the body untouched."""
+    def _forward(self, scope: Scope, body: Body | None, backend: Backend) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         url = URL(backend.url + (scope["raw_path"] + query).decode("utf-8", "replace"), encoded=True)
-        headers = forwarded(scope)
-        if body is None:
+        headers, data = forwarded(scope), body and body.all()
+        if data is None:
             headers.popall("Content-Length", None)
-        data = body.all() if body is not None else None
-        return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
+        return self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
 
 
 async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
@@ -255,16 +234,12 @@ def _is_full(error: Exception) -> bool:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Runs until SIGINT or SIGTERM; then takes no new connection and lets running requests end for 30 s."""
+    """Until SIGINT or SIGTERM."""
     config = EngineConfig(**{name: getattr(args, name) for name in OF_THE_ENGINE})
     proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
     server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
-
-    def stop() -> None:
-        server.should_exit = True
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     listener = socket.socket(fileno=args.fd) if args.fd is not None else socket.create_server((args.host, args.port))
     async with proxy.running():
         listener.listen(BACKLOG)
@@ -273,21 +248,19 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def backend_url(text: str) -> str:
-    """`http://host:port`, or with a path; the end is without a slash."""
     if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://host:8001")
     return text.rstrip("/")
 
 
 def bound(text: str) -> float:
-    """Above 1, or no replica might have room."""
+    """Above the mean, or no replica might have room."""
     if not (value := float(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 1")
     return value
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser("server.route", description="Sends requests that share images or a session to one of several servers.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
@@ -302,7 +275,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Entry point."""
     args = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     raise_file_limit()

@@ -14,7 +14,7 @@ PAUSE_S = 0.001
 
 
 def warm_up(*arenas: ArenaView) -> None:
-    """Touches every page of the arenas in turn, lowest addresses first as they are used. Reads only: it may run beside anything."""
+    """Touches every page, lowest addresses first. Reads only: it may run beside anything."""
     threading.Thread(target=_touch, args=(arenas,), name="warm-up", daemon=True).start()
 
 

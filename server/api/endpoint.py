@@ -1,4 +1,4 @@
-"""What endpoints with a body share: it is read, checked, submitted, and answered. Every dialect extends it.
+"""What endpoints with a body share: it is read, checked, submitted, and answered.
 
 body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
                                         events ──▶ Reply ──▶ client
@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from engine.stats import Stages
-from server.api.chat.schema import GenerationRequest
+from server.api.chat.schema import GenerationRequest, StreamOptions
 from server.api.fields import UnknownFields
 from server.api.grammar import read_grammar
 from server.api.openapi import BodyRoute, ErrorAnswer
@@ -32,11 +32,11 @@ from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
-from server.http.guards import credentials_of
+from server.http.guards import address_of, credentials_of
 from server.http.metrics import Metrics
-from server.http.reply import GatheredReply, Reply, ReplyOptions
+from server.http.reply import GatheredReply, Reply
 from server.http.shares import Shares
-from server.http.sse import Format
+from server.http.sse import Format, ReplyOptions
 from server.http.validate import check, read_object
 
 Checked = TypeVar("Checked", bound=GenerationRequest)
@@ -47,8 +47,6 @@ LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the endpoints work with."""
-
     config: EngineConfig
     checkpoint: Checkpoint
     model_names: tuple[str, ...]  # the first one stands in answers
@@ -61,7 +59,7 @@ class Service:
 
 @dataclass(slots=True)
 class Job:
-    """A checked request, and what the processor is to do for it: one Submit a prompt. `used` are the scanner's references in it."""
+    """A checked request: one Submit a prompt. `used` are the scanner's references in it."""
 
     request: GenerationRequest
     submits: list[Submit]
@@ -74,8 +72,8 @@ class Job:
 
 
 class Endpoint(ABC):
-    """Turns requests into streams of the engine; an ASGI application. The headers of an answer wait for the first event, so that a late
-    reject is still a clean status. The docstrings of endpoints and these types are what `/openapi.json` says of them."""
+    """An ASGI application. The headers of an answer wait for the first event, so that a late reject is still a clean status. The docstrings
+    of endpoints and these types are what `/openapi.json` says of them."""
 
     takes: Any  # a body
     gives: Any  # a document
@@ -89,24 +87,24 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        """Checks a request, in any thread. RequestError."""
+        """In any thread. RequestError."""
 
     @abstractmethod
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        """Answers, and gives the stream back however that ends."""
+        """Gives the stream back however it ends."""
 
     def route(self, path: str) -> BodyRoute:
         return BodyRoute(path, self)
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
-        """Everything that can be told of a request by itself. RequestError 400."""
+        """RequestError 400."""
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
         return request
 
     def note_unknown(self, extra: dict[str, Any]) -> None:
-        """Fields that no schema here has. RequestError 400 for one that would change the answer."""
+        """RequestError 400 for a field that would change the answer."""
         self._unknown.check(extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +120,7 @@ class Endpoint(ABC):
         service = self.service
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        address = request.client.host if request.client is not None else ""
+        address = address_of(request.scope)
         with service.client.reading(), service.shares.claim(address) as claim:
             direct = direct_reader(request.scope)
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
@@ -152,13 +150,13 @@ class Endpoint(ABC):
         return self.reply(stream, job, body)
 
     def _limit_time(self, job: Job, body: Body) -> None:
-        """By the client's word and the operator's, from the last byte of the body on."""
+        """From the last byte of the body on."""
         limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
         for submit in job.submits if limits else ():
             submit.deadline = body.received + min(limits)
 
     async def _parse(self, body: Body) -> Job:
-        """A reference that stands anywhere but in a URL field is turned back into its text first."""
+        """A reference anywhere but in a URL field is turned back into its text first."""
         scanner = body.scanner
         job = await self._read(scanner.json(body.payloads), body)
         if len(job.used) < len(scanner.references):
@@ -178,46 +176,30 @@ class GenerationEndpoint(Endpoint):
 
     format: type[Format]
 
-    def job_of(self, request: GenerationRequest, body: Body, prompts: list[Any], field: str, **output: Any) -> Job:
-        """One Submit a prompt, which stands in this field; `output` are OutputOptions. RequestError 400."""
+    def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Job:
+        """`output` are OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.sampling)
         options = OutputOptions(
-            stop=request.stop,
-            min_tokens=request.min_tokens or 0,
+            stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-            skip_special_tokens=request.skip_special_tokens is not False,
-            bad_words=request.bad_words or [],
-            **output,
-        )
-        job = Job(request, [])
-        for prompt in prompts:
-            rid = self.service.client.new_rid() if job.submits else body.rid
-            submit = Submit(rid, prompt, [], params, options, stages_of(body), prompt_field=field)
-            submit.cache_salt, submit.n, submit.priority = request.cache_salt or "", request.n or 1, request.priority or 0
-            submit.grammar, submit.grammar_field = grammar, grammar_field
-            job.submits.append(submit)
-        return job
+            skip_special_tokens=request.skip_special_tokens is not False, **output,
+        )  # fmt: skip
+        submits = submits_of(
+            body, prompts, field, params, options, cache_salt=request.cache_salt or "", n=request.n or 1,
+            priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
+        )  # fmt: skip
+        return Job(request, submits)
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
         request, service = job.request, self.service
-        options = request.stream_options
-        reply_options = ReplyOptions(
-            model=request.model or service.model_names[0],
-            created=int(time.time()),
-            started=body.started,
-            received=body.received,
-            deadline=job.submits[0].deadline,
-            is_streamed=bool(request.stream),
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            timings=bool(request.timings),
-        )
-        return Reply(stream, service.client, service.metrics, job.num_images, self.format_of(job), reply_options)
-
-    def format_of(self, job: Job) -> Callable[..., Format]:
-        """How the answer to this one looks."""
-        return self.format
+        wanted = request.stream_options or StreamOptions()
+        options = ReplyOptions(
+            request.model or service.model_names[0], int(time.time()), body.started, body.received, bool(request.stream),
+            bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings), job.echo,
+        )  # fmt: skip
+        answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
+        return Reply(*answer, format=self.format(options), options=options)
 
 
 class GatheringEndpoint(Endpoint):
@@ -234,7 +216,7 @@ class GatheringEndpoint(Endpoint):
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """What the request says, else what the checkpoint recommends; a request without a seed gets a random one."""
+    """What the request says, else what the checkpoint recommends; without a seed, a random one."""
 
     def told(name: str) -> Any:
         value = getattr(request, name)
@@ -260,5 +242,10 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
     )
 
 
-def stages_of(body: Body) -> Stages:
-    return Stages(received=body.received)
+def submits_of(
+    body: Body, prompts: Sequence[Prompt], field: str, params: SamplingParams, output: OutputOptions, **others: Any
+) -> list[Submit]:
+    """One a prompt, which stands in this field; `others` are more of `Submit`."""
+    rids = [body.rid, *(body.new_rid() for _ in prompts[1:])]
+    pairs = zip(rids, prompts, strict=True)
+    return [Submit(rid, prompt, [], params, output, Stages(body.received), prompt_field=field, **others) for rid, prompt in pairs]

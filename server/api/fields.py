@@ -1,8 +1,7 @@
 """Fields of the OpenAI, vLLM and SGLang dialects that the schemas do not read, and what may be in them.
 
 A field is *read* (in a schema), *limited* (not implemented, and it would change the answer: only the values here pass, and null),
-*harmless* (it changes no answer of this server, whatever is in it) or *unknown* (the same, and named once in the log). To implement one,
-move it to a schema.
+*harmless* (it changes no answer of this server, whatever is in it) or *unknown* (the same, and named once in the log).
 """
 
 import json
@@ -19,7 +18,7 @@ Limits = dict[str, tuple[object, ...]]
 
 
 def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
-    """Of rows: the values that may be there, and the fields."""
+    """Rows are the values that may be there, and the fields."""
     return {name: allowed for allowed, names in rows for name in names.split()}
 
 
@@ -58,7 +57,7 @@ LIMITED_IN_IMAGES = limits_of(((), "max_dynamic_patch min_dynamic_patch resized_
 
 
 def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> None:
-    """RequestError 400 for a limited field with another value, which says what may be there."""
+    """RequestError 400 for a limited field with another value."""
     for name in fields.keys() & limits.keys():
         value, allowed = fields[name], limits[name]
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
@@ -69,7 +68,7 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
 
 
 def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
-    """What another dialect's request has beside the fields of that dialect. RequestError 400 for a limited one with another value."""
+    """What another dialect's request has beside that dialect's fields. RequestError 400 as `check_limited`."""
     check_limited(fields or {}, limits)
     return {name: value for name, value in (fields or {}).items() if name not in limits and name not in harmless}
 
@@ -81,7 +80,7 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def check(self, extra: dict[str, Any]) -> None:
-        """Looks at what a schema did not read. RequestError 400 for a limited field with another value."""
+        """RequestError 400 as `check_limited`."""
         check_limited(extra, LIMITED)
         for name in extra.keys() - LIMITED.keys() - HARMLESS - self._seen:
             if len(self._seen) < MAX_LOGGED_FIELDS:

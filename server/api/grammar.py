@@ -9,7 +9,7 @@ from engine.params import Grammar
 from server.api.chat.schema import ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 from server.http.validate import bad_value
 
-# Kinds of grammars by the names of fields, and by those of the members of `structured_outputs`.
+# Kinds of grammars by fields, and by members of `structured_outputs`.
 FIELDS = {
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf", "regex": "regex",
     "ebnf": "ebnf", "json_schema": "json_schema",
@@ -22,7 +22,7 @@ ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
-    """The grammar of a request, and the field that holds it. RequestError 400 for several, or for one that cannot be read."""
+    """And the field that holds it. RequestError 400 for several, or for one that cannot be read."""
     values = {name: getattr(request, name) for name in FIELDS}
     told = {name: _grammar_of(FIELDS[name], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
@@ -68,7 +68,7 @@ def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
 
 
 def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
-    """Where a structural tag has schemas, in its present form or in the older one of `structures`."""
+    """Of a structural tag, in its present form or in the older one of `structures`."""
     waiting: list[tuple[str, object]] = [(path, tag)]
     while waiting:
         place, value = waiting.pop()
@@ -82,7 +82,7 @@ def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
 
 
 def _check_schema(schema: object, path: str, subject: str = "") -> None:
-    """Here, because in a grammar of an answer beside tools the compiler does not see which part is whose."""
+    """Here, because beside tools the compiler does not see which part is whose."""
     try:
         check_schema(schema)
     except ValueError as problem:

@@ -29,7 +29,7 @@ class ErrorAnswer(BaseModel):
 
 
 class DescribedRoute(APIRoute):
-    """A route whose errors are described, and its keys where `server/http/guards.py` asks for one."""
+    """A route whose errors and keys are described."""
 
     def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, fails: Any = ErrorAnswer, **others: Any):
         responses = {"4XX": {"model": fails}, "5XX": {"model": fails}, **others.pop("responses", {})}
@@ -52,7 +52,7 @@ class DescribedRoute(APIRoute):
 
 
 class BodyRoute(DescribedRoute):
-    """A route to an `Endpoint`, which reads its body itself, as it arrives: FastAPI has the types for the document only."""
+    """A route to an `Endpoint`, which reads its body itself: FastAPI has the types for the document only."""
 
     def __init__(self, path: str, app: Any):
         async def endpoint(body: Any) -> None: ...

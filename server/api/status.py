@@ -1,4 +1,4 @@
-"""The small endpoints: what is served, whether it is well, and its numbers."""
+"""The small endpoints: what is served, its health and its numbers."""
 
 import json
 import time
@@ -36,8 +36,6 @@ class Health(BaseModel):
 
 
 class Status:
-    """Answers from what this process knows."""
-
     def __init__(self, service: Service, is_compiling: Callable[[], bool]):
         self._service = service
         self._is_compiling = is_compiling

@@ -68,13 +68,11 @@ class Api:
         self._status = Status(self._service, child.is_compiling)
 
     def build_metrics(self) -> ASGIApp:
-        """The application of the port for metrics."""
         app = FastAPI(openapi_url=None)
         app.router.routes = [route for route in self._status.routes() if route.path == METRICS_PATH]
         return app
 
     def build(self) -> ASGIApp:
-        """The ASGI application."""
         config = self._child.config
         app = FastAPI(
             title=TITLE, version=VERSION, license_info=LICENCE, openapi_url=None, redirect_slashes=False,
@@ -107,7 +105,7 @@ class Api:
         return RequestLog(guarded, is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
-        """Hands the processor's events out, for ever; the first heartbeat makes us ready. At idle the arena must be empty."""
+        """Hands the processor's events out; the first heartbeat makes us ready. At idle the arena must be empty."""
         while True:
             message = await inbox.recv()
             was_started = self.client.started
@@ -118,7 +116,6 @@ class Api:
                 assert self.arena.is_empty(), "a request body was lost in the arena"
 
     async def tell_the_launcher(self) -> None:
-        """That all is well, while it is, for ever."""
         while True:
             if self.client.healthy or not self.client.started:
                 self._child.progress("")
@@ -132,7 +129,7 @@ class Api:
         return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
-        """The body was cut: nobody reads this."""
+        """Nobody reads this."""
         return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
@@ -152,7 +149,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def serve(child: Child) -> None:
-    """Serves until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
+    """Until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
     listener = socket.socket(fileno=child.runtime.listener_fd)
     listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect

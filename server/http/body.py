@@ -1,4 +1,4 @@
-"""Reads one request body into the api's arena: room is reserved before the first byte is read. Called by `server/api/chat.py`.
+"""Reads one request body into the api's arena: room is reserved before the first byte is read.
 
 socket ─▶ region ─▶ scanner ─▶ small JSON
                        └─────▶ every image of a large body, as soon as it is complete ─▶ processor
@@ -25,11 +25,11 @@ from server.region import Region
 
 FIRST_CAPACITY = 1 << 16  # of a body without a Content-Length
 MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
-MAX_TIMEOUTS = 10  # times --body-timeout that a body may take: who has memory reserved for more must send faster
+MAX_TIMEOUTS = 10  # times --body-timeout that a body may take
 MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
 DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
 MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
-MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds, and parsed in a few milliseconds
+MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds
 
 
 class Body:
@@ -40,6 +40,7 @@ class Body:
         self.scanner = scanner
         self.started = started  # first byte asked for
         self.received = 0.0  # last byte here
+        self.new_rid = client.new_rid
         self.rid = client.new_rid()
         self.credentials = b""  # of whoever sent it
         self.client = b""  # tells that one apart from others
@@ -51,7 +52,7 @@ class Body:
         return self.region.view
 
     def announce(self, limit: int) -> None:
-        """Images that are complete are decoded while the rest arrives, at most `limit` in all. The region may not move any more."""
+        """Images that are complete are decoded meanwhile, at most `limit` in all. The region may not move any more."""
         complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
         for reference in complete:
             self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
@@ -66,8 +67,7 @@ class Body:
 
 
 class Pace:
-    """How long a client may let us wait: `timeout` seconds at once, and in all so many and those that its bytes take at the least rate,
-    which follows from what it has promised to send."""
+    """How long a client may let us wait: `timeout` seconds at once; in all, so many and those that its bytes take at the least rate."""
 
     def __init__(self, started: float, timeout: float, num_promised: int):
         self._started = started
@@ -84,28 +84,29 @@ class Pace:
 
 async def read_body(
     receive: Receive,
-    content_length: int | None,
+    length: int | None,
     direct: DirectReader | None,
     claim: Claim,
     arena: Arena,
     config: EngineConfig,
     client: Client,
 ) -> Body:
-    """Reads to the end. RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
-    if content_length is not None and content_length > config.max_body_bytes:
+    """RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
+    if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
-    pace = Pace(started, config.body_timeout, content_length or 0)
+    pace = Pace(started, config.body_timeout, length or 0)
     with contextlib.ExitStack() as undo:
         try:
-            claim.grow_to(FIRST_CAPACITY if content_length is None else content_length)
-            region = Region(arena, FIRST_CAPACITY if content_length is None else content_length)
+            capacity = FIRST_CAPACITY if length is None else length
+            claim.grow_to(capacity)
+            region = Region(arena, capacity)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, client, started)
             undo.callback(body.give_up)
             while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
                 claim.grow_to(region.capacity)
-                rest = (content_length or 0) - region.used
+                rest = (length or 0) - region.used
                 if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
                     await _read_directly(direct, rest, body, config.max_images_per_request, pace)
                     break
@@ -122,7 +123,7 @@ async def read_body(
 
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
-    """What the server has read by itself. Returns whether there is more."""
+    """What the server has read. Returns whether there is more."""
     async with asyncio.timeout(pace.patience(region.used)):
         message = await receive()
     if message["type"] == "http.disconnect":

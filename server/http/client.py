@@ -1,4 +1,4 @@
-"""The api process's bookkeeping: which client waits for which request, and which bodies are still in use. Owned by `server/http/app.py`."""
+"""The api process's bookkeeping: which client waits for which request, and which bodies are in use."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.arena import Arena
 from engine.ipc import Outbox
-from engine.messages import (
-    Abort,
-    ErrorInfo,
-    Event,
-    Events,
-    Forget,
-    Payload,
-    Region,
-    Submit,
-    ToProcessor,
-)
+from engine.messages import Abort, ErrorInfo, Event, Events, Forget, Payload, Region, Submit, ToProcessor
 from engine.stats import EngineStats
 from server.errors import RequestError, overloaded
 
@@ -34,12 +24,8 @@ MAX_UNREAD_EVENTS = 1 << 18  # a few hundred bytes each
 
 
 class Stream:
-    """The events of one client's choices, in order. Exactly one event of a choice is terminal, and nothing follows it.
-
-    A choice is an answer to one of the client's requests: (rid, index) in the engine's terms, a number in the client's.
-    """
-
-    __slots__ = ("_disconnected", "_events", "_waiter", "address", "choices", "open")
+    """The events of one client's choices, in order; the last one of a choice is terminal. A choice is (rid, index) in the engine's terms, a
+    number in the client's."""
 
     def __init__(self, answers: list[tuple[int, int]]):
         self.choices = {answer: number for number, answer in enumerate(answers)}
@@ -50,7 +36,7 @@ class Stream:
         self._disconnected = False
 
     async def next(self) -> list[Event]:
-        """Every event that has come since the last call, at least one. Raises ClientDisconnect when the client is gone."""
+        """Every event since the last call, at least one. ClientDisconnect."""
         if not self._events and not self._disconnected:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -60,16 +46,13 @@ class Stream:
         return events
 
     def push(self, event: Event) -> None:
-        if self._disconnected:
-            return
-        answer = (event.rid, event.index)
         if event.error is not None:  # which ends every answer to the request
-            answer = next((other for other in self.open if other[0] == event.rid), answer)
-        if answer in self.open:
-            if event.error is not None:
-                self.open = {other for other in self.open if other[0] != event.rid}
-            elif event.finish_reason is not None:
-                self.open.remove(answer)
+            ended = {answer for answer in self.open if answer[0] == event.rid}
+        else:
+            ended = self.open & {(event.rid, event.index)}
+        if ended and not self._disconnected:
+            if event.error is not None or event.finish_reason is not None:
+                self.open -= ended
             self._events.append(event)
             self._wake()
 
@@ -79,7 +62,6 @@ class Stream:
         return sum(1 + sum(len(entry.top) for entry in event.logprobs) for event in self._events)
 
     def disconnect(self) -> None:
-        """The client is gone: `next` raises from now on."""
         self._disconnected = True
         self._events.clear()
         self._wake()
@@ -91,19 +73,16 @@ class Stream:
 
 
 class Client:
-    """Requests on their way through the engine. Every stream given out by `submit` must be given back to `close`.
-
-    A body named in a Submit, or in `abandon`, belongs to the processor until `released_bodies` names it, also when the client has gone.
-    """
+    """Requests on their way through the engine. A stream of `submit` is given back to `close`. A body named in a Submit, or in `abandon`,
+    belongs to the processor until `released_bodies` names it."""
 
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena, max_requests: int):
         self._max_requests = max_requests
         self.stats = EngineStats()
-        self.num_bodies = 0  # handed to the processor, not yet released; one that several requests read counts for each
+        self.num_bodies = 0  # handed to the processor, once a request
         self._num_readers: dict[int, int] = {}  # of these bodies, by their offset
-        self.num_reading = 0  # held by this process before the processor has them
-        self._outbox = outbox
-        self._arena = arena
+        self.num_reading = 0  # before the processor has them
+        self._outbox, self._arena = outbox, arena
         self._rids = itertools.count(1)
         self._streams: dict[int, Stream] = {}  # whose answers are not all there
         self.replies: set[Stream] = set()  # that are being written
@@ -117,29 +96,27 @@ class Client:
 
     @property
     def started(self) -> bool:
-        """The engine has shown life at least once."""
         return self._heartbeat > 0.0
 
     @property
     def healthy(self) -> bool:
-        """The engine made progress, or had nothing to do, a short while ago."""
         return self._refusal is None and time.monotonic() - self._heartbeat < HEARTBEAT_STALE_S
 
     def new_rid(self) -> int:
         return next(self._rids)
 
     def announce(self, rid: int, payload: Region) -> None:
-        """An image of a request that is not submitted yet. From now on `submit` or `abandon` must hand the body over."""
+        """An image of a request to come. From now on `submit` or `abandon` must hand the body over."""
         self._outbox.send(Payload(rid, payload))
 
     def abandon(self, rid: int, body: int) -> None:
-        """The request that was announced does not come. The body, at this offset, is freed when the processor has let go of it."""
+        """The request that was announced does not come; the processor lets go of its body."""
         self._outbox.send(Abort(rid, body))
         self.num_bodies += 1
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """While a body may be in the arena that nobody else knows of."""
+        """While a body is in the arena that nobody else knows of."""
         self.num_reading += 1
         try:
             yield
@@ -147,7 +124,7 @@ class Client:
             self.num_reading -= 1
 
     def submit(self, messages: list[Submit]) -> Stream:
-        """Sends requests with new ids, the choices of one client. RequestError as `check_open`; a body is then still the caller's."""
+        """Sends one client's requests. RequestError as `check_open`; a body is then still the caller's."""
         self.check_open()
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         self.replies.add(stream)
@@ -160,30 +137,28 @@ class Client:
         return stream
 
     def forget(self, images: bool) -> None:
-        """What is submitted later finds empty caches."""
         self._outbox.send(Forget(images))
 
     def check_open(self) -> None:
-        """RequestError 503 while the server starts, shuts down, or has made no progress for a while, and if it has been handed as many
-        requests as it may have: whether anybody takes them from there is another matter."""
+        """RequestError 503 while the server starts, stops, makes no progress or has as many requests as it may have."""
         if not self.started:
             raise overloaded("The engine is still starting.", retry_after=5)
         if self._refusal is not None:
-            raise RequestError(self._refusal.status, self._refusal.message, code=self._refusal.code, retry_after=self._refusal.retry_after)
+            refusal = self._refusal
+            raise RequestError(refusal.status, refusal.message, code=refusal.code, retry_after=refusal.retry_after)
         if not self.healthy:
             raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
         if len(self._streams) >= self._max_requests:
             raise overloaded("The server has as many requests as it can queue.")
 
     def close(self, stream: Stream) -> None:
-        """The client has its answer or is gone; in the latter case the engine is told to stop."""
+        """The client has its answer, or the engine is told to stop."""
         self.replies.discard(stream)
         self._free(stream)
         for rid in {rid for rid, _ in stream.open}:
             self._outbox.send(Abort(rid))
 
     def dispatch(self, message: Events) -> None:
-        """Hands events to their streams; those of a closed stream are dropped."""
         for event in message.events:
             if event.finish_reason is not None:
                 self._ends.append(time.monotonic())
@@ -211,7 +186,7 @@ class Client:
             self._streams.pop(rid, None)
 
     def _drop_unread(self) -> None:
-        """Answers that clients do not read have MAX_UNREAD_EVENTS in all; beyond, the address with most of them loses its longest."""
+        """Beyond MAX_UNREAD_EVENTS in all, the address with most of them loses its longest answer."""
         unread = {stream: stream.num_unread for stream in self.replies}
         by_address: Counter[str] = Counter()
         for stream, count in unread.items():
@@ -222,7 +197,7 @@ class Client:
             longest.disconnect()
 
     def advise(self, error: ErrorInfo) -> ErrorInfo:
-        """An error of overload says when to come back: when what waits now has been answered, if that goes on as it did of late."""
+        """An error of overload says when to come back: when what waits has been answered, at the rate of late."""
         if error.code != "overloaded" or len(self._ends) < 2:
             return error
         seconds_per_answer = (time.monotonic() - self._ends[0]) / len(self._ends)
@@ -231,11 +206,10 @@ class Client:
         return msgspec.structs.replace(error, retry_after=max(error.retry_after or 1, seconds))
 
     def refuse_new(self, error: ErrorInfo) -> None:
-        """From now on no stream is opened, and health is bad; those that are open go on."""
+        """No stream is opened any more, and health is bad; open ones go on."""
         self._refusal = error
 
     def refuse_all(self, error: ErrorInfo) -> None:
-        """Ends every stream with `error` and refuses new ones: the server is going down."""
         self.refuse_new(error)
         for rid, stream in self._streams.items():
             stream.push(Event(rid, error=error))

@@ -1,7 +1,5 @@
 """The limits of a listener: heads in size and time, connections in number, idle time, and time in which a client reads nothing.
 
-The base of the protocol of `direct.py`. Every listener has one `ConnectionLimiter` (`listen.py`).
-
     idle ──first byte──▶ head ──all of it──▶ parser ──▶ application ──▶ answer ──all written──▶ idle
      └─ --idle-timeout    └─ --header-timeout, MAX_HEAD_BYTES             └─ --write-timeout
 
@@ -28,10 +26,10 @@ from server.errors import error_body, error_type, overloaded
 from server.http.guards import error_response, is_open
 
 MAX_HEAD_BYTES = 1 << 16
-MAX_UNSENT_BYTES = 1 << 26  # of all answers together, in this process: beyond it the address with most of them loses its largest
+MAX_UNSENT_BYTES = 1 << 26  # of all answers: beyond it the address with most of them loses its largest
 ADDRESS_PART = 3 / 4  # of the connections, for one address
 NUM_RESERVED = 64  # connections beyond the limit, for health alone
-NUM_OTHER_FILES = 256  # of the api: arenas, sockets to the others, modules that are being read
+NUM_OTHER_FILES = 256  # of the api
 MIN_WAIT_S = 1.0  # before a connection makes room: its request may be here and not read yet
 LOOK_S = 1.0  # between two looks at what clients have read
 LINGER_S = 1.0  # a refused client may still be sending, and is to read why
@@ -40,15 +38,14 @@ END_OF_HEAD = re.compile(rb"\n\r?\n")
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 BEGINNINGS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-TCP_STATE_CLOSED = 7  # tcpi_state, the first byte of TCP_INFO
 BYTES_ACKED = struct.Struct("120xQ")  # tcpi_bytes_acked
 
 FULL = overloaded("The server has as many connections as it can hold.", retry_after=5).info
 
 
 class ConnectionLimiter:
-    """How many connections a listener may have, and which is closed for a new one: the one that waits longest for its client, which sends
-    no request or reads no answer. An address that has its share makes room itself."""
+    """How many connections a listener may have. A new one closes the one that waits longest for its client, to send a request or to read an
+    answer. An address that has its share makes room itself."""
 
     def __init__(self, config: EngineConfig, num_other_files: int = NUM_OTHER_FILES, files_per_client: int = 1):
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -61,7 +58,7 @@ class ConnectionLimiter:
         self._timer: asyncio.TimerHandle | None = None
 
     def admit(self, connection: "LimitedProtocol") -> int:
-        """Counts a connection and makes room for it. Returns by how many it is too many, if there is none to be made."""
+        """Counts a connection and makes room for it. Returns by how many it is too many."""
         address, loop = connection.address, connection.loop
         self._open.add(connection)
         self._num_by_address[address] += 1
@@ -91,7 +88,6 @@ class ConnectionLimiter:
         return False
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Once a second: who reads nothing, and how much waits to be read."""
         unsent = {connection: size for connection in tuple(self._open) if (size := connection.look(loop.time()))}
         by_address: Counter[str] = Counter()
         for connection, size in unsent.items():
@@ -110,16 +106,16 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**of_uvicorn)
         self.address = ""
         self._limiter = limiter
-        self._is_reserve = False  # one of the connections beyond the limit
-        self._is_deaf = False  # what comes is thrown away: the client was refused
-        self._is_between = True  # no body is being read: the next byte belongs to a head
+        self._is_reserve = False  # beyond the limit
+        self._is_deaf = False  # the client was refused: what comes is thrown away
+        self._is_between = True  # the next byte belongs to a head
         self._head = bytearray()
         self._held = bytearray()  # what came behind a request that is being answered
         self._body_left: int | None = 0  # bytes until the next head; None: it is chunked
-        self._tail = b""  # of a chunked body: what may be the beginning of its end
-        self._num_idle_bytes = 0  # that the parser took since it last gave anything out
+        self._tail = b""  # of a chunked body: it may begin the end
+        self._num_idle_bytes = 0  # that the parser took without giving anything out
         self._timer: asyncio.TimerHandle | None = None  # of the head
-        self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: of all that there were; since when so many
+        self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: all; since when
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 
@@ -141,8 +137,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has sent its request may close its side and wait: it is answered. Whether it is still there shows when it is told
-        to continue, which any client may be: one that is gone resets the connection. In the middle of an answer nobody does so."""
+        """A client that has sent its request may close its side and wait: it is answered. One that is gone resets the connection when it is
+        told to continue. In the middle of an answer nobody does so."""
         cycle = self.cycle
         is_waiting = cycle is not None and not (cycle.more_body or cycle.response_started)
         if is_waiting:
@@ -151,11 +147,14 @@ class LimitedProtocol(HttpToolsProtocol):
         return is_waiting
 
     def data_received(self, data: bytes) -> None:
-        """Heads reach the parser whole and one at a time, bodies as they come."""
+        """Heads reach the parser whole and one at a time."""
         while data and not self._is_deaf and not self.transport.is_closing():
             if not self._is_between:
-                size = self._until_possible_end(data) if self._body_left is None else self._body_left
-                self._body_left = None if self._body_left is None else self._body_left - len(data[:size])
+                if self._body_left is None:
+                    size = self._until_possible_end(data)
+                else:
+                    size = min(self._body_left, len(data))
+                    self._body_left -= size
                 self._feed(data[:size])
                 data = data[size:]
             elif self._is_answering:
@@ -215,9 +214,12 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- called by the limiter -------------------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> int:
-        """Bytes that wait to be sent. A client that takes none of them makes room for others, and is gone after --write-timeout."""
+        """Bytes that wait to be sent. A client that takes none of them is closed after --write-timeout, or sooner for others."""
         num_unsent: int = self.transport.get_write_buffer_size()
-        num_acked = BYTES_ACKED.unpack(self._tcp_info(BYTES_ACKED.size))[0] if num_unsent else -1
+        num_acked = -1
+        if num_unsent:
+            connection: socket.socket = self.transport.get_extra_info("socket")
+            (num_acked,) = BYTES_ACKED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED.size))
         if num_acked != self._num_acked:
             self._num_acked, self._acked = num_acked, now
             if self._is_answering:
@@ -235,15 +237,14 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _take_head(self, data: bytes) -> bytes:
-        """What lies behind the head, once that is whole. An offer to upgrade, which Java's client makes with every first request, is
-        passed over: the parser would drop the body."""
+        """What lies behind the head, once that is whole. An offer to upgrade, as Java's client makes, is passed over: the parser would drop
+        the body."""
         if not self._head:
             self._unset_keepalive_if_required()
             self._start_timer()
-        searched = max(0, len(self._head) - 2)
         known = len(self._head)
         self._head += data[: MAX_HEAD_BYTES + 1]  # what follows is a body, and large
-        end = END_OF_HEAD.search(self._head, searched)
+        end = END_OF_HEAD.search(self._head, max(0, known - 2))
         size = end.end() if end else len(self._head)
         if size > MAX_HEAD_BYTES:
             self._refuse(*(431, "The request's headers are too large.") if b"\n" in self._head else (414, "The request's URL is too long."))
@@ -256,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return rest
 
     def _until_possible_end(self, data: bytes) -> int:
-        """Bytes of a chunked body to be parsed at once: it ends like a head, and what follows is to be held back."""
+        """Bytes of a chunked body to be parsed at once: it ends like a head."""
         end = END_OF_HEAD.search(self._tail + data)
         size = len(data) if end is None else end.end() - len(self._tail)
         self._tail = b"" if end else (self._tail + data)[-2:]
@@ -291,7 +292,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, unless an answer has begun, and reads no further request."""
+        """Answers, unless an answer has begun, and reads no more."""
         if self._is_deaf or self.transport.is_closing():
             return
         self._is_deaf = True
@@ -308,26 +309,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        """A connection that is closed on bytes that nobody read is reset, and the client loses its answer."""
+        """Closed on unread bytes, it would be reset, and the client lose its answer."""
         if not self.transport.is_closing():
             if self.transport.can_write_eof():
                 self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
 
-    def _tcp_info(self, size: int) -> bytes:
-        connection: socket.socket = self.transport.get_extra_info("socket")
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-
     def _probe(self, seconds: float) -> None:
-        """Ends the request of a half-closed connection if its client is gone; asks again later, less and less often."""
-        if self.transport.is_closing() or self.cycle.response_started:
-            return
-        if self._tcp_info(1)[0] == TCP_STATE_CLOSED:
-            self.transport.abort()
-            return
-        if self.scope["http_version"] == "1.1":
+        """A write behind a reset ends the request."""
+        if self.scope["http_version"] == "1.1" and not (self.transport.is_closing() or self.cycle.response_started):
             self.transport.write(CONTINUE)
-        self.loop.call_later(seconds, self._probe, min(2 * seconds, MAX_PROBE_S))
+            self.loop.call_later(seconds, self._probe, min(2 * seconds, MAX_PROBE_S))
 
 
 async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -336,7 +328,7 @@ async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: S
 
 
 async def send_whole(cycle: RequestResponseCycle, app: ASGI3Application, scope: Scope, receive: Receive, send: Send) -> None:
-    """For HTTP/1.0, which has no chunks: the connection's end is the end of a stream. uvicorn would send chunks all the same."""
+    """For HTTP/1.0, which has no chunks: the end of the connection ends a stream. uvicorn would send chunks."""
 
     async def send_plain(message: Message) -> None:
         if message["type"] == "http.response.start" and not any(name.lower() == b"content-length" for name, _ in message["headers"]):

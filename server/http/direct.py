@@ -1,4 +1,4 @@
-"""Large request bodies go from the socket straight into memory that the application names. Used by `listen.py` and `body.py`.
+"""Large request bodies go from the socket straight into memory that the application names.
 
     uvicorn:  socket ─▶ buffer ─▶ bytes ─▶ parser ─▶ bytes ─▶ bytearray ─▶ bytes ─▶ application
     here:     socket ─▶ application
@@ -30,7 +30,7 @@ class DirectProtocol(LimitedProtocol):
         super().on_headers_complete()
 
     def end_body(self) -> None:
-        """The current body was read past the parser: the next byte begins a new request."""
+        """The body was read past the parser: the next byte begins a new request."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.on_message_complete()
@@ -38,9 +38,7 @@ class DirectProtocol(LimitedProtocol):
 
 class DirectReader(asyncio.BufferedProtocol):
     """The rest of one body. Between `take_over` and the last byte it is the connection's protocol, and reading pauses between two `fill`.
-
-    If the application gives up, what still comes is thrown away, so that the client gets to read its answer.
-    """
+    If the application gives up, the rest is thrown away, so that the client reads its answer."""
 
     def __init__(self, http: DirectProtocol):
         self._owner = weakref.ref(http)  # its scope holds this one
@@ -51,7 +49,6 @@ class DirectReader(asyncio.BufferedProtocol):
 
     @property
     def _http(self) -> DirectProtocol:
-        """Lives as long as the connection or the application does."""
         http = self._owner()
         assert http is not None
         return http
@@ -74,8 +71,8 @@ class DirectReader(asyncio.BufferedProtocol):
             self._discard_rest()
 
     async def fill(self, room: memoryview, patience: Callable[[int], float]) -> None:
-        """Reads until `room` is full; it must not exceed the rest. ClientDisconnect; TimeoutError if nothing comes for the seconds that
-        `patience` gives for so many bytes of the room, or what it raises."""
+        """Reads until `room`, at most the rest, is full. ClientDisconnect; TimeoutError if nothing comes for the seconds that `patience`
+        gives for so many bytes of it, or what that raises."""
         self._raise_if_lost()
         self._room = room
         self._waiter = asyncio.get_running_loop().create_future()
@@ -88,7 +85,6 @@ class DirectReader(asyncio.BufferedProtocol):
         self._raise_if_lost()
 
     def abort(self) -> None:
-        """Ends the connection; nothing more of the answer is written."""
         self._http.cycle.disconnected = True
         self._http.transport.abort()
 
@@ -148,6 +144,5 @@ class DirectReader(asyncio.BufferedProtocol):
 
 
 def direct_reader(scope: Scope) -> DirectReader | None:
-    """The reader of a request, if the server offers one."""
     reader: DirectReader | None = scope.get("extensions", {}).get(EXTENSION)
     return reader

@@ -1,4 +1,4 @@
-"""ASGI middleware that decides who gets in and with what. Put around the routes by `app.py`."""
+"""ASGI middleware that decides who gets in and with what."""
 
 import hmac
 import re
@@ -17,12 +17,16 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether anybody may ask for this path, at any time; decided on the path that will be routed."""
+    """Whether anybody may ask for this path; decided on the path that will be routed."""
     return get_route_path(scope) in OPEN_PATHS
 
 
+def address_of(scope: Scope) -> str:
+    """The client's; "" if unknown."""
+    return str((scope.get("client") or ("",))[0])
+
+
 def credentials_of(scope: Scope) -> bytes:
-    """The headers in which a client's key stands."""
     return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
 
 
@@ -34,7 +38,6 @@ def error_response(info: ErrorInfo, scope: Scope) -> Response:
 
 
 def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
-    """Whether a request carries one of the keys."""
     headers = dict(reversed(scope["headers"]))  # of several, the first one counts
     bearer = headers.get(b"authorization", b"")
     words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
@@ -79,8 +82,8 @@ class HostGuard:
 
 
 class JsonGuard:
-    """A body is JSON and says so, uncompressed. What a web page may send without asking first never gets in: a request without a body
-    needs no type, unless a page sends it."""
+    """A body is JSON and says so, uncompressed: what a web page may send without asking first never gets in. A request without a body needs
+    no type, unless a page sends it."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

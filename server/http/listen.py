@@ -1,4 +1,4 @@
-"""Makes every HTTP server of the project: the api's, that of metrics and the proxy's, with the same protocol and the same limits."""
+"""Makes every HTTP server: the api's, that of metrics and the proxy's, with the same protocol and limits."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from server.http.direct import DirectProtocol
 from server.http.log import Sparing
 
 BACKLOG = 2048
-SEND_BYTES = 1 << 16  # that the kernel holds of an answer; it takes twice as much for its own
+SEND_BYTES = 1 << 16  # that the kernel holds of an answer
 
 
 class Server(uvicorn.Server):
@@ -44,6 +44,5 @@ def make_server(app: ASGIApp, limiter: ConnectionLimiter, config: EngineConfig, 
 
 
 def url_of(listener: socket.socket, is_tls: bool) -> str:
-    """Where it is reached."""
     host, port, *_ = listener.getsockname()
     return f"http{'s' * is_tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

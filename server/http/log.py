@@ -1,4 +1,4 @@
-"""A request's id, and the one line that the log has of it. The outermost ASGI middleware; `reply.py` fills in what an answer was."""
+"""A request's id, and the one line that the log has of it."""
 
 import logging
 import re
@@ -18,13 +18,11 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEADER = "x-request-id"
 KEY = "engine.record"
 SPARING_S = 10.0
-QUIET = frozenset({"/health", "/health/live", "/ping", "/metrics"})  # asked every few seconds by machines: in the log only if they fail
+QUIET = frozenset({"/health", "/health/live", "/ping", "/metrics"})  # in the log only if they fail
 
 
 @dataclass(slots=True)
 class Record:
-    """What is known of a request at its end."""
-
     request_id: str
     status: int = 0
     num_prompt: int = 0
@@ -36,7 +34,7 @@ class Record:
 
 
 def record_of(scope: Scope) -> Record:
-    """The record of a request; one that nobody reads if there is no log around the application."""
+    """One that nobody reads if there is no log around the application."""
     record: Record = scope.setdefault(KEY, Record(""))
     return record
 

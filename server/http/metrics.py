@@ -1,4 +1,4 @@
-"""Prometheus metrics of the api process: what clients saw, how long each stage took, the scheduler's gauges. Owned by `app.py`."""
+"""Prometheus metrics: what clients saw, how long each stage took, the scheduler's gauges."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.messages import (
-    ErrorInfo,
-)
-from engine.stats import EngineStats
+from engine.messages import ErrorInfo
 from server.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -24,8 +21,7 @@ LABELS = ("model_name",)
 
 
 class StatsCollector(Collector):
-    """The latest EngineStats at the moment of a scrape: gauges as they are, running totals as counters; and what other systems' routers
-    and dashboards read, by vLLM's names."""
+    """The latest EngineStats, running totals as counters; and what others' routers and dashboards read, by vLLM's names."""
 
     def __init__(self, client: Client, model_name: str):
         self._client = client
@@ -33,17 +29,19 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
+        spared = stats.images_hit + stats.images_skipped + stats.images_restored
+        kv_usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         for name, value in msgspec.structs.asdict(stats).items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             yield self._one(family(PREFIX + name, f"{name.replace('_', ' ')} (engine)", labels=LABELS), value)
         for name, text, value in (
-            (PREFIX + "prefix_cache_hit_rate", "cached share of prompt tokens", _prefix_hit_rate(stats)),
-            (PREFIX + "image_cache_hit_rate", "share of images not encoded again", _image_hit_rate(stats)),
-            (PREFIX + "kv_cache_usage_ratio", "share of KV blocks that requests hold", _kv_usage(stats)),
+            (PREFIX + "prefix_cache_hit_rate", "cached share of prompt tokens", stats.cached_prompt_tokens / max(1, stats.prompt_tokens)),
+            (PREFIX + "image_cache_hit_rate", "share of images not encoded again", spared / max(1, spared + stats.images_encoded)),
+            (PREFIX + "kv_cache_usage_ratio", "share of KV blocks that requests hold", kv_usage),
             (PREFIX + "open_streams", "choices that a client waits for", self._client.num_streams),
             ("vllm:num_requests_running", "requests that run", stats.num_running),
             ("vllm:num_requests_waiting", "requests that wait", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", _kv_usage(stats)),
+            ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", kv_usage),
         ):
             yield self._one(GaugeMetricFamily(name, text, labels=LABELS), value)
 
@@ -52,21 +50,8 @@ class StatsCollector(Collector):
         return family
 
 
-def _prefix_hit_rate(stats: EngineStats) -> float:
-    return stats.cached_prompt_tokens / max(1, stats.prompt_tokens)
-
-
-def _kv_usage(stats: EngineStats) -> float:
-    return 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-
-
-def _image_hit_rate(stats: EngineStats) -> float:
-    spared = stats.images_hit + stats.images_skipped + stats.images_restored
-    return spared / max(1, spared + stats.images_encoded)
-
-
 class Metrics:
-    """Counters and histograms of finished requests. `prompt_tokens` and `generated_tokens` as totals come from the scheduler."""
+    """Counters and histograms of finished requests."""
 
     def __init__(self, client: Client, model_name: str):
         self._registry = CollectorRegistry()
@@ -109,5 +94,4 @@ class Metrics:
             self._inter_token.observe(seconds / num_tokens)
 
     def render(self) -> bytes:
-        """The text exposition format."""
         return generate_latest(self._registry)

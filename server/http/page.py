@@ -13,22 +13,16 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 class Page:
-    """The page's bytes and headers, read once."""
-
     def __init__(self) -> None:
         self._content = PAGE.read_bytes()
         html = self._content.decode()
-        # Nothing but the page's own script and style may run, named by their hashes; nothing is loaded from, or sent to, anywhere else.
+        # Nothing but the page's own script and style may run; nothing is loaded from, or sent to, anywhere else.
         policy = (
             f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
             "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
-        self._headers = {
-            "Content-Security-Policy": policy,
-            "Cache-Control": "no-cache",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
+        self._headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+        self._headers |= {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
     def route(self) -> DescribedRoute:
         return DescribedRoute("/", self.show, "GET", response_class=HTMLResponse)

@@ -1,16 +1,13 @@
-"""The answer to one accepted request: waits for its events and writes SSE or JSON.
+"""The answer to one accepted request: waits for its events and writes SSE or JSON. A client that leaves ends the engine's work.
 
-    first event ──▶ error: JSON with its status
-               └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
-
-The client may leave at any time, also before the first event: a watcher listens for that and the engine is told to stop.
+first event ──▶ error: JSON with its status
+           └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
 """
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -21,10 +18,10 @@ from engine.messages import ErrorInfo, Event
 from engine.stats import Stages
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
-from server.http.guards import error_response
+from server.http.guards import address_of, error_response
 from server.http.log import Record, record_of
 from server.http.metrics import Metrics
-from server.http.sse import Choice, Format, Usage, stage_times, timings_json
+from server.http.sse import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
@@ -33,8 +30,7 @@ CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
 class Answer(ABC):
-    """An ASGI response, run once. Gives its stream back to the client table however it ends. Whoever reads it too slowly to have it by
-    `deadline` and a little more is cut off."""
+    """An ASGI response. Gives its stream back however it ends. Whoever does not have it WRITE_S after `deadline` is cut off."""
 
     def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
         self._stream = stream
@@ -52,7 +48,7 @@ class Answer(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         self._record = record_of(scope)
-        self._stream.address = (scope.get("client") or ("",))[0]
+        self._stream.address = address_of(scope)
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._answer(scope, receive, send)
@@ -78,40 +74,20 @@ class Answer(ABC):
             await response(scope, receive, send)
 
     def finish(self) -> None:
-        """Notes what the log says of it."""
         self._record.num_images = self._num_images
 
     async def _watch(self, receive: Receive) -> None:
-        """Ends the stream's waiting when the client closes its connection."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._stream.disconnect()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyOptions:
-    """How the client wants its answer, and when its body came."""
-
-    model: str
-    created: int
-    started: float  # first and last byte of the body
-    received: float
-    deadline: float | None  # of the engine's work; the last of the answer may take WRITE_S more
-    is_streamed: bool
-    include_usage: bool
-    continuous_usage: bool
-    timings: bool
-
-
 class Reply(Answer):
     """What the model generates, as a stream or as one document."""
 
-    def __init__(
-        self, stream: Stream, client: Client, metrics: Metrics, num_images: int, format: Callable[..., Format], options: ReplyOptions
-    ):
-        super().__init__(stream, client, metrics, num_images, options.deadline)
-        self._options = options
-        self._format = format(options.created, options.model, options.include_usage, options.continuous_usage)
+    def __init__(self, *answer: Any, format: Format, options: ReplyOptions):
+        super().__init__(*answer)
+        self._options, self._format = options, format
         self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # unless all choices end
@@ -168,7 +144,6 @@ class Reply(Answer):
             chunks.append(self._format.finish_chunk(choice, self._timings()))
 
     async def _gather(self, events: list[Event]) -> Response | ErrorInfo:
-        """The document, when all choices have ended."""
         while True:
             self._note_progress(events)
             for event in events:
@@ -197,7 +172,6 @@ class Reply(Answer):
         return total
 
     def _note_progress(self, events: list[Event]) -> None:
-        """Measures the first token and, of each choice, the gaps between the following ones."""
         now = time.monotonic()
         for event in events if len(events) == 1 else {(event.rid, event.index): event for event in events}.values():
             choice = self._choices[event.rid, event.index]
@@ -214,7 +188,6 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _timings(self) -> dict[str, object]:
-        """The `timings` member of a response that asked for it."""
         return {"timings": timings_json(self._stages, self._options.started)} if self._options.timings else {}
 
 

@@ -1,4 +1,4 @@
-"""Takes the images out of a request body while it arrives: a body of 60 MB never becomes a Python string. Called by `server/http/body.py`.
+"""Takes the images out of a request body while it arrives: a body of 60 MB never becomes a Python string.
 
     {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the body
 
@@ -50,7 +50,6 @@ class Scanner:
         self._in_payload = False
 
     def feed(self, chunk: bytes) -> None:
-        """Scans the next bytes of the body."""
         data = self._held + chunk if self._held else chunk
         self._held = b""
         self._num_fed += len(chunk)
@@ -64,13 +63,11 @@ class Scanner:
         return len(self.references) - self._in_payload
 
     def index_of(self, text: str) -> int | None:
-        """The index of the reference that `text` is, or None."""
-        if not text.startswith(self._prefix):
-            return None
-        return int(text[len(self._prefix) :])
+        """Of the reference that `text` is."""
+        return int(text[len(self._prefix) :]) if text.startswith(self._prefix) else None
 
     def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
-        """The JSON with references; those not in `keep` (None: all) are the original strings again. Call it when everything was fed."""
+        """The JSON with references; those not in `keep` (None: all) are the original strings again."""
         pieces = [*self._pieces, self._held]
         if keep is not None:
             for index, reference in enumerate(self.references):
@@ -80,7 +77,7 @@ class Scanner:
         return b"".join(pieces)
 
     def _scan_text(self, data: bytes, start: int) -> int:
-        """Handles text from `start` on, up to the first payload or the end. Returns where to go on."""
+        """Up to the first payload or the end. Returns where to go on."""
         synced = search = start
         while len(self.references) < self._max_references and (found := data.find(OPENING, search)) >= 0:
             self._advance(data[synced:found])
@@ -109,7 +106,7 @@ class Scanner:
         self.num_text_bytes += len(piece)
 
     def _open(self, data: bytes, start: int, quote: int, payload: int, mime: str) -> int:
-        """A payload begins in the string that `quote` opens; the text before is from `start` on. Returns where the payload begins."""
+        """A payload begins in the string that `quote` opens. Returns where."""
         self._emit(data[start:quote])
         offset = self._num_fed - len(data) + payload
         self.references.append(Reference(mime, offset, 0, data[quote:payload], len(self._pieces)))
@@ -118,7 +115,7 @@ class Scanner:
         return payload
 
     def _skip_payload(self, data: bytes, start: int) -> int:
-        """Passes payload bytes up to the closing quote or the end of the data. Returns where to go on: the quote is text again."""
+        """Up to the closing quote, which is text again, or the end. Returns where to go on."""
         end = self._find_closing_quote(data, start)
         self.references[-1].length += (len(data) if end is None else end) - start
         if end is None:
@@ -128,7 +125,7 @@ class Scanner:
         return end
 
     def _find_closing_quote(self, data: bytes, start: int) -> int | None:
-        """Where the string ends that `start` lies in; None: not in these bytes."""
+        """Of the string that `start` lies in; None: not in these bytes."""
         end = data.find(b'"', start)
         if not self._escaped and data.find(b"\\", start, end if end >= 0 else len(data)) < 0:
             return end if end >= 0 else None
@@ -152,7 +149,7 @@ class Scanner:
 
 
 def _is_undecided(data: bytes, found: int) -> bool:
-    """Whether more bytes may still make a payload of the string at `found`, or of the value behind it."""
+    """Whether more bytes may make a payload of the string at `found`, or of the value behind it."""
     opening = data[found : found + MAX_OPENING_BYTES]
     return len(opening) < MAX_OPENING_BYTES and UNDECIDED.fullmatch(opening) is not None
 

@@ -1,6 +1,4 @@
-"""Who may hold how much memory with bodies that still arrive: a few slow clients must not keep all others out. Used by
-`server/http/body.py` for the api's arena, and by `server/route.py`.
-"""
+"""Who may hold how much memory with bodies that still arrive: a few slow clients must not keep all others out."""
 
 import contextlib
 from collections import Counter
@@ -30,7 +28,6 @@ class Claim:
             self.num_bytes = num_bytes
 
     def release(self) -> None:
-        """All of it."""
         held = self._shares.held
         held[self._address] -= self.num_bytes
         self.num_bytes = 0
@@ -39,7 +36,7 @@ class Claim:
 
 
 class Shares:
-    """Of one arena, or of so many bytes that nobody else counts. What is at most `small_bytes` may take the reserve."""
+    """Of one arena, or of so many bytes. What is at most `small_bytes` may take the reserve."""
 
     def __init__(self, size: int, num_free: Callable[[], int] | None = None, small_bytes: int = SMALL_BYTES):
         self.held: Counter[str] = Counter()  # bytes by address
@@ -49,7 +46,6 @@ class Shares:
 
     @contextlib.contextmanager
     def claim(self, address: str) -> Iterator[Claim]:
-        """While a body arrives."""
         claim = Claim(self, address)
         try:
             yield claim
@@ -57,7 +53,7 @@ class Shares:
             claim.release()
 
     def check(self, address: str, old: int, new: int) -> None:
-        """Before a body that holds `old` bytes takes `new` instead. Errors as `Claim.grow_to`."""
+        """Before a body takes `new` bytes instead of `old`. Errors as `Claim.grow_to`."""
         if new > self.max_bytes:
             raise ArenaTooSmall(f"{new} bytes exceed what one body may have")
         is_small = new <= self._small_bytes

@@ -1,12 +1,10 @@
-"""What answers of every dialect have in common: how far a choice has come, and what a `Format` makes bytes of.
-
-Fields of thoughts and calls are only in answers that have some.
-"""
+"""What answers of every dialect have in common: how far a choice has come, and what a `Format` makes bytes of."""
 
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -15,15 +13,10 @@ from engine.stats import Stages
 
 encode = msgspec.json.Encoder().encode
 
-# The consecutive stages of the critical path: name and the boundary at which each ends.
-STAGES = (
-    ("prepare", "submitted"),
-    ("queue", "admitted"),
-    ("launch", "launched"),
-    ("prefill", "prefilled"),
-    ("sample", "first_token"),
-    ("reply", "sent"),
-)
+# Stages of the critical path, and the boundary at which each ends.
+STAGES = {
+    "prepare": "submitted", "queue": "admitted", "launch": "launched", "prefill": "prefilled", "sample": "first_token", "reply": "sent",
+}  # fmt: skip
 
 
 class Usage(msgspec.Struct):
@@ -42,7 +35,6 @@ class Usage(msgspec.Struct):
             self.num_reasoning = event.num_tokens
 
     def add(self, other: "Usage", with_prompt: bool) -> None:
-        """Counts another choice too."""
         self.num_prompt += other.num_prompt * with_prompt
         self.num_cached += other.num_cached * with_prompt
         self.num_generated += other.num_generated
@@ -50,11 +42,11 @@ class Usage(msgspec.Struct):
 
 
 def stage_times(stages: Stages, started: float) -> dict[str, float]:
-    """Seconds of each stage of the critical path, from the first byte of the body to the first text at the socket. They add up."""
+    """Seconds of each stage, from the first byte of the body to the first text at the socket. They add up."""
     times = {"receive": stages.received - started}
     previous = stages.received
     boundaries = msgspec.structs.asdict(stages)
-    for name, boundary in STAGES:
+    for name, boundary in STAGES.items():
         reached = max(previous, boundaries[boundary])
         times[name] = reached - previous
         previous = reached
@@ -106,7 +98,7 @@ class Choice:
     last_time: float = 0.0  # when its last tokens came
 
     def note(self, event: Event) -> None:
-        """Takes in all of an event but its text and log-probabilities, which a stream has no use for."""
+        """All but the text and log-probabilities, which a stream has no use for."""
         self.usage.note(event)
         for delta in event.calls:
             if delta.name is not None:
@@ -130,12 +122,26 @@ class Choice:
             yield "call", call.arguments, call
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """How the client wants its answer, and when its body came."""
+
+    model: str
+    created: int
+    started: float = 0.0  # first and last byte of the body
+    received: float = 0.0
+    is_streamed: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    timings: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)  # of the request
+
+
 class Format(ABC):
-    """How one endpoint's answers look. Every method that returns bytes returns whole SSE messages, or the whole document."""
+    """How an answer looks. Every method that returns bytes returns whole SSE messages, or the whole document."""
 
     @abstractmethod
-    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
-        """Of one answer, however many choices it has."""
+    def __init__(self, options: ReplyOptions): ...
 
     @abstractmethod
     def first_chunk(self, choice: Choice) -> bytes:

@@ -1,7 +1,4 @@
-"""A span for every request, by OpenTelemetry's own middleware, sent to a collector by OTLP over HTTP. Put around the routes by `app.py`.
-
-Imported only where `--otlp-traces-endpoint` is given: the libraries are the extra `tracing`.
-"""
+"""A span for every request, by OpenTelemetry's middleware, sent by OTLP over HTTP. The libraries are the extra `tracing`."""
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
@@ -14,7 +11,7 @@ from engine.config import VERSION
 
 
 def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
-    """A request's `traceparent` is honoured. Spans go out in batches, from a thread; none is made for single messages, which are tokens."""
+    """None is made for single messages, which are tokens."""
     resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

@@ -38,11 +38,11 @@ WORDS = {
 
 MAX_VALUES = 200_000  # 10,000 messages of several parts, or a thousand large tools
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-STRINGS = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}', re.DOTALL)  # at once: the others threads get their turn in between
+STRINGS = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}', re.DOTALL)  # at once: other threads run in between
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:
-    """Generators of clients take a field with a default for one that must be there."""
+    """Generators of clients take such a field for one that must be there."""
     for field in schema.get("properties", {}).values():
         field.pop("default", None)
 
@@ -71,8 +71,8 @@ class Worded:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Stands beside a union: the kind of JSON that a value is, of an object its `type`, chooses the member that judges it. What fits none
-    is refused in these words; without words it is judged as a text."""
+    """Stands beside a union: a value's kind of JSON, of an object its `type`, chooses the member that judges it. What fits none is refused
+    in these words; without words it is judged as a text."""
 
     words: str = ""
 
@@ -95,7 +95,6 @@ class OneOf:
 
 
 def _kinds(member: Any) -> Iterator[str]:
-    """Angle brackets around them tell them from fields in the path of an error."""
     bare = _bare(member)
     if get_origin(bare) is list:
         yield "numbers" if _bare(get_args(bare)[0]) is int else "list"
@@ -117,7 +116,7 @@ def read_object(data: bytes) -> dict[str, Any]:
     """The JSON object of a body. RequestError 400, or 413 if Python would need too long for what is in it."""
     check_number_of_values(data)
     try:
-        value = from_json(data, cache_strings="keys")  # by default it keeps what clients wrote, too, for the next who writes the same
+        value = from_json(data, cache_strings="keys")  # by default it keeps values too
     except ValueError as error:
         is_deep = str(error).startswith("recursion limit")
         words = "The request body is nested too deeply." if is_deep else "The request body is not valid JSON."
@@ -128,8 +127,8 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def check_number_of_values(data: bytes) -> None:
-    """RequestError 413 for more lists, objects and members than any request has: while they are made, nothing else happens in this
-    process. Brackets within strings are no lists; those are looked for only in a body that has many brackets."""
+    """RequestError 413 for more lists, objects and members than any request has: while they are made, nothing else happens here. Brackets
+    within strings do not count; strings are looked for only in a body that has many brackets."""
     if _num_values(data) <= MAX_VALUES:
         return
     num_values = position = 0

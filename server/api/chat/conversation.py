@@ -23,39 +23,24 @@ class Conversation:
     used_references: set[int]  # of the scanner's
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The body that a conversation stands in, and who sent it: names of images are the client's own."""
-
-    scanner: Scanner
-    body_offset: int
-    owner: bytes
-
-
-def source_of(body: Body, salt: str | None) -> Source:
-    """Names of images are apart for each key that clients send, and for each salt."""
-    owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
-    return Source(body.scanner, body.region.offset, owner)
-
-
 def check_url(url: str, scanner: Scanner, path: str) -> None:
     """RequestError 400 for a URL that no loader knows."""
     if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
         raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
 
 
-def read_conversation(messages: list[Message], source: Source, limits: PixelLimits | None = None) -> Conversation:
-    """Replaces every image part by an index into the media; `limits` are of the whole request. RequestError 400 for a URL that no loader
-    knows."""
+def read_conversation(messages: list[Message], body: Body, salt: str | None, limits: PixelLimits | None) -> Conversation:
+    """Replaces every image part by an index into the media; `limits` are of the whole request. Names of images are apart for each key that
+    clients send, and for each salt. RequestError 400 for a URL that no loader knows."""
     limits = limits or PixelLimits()
+    owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
     conversation = Conversation([], [], set())
     for i, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         content: object = message.content or ""
         if isinstance(message.content, list):
-            content = [
-                _read_part(part, f"messages.{i}.content.{j}", source, conversation, limits) for j, part in enumerate(message.content)
-            ]
+            parts = enumerate(message.content)
+            content = [_read_part(part, f"messages.{i}.content.{j}", body, owner, conversation, limits) for j, part in parts]
         entry: dict[str, object] = {"role": role, "content": content}
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
@@ -79,7 +64,7 @@ def _read_call(call: ToolCall) -> dict[str, object]:
 
 
 def _read_part(
-    part: TextPart | RefusalPart | ImagePart, name: str, source: Source, conversation: Conversation, limits: PixelLimits
+    part: TextPart | RefusalPart | ImagePart, name: str, body: Body, owner: bytes, conversation: Conversation, limits: PixelLimits
 ) -> dict[str, object]:
     if not isinstance(part, ImagePart):
         return {"type": "text", "text": part.text}
@@ -90,13 +75,13 @@ def _read_part(
         raise bad_value(f"{name}.image_url", "may be null beside a `uuid` only")
     payload = None
     if url is not None:
-        check_url(url, source.scanner, f"{name}.image_url.url")
-        index = source.scanner.index_of(url)
+        check_url(url, body.scanner, f"{name}.image_url.url")
+        index = body.scanner.index_of(url)
         if index is not None:
-            reference, url = source.scanner.references[index], None
+            reference, url = body.scanner.references[index], None
             conversation.used_references.add(index)
-            payload = Region(API_ARENA, source.body_offset + reference.offset, reference.length)
+            payload = Region(API_ARENA, body.region.offset + reference.offset, reference.length)
     least, most, cap = part.limits(limits)
-    image_name = None if part.uuid is None else hashlib.sha256(source.owner + part.uuid.encode()).digest()
+    image_name = None if part.uuid is None else hashlib.sha256(owner + part.uuid.encode()).digest()
     conversation.media.append(MediaRef(payload, url, least, most, image_name, cap))
     return {"type": "image", "media": len(conversation.media) - 1}

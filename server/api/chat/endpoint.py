@@ -1,17 +1,17 @@
-"""`POST /v1/chat/completions` and `/v1/completions`; and `/tokenize` and `/detokenize`: what a request would be to the model, and back."""
+"""`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
 from typing import Any
 
 import msgspec
 from starlette.responses import JSONResponse, Response
 
-from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.messages import ChatPrompt, Event, TextPrompt, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
-from server.api.chat.conversation import read_conversation, source_of
+from server.api.chat.conversation import read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, json_of
-from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, stages_of
+from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, submits_of
 from server.api.grammar import check_strict_tools, read_grammar
 from server.http.body import Body
 from server.http.sse import Format
@@ -32,7 +32,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body) -> Job:
         """What a checked request is to the processor. RequestError 400."""
-        conversation = read_conversation(request.messages, source_of(body, request.cache_salt), request.mm_processor_kwargs)
+        conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs)
         job = self.job_of(
             request,
             body,
@@ -115,14 +115,12 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> Chat
 def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str) -> Job:
     """A request that goes no further than the processor; `field` holds its prompt. RequestError 400."""
     read_grammar(request)  # for what is wrong with it
-    output = OutputOptions(echo=True)
-    submit = Submit(body.rid, prompt, [], SamplingParams(), output, stages_of(body), is_counted_only=True, prompt_field=field)
-    return Job(request, [submit])
+    return Job(request, submits_of(body, [prompt], field, SamplingParams(), OutputOptions(echo=True), is_counted_only=True))
 
 
 def counted_chat(request: ChatRequest, body: Body) -> Job:
     """The same, of messages and their images."""
-    conversation = read_conversation(request.messages, source_of(body, request.cache_salt), request.mm_processor_kwargs)
+    conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs)
     job = counted(request, body, chat_prompt(request, conversation.messages), "messages")
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

@@ -1,6 +1,6 @@
 """The bytes of an answer of chat or text completions: chunks of a stream without `event:` lines, or one JSON document.
 
-The hot path is `token_chunk`: everything but the text is formatted once a choice.
+The hot path is `token_chunk`.
 """
 
 import secrets
@@ -8,46 +8,42 @@ from abc import abstractmethod
 
 from engine.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
-from server.http.sse import Call, Choice, Format, Usage, encode
+from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
 
 DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIFormat(Format):
-    """What chat and text completions have in common."""
-
     id_prefix: str
     chunk_object: str
     document_object: str
 
-    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
-        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(16)}", "object": self.chunk_object, "created": created, "model": model}
+    def __init__(self, options: ReplyOptions):
+        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(16)}", "object": self.chunk_object, "created": options.created}
+        self._head["model"] = options.model
         self._prefix = b"data: " + encode(self._head)[:-1]
-        self._continuous_usage = continuous_usage
-        self._include_usage = include_usage
-        self._plain_end = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
+        self._plain_end = (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
         self._openings: dict[int, bytes] = {}  # of token chunks, by choice
 
     @abstractmethod
     def last_delta(self) -> dict[str, object]:
-        """What the chunk of a finish reason says beside it."""
+        """In the chunk of a finish reason."""
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """What a document says of a choice, log-probabilities included, but for why it ended."""
+        """What a document says of a choice but for why it ended."""
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         said = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
         return self._chunk(said, choice.usage, {} if self._include_usage else timings)
 
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        """A chunk of usage in a stream that asked for it."""
         if not self._include_usage:
             return DONE
         return b"data: " + encode({**self._head, "choices": [], "usage": usage_json(usage), **timings}) + b"\n\n" + DONE
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
-        """A chunk with a top-level `error`."""
         return b"data: " + error_body(info) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
@@ -64,7 +60,7 @@ class OpenAIFormat(Format):
         return b',"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._continuous_usage else self._plain_end
 
     def _opening(self, choice: Choice, rest: bytes) -> bytes:
-        """What stands before the text of a token of this choice."""
+        """Before the text of a token; formatted once a choice."""
         opening = self._openings.get(choice.index)
         if opening is None:
             opening = self._openings[choice.index] = self._prefix + b',"choices":[{"index":%d,' % choice.index + rest
@@ -163,7 +159,7 @@ def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:
 
 
 def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
-    """Of tokens of a text completion, in parallel lists. A token is among the likely ones of its place in any case."""
+    """In parallel lists. A token is always among the likely ones of its place."""
     offsets = []
     for entry in entries:
         offsets.append(choice.num_characters)

@@ -1,7 +1,4 @@
-"""`POST /v1/messages`, Anthropic's dialect: a request is translated into one of chat completions.
-
-What the dialect lacks and chat completions have, such as `seed` or a grammar, may stand in a request too and means the same.
-"""
+"""`POST /v1/messages`, Anthropic's dialect: a request is translated into one of chat completions, whose other fields it may have too."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +19,6 @@ from server.http.scan import Scanner
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that its answers have no place for.
-# `output_config.format` is read.
 LIMITED = limits_of(
     ((), "container context_management enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop"),
     ((), "stream_options top_logprobs"),
@@ -62,7 +58,7 @@ ROUTES: dict[str, type[Endpoint]] = {MESSAGES_PATH: MessagesEndpoint, f"{MESSAGE
 
 
 def chat_body(request: CountRequest, scanner: Scanner) -> dict[str, Any]:
-    """The same request as chat completions have it. RequestError 400."""
+    """As chat completions have it. RequestError 400."""
     chat = {**rest_of(request.model_extra, LIMITED, HARMLESS), "model": request.model, "messages": list(_messages(request, scanner))}
     last = chat["messages"][-1]
     if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):

@@ -8,7 +8,7 @@ import secrets
 from pydantic_core import from_json
 
 from engine.messages import ErrorInfo
-from server.http.sse import BlockFormat, Call, Choice, Usage, encode, named_event
+from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -18,8 +18,9 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 class MessageFormat(BlockFormat):
     """One choice: the dialect has no others."""
 
-    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool):
-        self._head: dict[str, object] = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": model}
+    def __init__(self, options: ReplyOptions):
+        identity = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": options.model}
+        self._head: dict[str, object] = {**identity}
         self._index = -1  # of the last block
 
     def first_chunk(self, choice: Choice) -> bytes:
@@ -53,7 +54,6 @@ class MessageFormat(BlockFormat):
 
 
 def message_error_body(info: ErrorInfo) -> bytes:
-    """Anthropic's error object: a response body, or the data of an event."""
     kind = ERROR_TYPES.get(info.status, "invalid_request_error" if info.status < 500 else "api_error")
     return encode({"type": "error", "error": {"type": kind, "message": info.message}})
 
@@ -82,7 +82,7 @@ def _block(kind: str, text: str, call: Call | None) -> dict[str, object]:
 
 
 def _read_arguments(text: str) -> object:
-    """Arguments that were cut are what can be read of them, as the SDK reads them from a stream."""
+    """Of cut arguments, what can be read, as the SDK does."""
     try:
         value = from_json(text, allow_partial=True, cache_strings="keys")
     except ValueError:

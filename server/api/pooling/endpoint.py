@@ -1,8 +1,6 @@
-"""`POST /v1/embeddings`, `/rerank` and `/score`: numbers instead of text, for checkpoints that were trained for it.
+"""`POST /v1/embeddings`, `/rerank` and `/score`, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
 
-    texts, messages ──▶ the conversation that such a checkpoint was trained on ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
-
-The conversations are those of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
+texts, messages ──▶ conversation ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
 """
 
 import math
@@ -19,11 +17,11 @@ import numpy.typing as npt
 import pybase64
 from starlette.responses import JSONResponse, Response
 
-from engine.messages import ChatPrompt, Event, Submit, TokenPrompt
+from engine.messages import ChatPrompt, Event, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
-from server.api.chat.conversation import read_conversation, source_of
+from server.api.chat.conversation import read_conversation
 from server.api.chat.schema import ChatRequest, Message
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job, stages_of
+from server.api.endpoint import Endpoint, GatheringEndpoint, Job, submits_of
 from server.api.pooling import schema
 from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
 from server.http.body import Body
@@ -54,25 +52,23 @@ class PoolingEndpoint(GatheringEndpoint):
         """`values` are in the order of the job's submits."""
 
     def checked(self, model: type[Any], value: dict[str, Any]) -> Any:
-        """RequestError 400; unknown fields are named in the log."""
+        """RequestError 400."""
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         return request
 
     def job_of(self, request: PoolingRequest, field: str, prompts: Sequence[Any], words: list[str], body: Body) -> Job:
-        """One Submit a prompt: messages, or token ids. Errors name the `field`. RequestError 400."""
+        """A prompt is messages, or token ids. RequestError 400."""
         salt = request.cache_salt or ""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        job = Job(ChatRequest(model=request.model, messages=[Message(role="user", content="")]), [])
-        for prompt in prompts:
-            rid = self.service.client.new_rid() if job.submits else body.rid
-            submit = Submit(rid, TokenPrompt(prompt), [], params, OutputOptions(), stages_of(body))
+        submits = submits_of(body, [TokenPrompt(prompt) for prompt in prompts], field, params, OutputOptions(), cache_salt=salt)
+        job = Job(ChatRequest(model=request.model, messages=[Message(role="user", content="")]), submits)
+        for submit, prompt in zip(submits, prompts, strict=True):
+            submit.pooled_words = words
             if not isinstance(prompt[0], int):
-                conversation = read_conversation(prompt, source_of(body, salt), request.mm_processor_kwargs)
+                conversation = read_conversation(prompt, body, salt, request.mm_processor_kwargs)
                 submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
-            submit.cache_salt, submit.prompt_field, submit.pooled_words = salt, field, words
-            job.submits.append(submit)
         return job
 
 
@@ -162,11 +158,8 @@ class ScoreEndpoint(PoolingEndpoint):
 
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/embeddings": EmbeddingsEndpoint,
-    "/rerank": RerankEndpoint,
-    "/v1/rerank": RerankEndpoint,
-    "/v2/rerank": RerankEndpoint,
-    "/score": ScoreEndpoint,
-    "/v1/score": ScoreEndpoint,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint),
+    **dict.fromkeys(("/score", "/v1/score"), ScoreEndpoint),
 }
 
 

@@ -1,11 +1,8 @@
-"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions.
-
-Nothing is stored: a client sends the items of a conversation itself. What the dialect lacks and chat completions have, such as `seed` or
-a grammar, may stand in a request too and means the same.
+"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions, whose other fields it may have too.
+Nothing is stored.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from server.api.chat.conversation import check_url
@@ -18,7 +15,6 @@ from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import CallItem, ChosenTool, InputImage, MessageItem, ResponsesRequest, ResultItem, TextFormat, ThoughtItem
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.http.sse import Format
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
@@ -40,6 +36,7 @@ class ResponsesEndpoint(ChatEndpoint):
 
     takes, gives, streams = ResponsesRequest, schema.ResponseAnswer, schema.ResponseEvent
     last_data = ""
+    format = ResponseFormat
     prompt_field = "input"
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
@@ -49,15 +46,12 @@ class ResponsesEndpoint(ChatEndpoint):
         job.echo = _echo(request) | {"temperature": params.temperature, "top_p": params.top_p}
         return job
 
-    def format_of(self, job: Job) -> Callable[..., Format]:
-        return functools.partial(ResponseFormat, echo=job.echo)
-
 
 ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint}
 
 
 def _echo(request: ResponsesRequest) -> dict[str, object]:
-    """What an answer repeats of its request, whose tools and formats the client's libraries read there."""
+    """What an answer repeats of its request."""
     shape = request.text.format if request.text else None
     said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning"})
     return said | {
@@ -70,7 +64,7 @@ def _echo(request: ResponsesRequest) -> dict[str, object]:
 
 
 def chat_body(request: ResponsesRequest, scanner: Scanner) -> dict[str, Any]:
-    """The same request as chat completions have it. RequestError 400."""
+    """As chat completions have it. RequestError 400."""
     chat = rest_of(request.model_extra, LIMITED, HARMLESS)
     chat |= request.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls"})
     chat["max_tokens"] = request.max_output_tokens

@@ -1,8 +1,6 @@
-"""The bytes of an answer in the dialect of `/v1/responses`: events of a stream, or one JSON document.
+"""The bytes of an answer in the dialect of `/v1/responses`: numbered events, or one JSON document.
 
-    response.created ──▶ output_item.added ──▶ … delta … ──▶ … done ──▶ output_item.done ──▶ … ──▶ response.completed or .incomplete
-
-Events are numbered.
+response.created ──▶ output_item.added ──▶ … delta … ──▶ … done ──▶ output_item.done ──▶ … ──▶ response.completed or .incomplete
 """
 
 import secrets
@@ -10,7 +8,7 @@ import time
 from typing import Any
 
 from engine.messages import ErrorInfo
-from server.http.sse import BlockFormat, Call, Choice, Usage, encode, named_event
+from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 
 ITEMS: dict[str, tuple[str, dict[str, object]]] = {  # of each kind: how its ids begin, and what there is of it before its text
     "thinking": ("rs", {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}),
@@ -21,12 +19,12 @@ DELTAS = {"thinking": "reasoning_text", "text": "output_text", "call": "function
 
 
 class ResponseFormat(BlockFormat):
-    """One choice: the dialect has no others. `echo` is what the answer repeats of its request."""
+    """One choice: the dialect has no others."""
 
-    def __init__(self, created: int, model: str, include_usage: bool, continuous_usage: bool, echo: dict[str, object]):
-        identity = {"id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": created, "model": model}
+    def __init__(self, options: ReplyOptions):
+        identity = {"id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model}
         never = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
-        self._head = {**identity, **never, **echo, "error": None, "incomplete_details": None, "usage": None}
+        self._head = {**identity, **never, **options.echo, "error": None, "incomplete_details": None, "usage": None}
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # begun; the last one may be open
         self._pieces: list[str] = []  # of the open item
@@ -91,7 +89,6 @@ class ResponseFormat(BlockFormat):
         return b"" if kind == "call" else self._event(f"content_part.{step}", **self._place(kind), part=_part(kind, text))
 
     def _place(self, kind: str) -> dict[str, object]:
-        """Where the last item, or its text, is."""
         place: dict[str, object] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return place | ({} if kind == "call" else {"content_index": 0}) | ({"logprobs": []} if kind == "text" else {})
 
@@ -117,7 +114,6 @@ def _item(kind: str, call: Call | None) -> dict[str, Any]:
 
 
 def _said(kind: str, text: str) -> dict[str, object]:
-    """What an item is filled with in the end."""
     return {"arguments": text} if kind == "call" else {"content": [_part(kind, text)]}
 
 
@@ -127,6 +123,6 @@ def _part(kind: str, text: str) -> dict[str, object]:
 
 
 def _last_status(items: list[dict[str, Any]], choice: Choice, ending: dict[str, Any]) -> str:
-    """Of the last item: a call that is cut, by a stop string, is none that a client can make, although the response is complete."""
+    """Of the last item: a call that a stop string cut is incomplete, although the response is complete."""
     is_cut = bool(items) and items[-1]["type"] == "function_call" and not choice.calls[-1].is_whole
     return "incomplete" if is_cut else str(ending["status"])

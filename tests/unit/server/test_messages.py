@@ -13,7 +13,7 @@ from server.api.messages.format import MessageFormat, message_error_body
 from server.api.messages.schema import MessagesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
-from server.http.sse import Choice
+from server.http.sse import Choice, ReplyOptions
 from server.http.validate import check
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}
@@ -129,7 +129,7 @@ USAGE = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_
 
 def streamed(events: list[Event]) -> list[dict[str, Any]]:
     """Data of the events of a stream; every one has the line of its type."""
-    shape, choice = MessageFormat(0, "m", False, False), Choice(0)
+    shape, choice = MessageFormat(ReplyOptions("m", 0)), Choice(0)
     choice.usage.num_prompt, choice.usage.num_cached = events[0].num_prompt_tokens, events[0].num_cached_tokens
     data = shape.first_chunk(choice)
     for event in events:
@@ -164,7 +164,7 @@ def test_a_document() -> None:
     for event in EVENTS:
         choice.note(event)
         choice.note_text(event)
-    answer = json.loads(MessageFormat(0, "m", False, False).document([choice], choice.usage, {}))
+    answer = json.loads(MessageFormat(ReplyOptions("m", 0)).document([choice], choice.usage, {}))
     thoughts, said, first, second = answer["content"]
     assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""} and said == text("Well then")
     assert (first["name"], first["input"], second["name"], second["input"]) == ("weather", {"a": 1}, "other", {"b": [2]})
@@ -189,4 +189,4 @@ def test_why_it_ended(reason: Any, stopped_by: Any, ending: tuple[str, str | Non
 def test_errors(status: int, kind: str) -> None:
     info = ErrorInfo(status, "no")
     assert json.loads(message_error_body(info)) == {"type": "error", "error": {"type": kind, "message": "no"}}
-    assert MessageFormat(0, "m", False, False).error_chunk(info).startswith(b'event: error\ndata: {"type":"error"')
+    assert MessageFormat(ReplyOptions("m", 0)).error_chunk(info).startswith(b'event: error\ndata: {"type":"error"')

@@ -13,7 +13,7 @@ from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import ResponsesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
-from server.http.sse import Choice
+from server.http.sse import Choice, ReplyOptions
 from server.http.validate import check
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}
@@ -142,7 +142,7 @@ USAGE = {
 
 
 def shape() -> ResponseFormat:
-    return ResponseFormat(0, "m", False, False, {"instructions": "be short"})
+    return ResponseFormat(ReplyOptions("m", 0, echo={"instructions": "be short"}))
 
 
 def read(stream: bytes) -> list[dict[str, Any]]:

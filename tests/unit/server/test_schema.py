@@ -5,14 +5,15 @@ import json
 import logging
 import re
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
-from server.api.chat.conversation import Source, read_conversation
-from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest
+from server.api.chat.conversation import Conversation, read_conversation
+from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest, PixelLimits
 from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.grammar import read_grammar
@@ -25,6 +26,11 @@ DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
 VOCAB_SIZE = 5000
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0, limits: PixelLimits | None = None) -> Conversation:
+    body: Any = SimpleNamespace(scanner=scanner, region=SimpleNamespace(offset=offset), credentials=b"")
+    return read_conversation(request.messages, body, None, limits)
 
 
 def parse(**fields: object) -> ChatRequest:
@@ -136,7 +142,7 @@ BAD = [
 def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], name: str) -> None:
     """Red if a validation is lost, or if its message stops naming the field."""
     with pytest.raises(RequestError) as caught:
-        read_conversation(parse(**fields).messages, Source(Scanner("nonce", 4), 0, b""))
+        read_messages(parse(**fields), Scanner("nonce", 4))
     assert caught.value.info.status == 400
     assert caught.value.info.param == name
     assert name in caught.value.info.message
@@ -266,8 +272,8 @@ def test_images_in_any_message_become_indices() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "c", "name": "n"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE:///b", "detail": "low"}}]},
     ]
-    conversation = read_conversation(parse(messages=messages).messages, Source(Scanner("nonce", 4), 0, b""))
-    name = hashlib.sha256(b"u").digest()
+    conversation = read_messages(parse(messages=messages), Scanner("nonce", 4))
+    name = hashlib.sha256(2 * hashlib.sha256().digest() + b"u").digest()
     assert conversation.media == [MediaRef(url="https://x.org/a", name=name), MediaRef(url="FILE:///b", cap=512 * 512)]
     assert conversation.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
@@ -286,7 +292,7 @@ def test_references_are_honoured_in_urls_only() -> None:
     scanner = Scanner("nonce", 4)
     scanner.feed(body)
     request = parse_body(scanner.json(memoryview(b"")), UnknownFields())
-    conversation = read_conversation(request.messages, Source(scanner, 4096, b""))
+    conversation = read_messages(request, scanner, 4096)
     assert conversation.used_references == {1}
     assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
@@ -295,7 +301,7 @@ def test_references_are_honoured_in_urls_only() -> None:
 def test_other_urls_are_refused(url: str) -> None:
     """Red if a URL without a loader gets past the door."""
     with pytest.raises(RequestError) as caught:
-        read_conversation(parse(messages=image({"url": url})).messages, Source(Scanner("nonce", 4), 0, b""))
+        read_messages(parse(messages=image({"url": url})), Scanner("nonce", 4))
     assert caught.value.info.status == 400
     assert caught.value.info.param == "messages.0.content.0.image_url.url"
 
@@ -431,8 +437,8 @@ def test_limits_on_pixels() -> None:
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
     ]
     request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
-    media = read_conversation(request.messages, Source(Scanner("nonce", 4), 0, b""), request.mm_processor_kwargs).media
+    media = read_messages(request, Scanner("nonce", 4), limits=request.mm_processor_kwargs).media
     assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 8), (7, 9), (7, 8)]
     assert [ref.cap for ref in media] == [None, 512 * 512, 512 * 512, None]
-    media = read_conversation(request.messages, Source(Scanner("nonce", 4), 0, b"")).media
+    media = read_messages(request, Scanner("nonce", 4)).media
     assert (media[3].min_pixels, media[3].max_pixels) == (None, None)
