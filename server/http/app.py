@@ -6,6 +6,7 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 import asyncio
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,14 @@ class Api:
         app.router.routes += [endpoint(self._service).route(path) for path, endpoint in ENDPOINTS.items()]
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
-        def description() -> dict[str, Any]:
+        is_making, made = threading.Lock(), list[bytes]()
+
+        def description() -> Response:
             """This description."""
-            return app.openapi()  # made when it is first asked for: 0.3 s, in a thread
+            with is_making:  # once, when it is first asked for: 0.3 s, in a thread
+                if not made:
+                    made.append(msgspec.json.encode(app.openapi()))
+            return Response(made[0], media_type="application/json")
 
         app.router.routes += [DescribedRoute("/openapi.json", description, "GET", dict[str, Any]), Page().route()]
         app.add_exception_handler(RequestError, self._on_request_error)

@@ -6,6 +6,7 @@ log-probabilities behind them. Some faults shift so little that the model still 
 """
 
 import dataclasses
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import engine.worker.rows as rows
 from engine.config import EngineConfig
@@ -226,8 +228,9 @@ def no_delta(positions: Positions, delta: int, spans: Sequence[tuple[int, Grid]]
 def forget_content(patch: pytest.MonkeyPatch) -> None:
     """Pictures of one size share their identity, and so their cache entries."""
 
-    def size(self: Inspector, data: memoryview, header: Any) -> bytes:
-        return f"{header.height}x{header.width}".encode().ljust(32, b".")
+    def size(self: Inspector, data: memoryview, stays_encoded: bool) -> bytes:
+        width, height = Image.open(io.BytesIO(data)).size
+        return f"{height}x{width}".encode().ljust(32, b".")
 
     patch.setattr(Inspector, "identify", size)
 
