@@ -21,6 +21,24 @@ MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
+MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
+    "engine": 118_700,
+    "engine/grammar": 14_900,
+    "engine/scheduler": 87_200,
+    "engine/worker": 122_300,
+    "server": 27_100,
+    "server/api": 120_000,
+    "server/http": 107_100,
+    "server/processor": 124_600,
+    "models": 65_300,
+    "models/attention": 9_100,
+    "models/layers": 29_800,
+    "models/vision": 24_900,
+    "models/backends": 16_600,
+    "models/backends/torch": 18_200,
+    "models/backends/portable": 115_100,
+    "models/backends/hopper": 131_800,
+}
 
 # The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.
 SERVER_MAY_IMPORT = {
@@ -111,6 +129,17 @@ def test_files_are_short() -> None:
     for paths, limit in ((SOURCES, MAX_FILE_LINES), (TEST_SOURCES, MAX_TEST_FILE_LINES)):
         long = {relative(path): n for path in paths if (n := len(path.read_text().splitlines())) > limit}
         assert not long
+
+
+def test_rooms_stay_small() -> None:
+    """Red if a room grows by more than 5 % unnoticed."""
+    found = dict.fromkeys(MAX_CHARACTERS, 0)
+    for package in ("engine", "server", "models"):
+        for path in (path for ending in ("py", "cu", "cuh") for path in (ROOT / package).rglob(f"*.{ending}")):
+            name = relative(path)
+            if not name.startswith(("models/demo/", "models/scaffold/")):
+                found[max((room for room in MAX_CHARACTERS if name.startswith(f"{room}/")), key=len)] += len(path.read_text())
+    assert not {room: size for room, size in found.items() if size > MAX_CHARACTERS[room]}
 
 
 def test_functions_are_short() -> None:
