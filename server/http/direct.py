@@ -84,6 +84,10 @@ class DirectReader(asyncio.BufferedProtocol):
                 raise TimeoutError
         self._raise_if_lost()
 
+    async def drain(self) -> None:
+        """Waits while much of the answer is unsent."""
+        await self._http.flow.drain()
+
     def abort(self) -> None:
         self._http.cycle.disconnected = True
         self._http.transport.abort()

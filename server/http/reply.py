@@ -52,6 +52,8 @@ class Answer(ABC):
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._answer(scope, receive, send)
+                if (reader := direct_reader(scope)) is not None:
+                    await reader.drain()
         except (ClientDisconnect, TimeoutError):
             if (reader := direct_reader(scope)) is not None:
                 reader.abort()  # it may still be there and read too slowly
