@@ -165,8 +165,8 @@ class Ops(Protocol):
         """x *= sigmoid(gate), in float32; each gate is that of X / G neighbouring values. `gate_TG` may be a slice of columns."""
 
     def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:
-        """(T, H * V): norm(o) * silu(z) of `layers.delta`, from the rows' states, which go on. A row of one token is computed in the plain
-        form, one of more in chunks of `DELTA_CHUNK` that begin with its first token: cuts change how sums are rounded, batches do not."""
+        """(T, H * V): norm(o) * silu(z) of `layers.delta`, from the rows' states, which go on. Rows of prompts are computed in chunks
+        of `DELTA_CHUNK` that begin with their first tokens, others token by token: cuts change how sums are rounded, batches do not."""
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         """A uint8 image with its height (axis 0) or width (1) resampled."""

@@ -16,7 +16,7 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
     decay_TH = -heads.a_log_H.exp() * F.softplus(a_TH + heads.dt_bias_H)
     out_THV = z_TX.new_empty((len(z_TX), num_heads, value_dim))
     starts = rows.starts_R1.tolist()
-    for row, start, end in zip(rows.rows_R.tolist(), starts, starts[1:], strict=False):
+    for index, (row, start, end) in enumerate(zip(rows.rows_R.tolist(), starts, starts[1:], strict=False)):
         if start == end:
             continue
         mixed_TC = _convolved(qkv_TC[start:end], state.inputs_RWC[row], heads.conv_CW)
@@ -24,7 +24,7 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
         q_TX, k_TX, v_TX = mixed_TC.float().split([key_width, key_width, num_heads * value_dim], dim=1)
         q_HTK, k_HTK = (_unit(x, key_dim).repeat_interleave(num_heads // heads.num_key_heads, dim=0) for x in (q_TX, k_TX))
         v_HTV = v_TX.unflatten(1, (num_heads, value_dim)).transpose(0, 1)
-        compute = recurrent if end - start == 1 else chunked
+        compute = chunked if index < rows.num_prefill_rows else recurrent
         memory_HKV = state.recurrent_RHKV[row]
         gates = decay_TH[start:end].t(), b_TH[start:end].sigmoid().t()
         o_HTV, after_HKV = compute(q_HTK * key_dim**-0.5, k_HTK, v_HTV, *gates, memory_HKV)
