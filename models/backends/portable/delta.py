@@ -40,7 +40,7 @@ def _convolve(
     stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr, TOKENS: constexpr,
     ROWS: constexpr,
 ) -> None:  # fmt: skip
-    """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; queries and keys become units, queries scaled."""
+    """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     inside = token < num_tokens
     every = tl.arange(0, ROWS)
