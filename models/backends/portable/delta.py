@@ -192,7 +192,7 @@ def _prepare(
     lines = mixed + whole.to(tl.int64)[:, None] * CHANNELS
     queries = tl.load(lines + query_at[None, :], there[:, None], 0.0)
     keys = tl.load(lines + key_at[None, :], there[:, None], 0.0)
-    index = tl.arange(0, CHUNK)
+    index = whole - first
     seen = index[:, None] >= index[None, :]
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else None)
     attended = tl.where(seen, products * tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
@@ -202,8 +202,7 @@ def _prepare(
     zeros, none = tl.zeros((SIZE, DIM), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
     u0, u1, u2, w0, w1, w2 = zeros, zeros, zeros, zeros, zeros, zeros
     k0, k1, k2 = zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty)
-    s0, s1, s2 = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
-    carry = 0.0
+    s0, s1, s2, carry = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), 0.0
     for block in tl.static_range(CHUNK // SIZE):
         token = first + block * SIZE + tl.arange(0, SIZE)
         inside = token < end

@@ -1,4 +1,4 @@
-"""Hybrid models through the engine, a made-up one and Qwen3.5: what rows, chunks, preemption, forks, graphs and prefix cache do for states."""
+"""Hybrid models through the engine, a made-up one and Qwen3.5: what rows, chunks, preemption, forks, graphs and prefix cache do."""
 
 import random
 from collections.abc import Iterator, Sequence
