@@ -36,6 +36,7 @@ API_ARENA = 0
 PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
+MAX_DRAFTS = 7  # of a chunk
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length"]
@@ -294,9 +295,9 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. The
-    last of the tokens are guesses, `drafts`; the result has those that the model would have drawn, and one token more. Behind the last
-    token the row's states go into the blocks of `snapshot`."""
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. All
+    tokens but the first may be guesses, `drafts`, of a model without states; the result has those that the model would have drawn, and one
+    token more. Behind the last token the row's states go into the blocks of `snapshot`."""
 
     row: int
     start: int
@@ -306,6 +307,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     visual: list[VisualRef]
     drafts: tuple[int, ...] = ()
     snapshot: list[int] = []
+
+    @property
+    def is_short(self) -> bool:
+        """Its tokens are the row's last one, and drafts."""
+        return self.sample and self.length == 1 + len(self.drafts) and not self.visual
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -330,8 +336,8 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Prefill chunks come before decode chunks,
-    which have one sampled token and no image."""
+    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Short chunks come last. A row whose drafts
+    are in flight is not planned."""
 
     step: int
     saves: list[Save]

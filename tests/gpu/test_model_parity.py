@@ -165,13 +165,14 @@ def host_step(batch: ForwardBatch) -> HostStep:
     decode_rows = np.arange(len(ids) - num_prefill)
     return HostStep(
         ids=ids[:num_prefill],
+        places=decode_rows,
         rows=np.concatenate((np.zeros(layout.num_prefill_rows, dtype=np.int64), decode_rows)),
         positions=batch.positions_3T.cpu().numpy(),
         attention=layout,
         visual=batch.visual,
         logits_indices=batch.logits_indices.cpu().numpy(),
         draws=HostDraws.empty(),
-        admitted=np.stack((decode_rows, ids[num_prefill:])),
+        known=np.stack((decode_rows, ids[num_prefill:])),
     )
 
 

@@ -18,6 +18,7 @@ from engine.grammar import client
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.params import Grammar
 from engine.worker.sampling import grammar
+from engine.worker.sampling.draws import DrawTable
 from engine.worker.sampling.grammar import Grammars
 from models.demo import CHECKPOINT
 from models.qwen3_vl import Qwen3VL
@@ -206,7 +207,7 @@ def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkey
         assert done.acquire(timeout=60)
     monkeypatch.setattr(Grammars, "_read", None)
     grammars.admit(0, compiled["schema"], None, ())
-    assert grammars.masks(np.array([0])) is not None
+    assert grammars.masks(DrawTable(1, 0).draws(np.array([0]), np.array([1]))) is not None
 
 
 SLOW = "(a|b|c|d){1,3000}x(e|f){3,9000}"
