@@ -61,8 +61,9 @@ def build_runner(
         tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
         model = load_model(child, model_config, tp, backend, dtype)
         tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sampling_ops = backend.sampling(config.max_num_seqs, text.vocab_size)
-        sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
+        max_draws = config.max_num_seqs
+        sampling_ops = backend.sampling(max_draws, text.vocab_size)
+        sampler = Sampler(sampling_ops, config.max_num_seqs, max_draws, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
             sampler.grammars.load()  # seconds, for which streams would have to wait

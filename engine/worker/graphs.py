@@ -9,7 +9,7 @@ scratch block, which nobody reads.
 All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
 shape, with what has no fixed length behind:
 
-    ids_P | places_D | rows_R | positions_3T | slots_T | logits_indices_S | row_starts | plan of the attention | pages ... | how to draw, new rows ...
+    ids_P | places_D | rows_R | positions_3T | slots_T | logits_indices_S | row_starts | plan of the attention | pages ... | how to draw ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -175,24 +175,24 @@ class StepGraphs:
         return replace(step, attention=layout, **arrays)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """The layout with the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; behind the short rows come rows
-        of one token, and empty ones."""
+        """The layout with the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; behind the short rows come
+        rows of one token, and empty ones."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
         lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the short rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
-        ones = np.zeros(shape.num_short_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the short rows
-        ones[: shape.num_short_tokens - (starts[-1] - starts[rows])] = 1
+        behind = np.zeros(shape.num_short_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the short rows
+        behind[: shape.num_short_tokens - (starts[-1] - starts[rows])] = 1
         page_counts = -(-lengths // self._rows.block_size)
         scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
 
-        def spliced(values: Int32s, index: int, between: Int32s, behind: Int32s) -> Int32s:
-            return np.concatenate((values[:index], between, values[index:], behind))
+        def spliced(values: Int32s, index: int, between: Int32s, last: Int32s) -> Int32s:
+            return np.concatenate((values[:index], between, values[index:], last))
 
-        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(ones.sum(), self._scratch_block, dtype=np.int32))
+        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(behind.sum(), self._scratch_block, dtype=np.int32))
         return AttentionLayout(
-            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, ones)),
-            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, ones)),
-            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, ones)),
+            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, behind)),
+            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, behind)),
+            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, behind)),
             pages=torch.from_numpy(pages),
             slot_mapping_T=layout.slot_mapping_T,
             num_prefill_rows=rows + len(lengths),

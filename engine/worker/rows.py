@@ -1,8 +1,8 @@
 """What a worker remembers of each running sequence, and how a plan's chunks become the input of a forward pass. Rows are permanent slots:
 their last sampled token stays on the device, so a plan carries no token values but guesses.
 
-A step's layout is rows of q tokens. Long rows, which are parts of prompts, come first; their ids come from the host. Short rows are the last
-token drawn, and its drafts if there are any; the device finds their ids in a table:
+A step's layout is rows of q tokens. Long rows, parts of prompts, come first; their ids come from the host. Short rows are the last token
+drawn, and its drafts if there are any; the device finds their ids in a table:
 
     last token of each permanent row | scratch | drafts of the step
 """

@@ -91,16 +91,16 @@ def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
 
 
 class Grammars:
-    """Grammars of all rows. `model_folder` has the tokenizer by which they were compiled."""
+    """Grammars of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer by which they were compiled."""
 
-    def __init__(self, model_folder: Path, max_num_seqs: int, vocab_size: int, device: torch.device):
+    def __init__(self, model_folder: Path, max_num_seqs: int, max_draws: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
         self._num_words = -(-vocab_size // 32)
         self._sessions: list[Session | None] = [None] * max_num_seqs
         self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the only tokens, as in a mask
         self._is_limited = [False] * max_num_seqs  # by the one or the other
         self._drawn: deque[Drawn] = deque()
-        self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
+        self._staging = Staging(max_draws * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, "grammars")

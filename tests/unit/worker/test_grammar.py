@@ -201,7 +201,7 @@ async def test_wrong_grammars_are_refused() -> None:
 
 def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a step reads a grammar that a thread has read, or if damage leaves somebody waiting."""
-    grammars, done = Grammars(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    grammars, done = Grammars(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
     for data in (compiled["schema"], b"damaged"):
         grammars.load_ahead(data, done.release)
         assert done.acquire(timeout=60)
