@@ -309,7 +309,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     snapshot: list[int] = []
 
     @property
-    def is_short(self) -> bool:
+    def is_decode(self) -> bool:
         """Its tokens are the row's last one, and drafts."""
         return self.sample and self.length == 1 + len(self.drafts) and not self.visual
 
@@ -336,7 +336,7 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Short chunks come last. A row whose drafts
+    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Decode chunks come last. A row whose drafts
     are in flight is not planned."""
 
     step: int

@@ -113,7 +113,7 @@ def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, tor
 def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], lengths: list[int], device: torch.device) -> Case:
     """Rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache holds the keys.
 
-    A row of up to 1 + MAX_DRAFTS tokens is a short row.
+    A row of up to 1 + MAX_DRAFTS tokens is a decode row.
     """
     text = config.text
     pages = [-(-length // PAGE) for length in lengths]

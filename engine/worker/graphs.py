@@ -1,7 +1,7 @@
-"""CUDA graphs of steps with few tokens: short rows, alone or beside a chunk of prompts.
+"""CUDA graphs of steps with few tokens: decode rows, alone or beside a chunk of prompts.
 
 Without one a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands if a
-rank's part of the model is small. A graph has a fixed shape: so many prompt tokens, then so many tokens of short rows. How many of these
+rank's part of the model is small. A graph has a fixed shape: so many prompt tokens, then so many tokens of decode rows. How many of these
 a row has is part of the step, not of the graph: one for 8 tokens takes 8 rows that decode, or two with 3 drafts each. A smaller step is
 padded: prompt tokens with a row of its own, others with rows of one token and empty rows. Padding reads and writes the scratch row and the
 scratch block, which nobody reads.
@@ -37,10 +37,10 @@ LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from s
 
 
 class Shape(NamedTuple):
-    """What a graph computes: prompt tokens first, then those of short rows."""
+    """What a graph computes: prompt tokens first, then those of decode rows."""
 
     num_prefill_tokens: int
-    num_short_tokens: int
+    num_decode_tokens: int
 
 
 UNPADDED = Shape(0, 1)  # there are no fewer tokens
@@ -55,7 +55,7 @@ class Graph:
 
     replay: Replay
     attention: FixedAttention
-    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every token of short rows
+    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every token of decode rows
 
 
 class StepGraphs:
@@ -104,13 +104,13 @@ class StepGraphs:
             self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)
 
-    def cover(self, num_prompts: int, num_prompt_tokens: int, num_short: int) -> bool:
-        """Whether a shape is large enough for so many; the last are tokens of short rows."""
+    def cover(self, num_prompts: int, num_prompt_tokens: int, num_decode: int) -> bool:
+        """Whether a shape is large enough for so many; the last are tokens of decode rows."""
         if not num_prompts:
-            return num_short <= self._decode_sizes[-1]
-        if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes or num_short > max(self._chunk_sizes):
+            return num_decode <= self._decode_sizes[-1]
+        if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes or num_decode > max(self._chunk_sizes):
             return False
-        return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_short)][-1]
+        return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decode)][-1]
 
     def bytes_beside(self, num_prompt_tokens: int) -> int:
         """What a step with a graph takes of memory that is not its graph's: see `_embed`."""
@@ -140,10 +140,10 @@ class StepGraphs:
         first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.places))
         return graph.logits_SV[first : first + len(step.logits_indices)], draws
 
-    def _shape_for(self, num_prefill: int, num_short: int) -> Shape:
+    def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:
-            return Shape(0, _round_up(self._decode_sizes, num_short))
-        padded = _round_up(self._chunk_sizes, num_short)
+            return Shape(0, _round_up(self._decode_sizes, num_decode))
+        padded = _round_up(self._chunk_sizes, num_decode)
         return Shape(_round_up(self._chunk_sizes[padded], num_prefill), padded)
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
@@ -156,32 +156,32 @@ class StepGraphs:
     def _pad(self, step: HostStep, shape: Shape) -> HostStep:
         """The step with the tokens and rows of `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
         tokens, size = shape
-        num_prefill, num_short = len(step.ids), len(step.places)
+        num_prefill, num_decode = len(step.ids), len(step.places)
         ids_P, places_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._scratch_row, dtype=np.int64)
-        ids_P[:num_prefill], places_D[:num_short] = step.ids, step.places
-        num_prompts, first_short = step.attention.num_prefill_rows, _num_prefill_rows(shape)
-        rows_R = np.full(first_short + size, self._scratch_row, dtype=np.int64)
+        ids_P[:num_prefill], places_D[:num_decode] = step.ids, step.places
+        num_prompts, first_decode = step.attention.num_prefill_rows, _num_prefill_rows(shape)
+        rows_R = np.full(first_decode + size, self._scratch_row, dtype=np.int64)
         rows_R[:num_prompts] = step.rows[:num_prompts]
-        rows_R[first_short : first_short + len(step.rows) - num_prompts] = step.rows[num_prompts:]
-        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_short)))  # the step's tokens
+        rows_R[first_decode : first_decode + len(step.rows) - num_prompts] = step.rows[num_prompts:]
+        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # the step's tokens
         slots_T = np.full(tokens + size, self._padding_slot, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + size), dtype=np.int64)
         slots_T[real], positions_3T[:, real] = step.attention.slot_mapping_T.numpy(), step.positions
-        last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_short
+        last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_decode
         logits_indices_S = np.arange(tokens - last, tokens + size)
         logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
         layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
-        arrays = {"ids": ids_P, "places": places_D, "rows": rows_R, "positions": positions_3T, "logits_indices": logits_indices_S}
-        return replace(step, attention=layout, **arrays)
+        step = replace(step, ids=ids_P, places=places_D, rows=rows_R, positions=positions_3T)
+        return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """The layout with the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; behind the short rows come
+        """The layout with the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; behind the decode rows come
         rows of one token, and empty ones."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
-        lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the short rows
+        lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
-        behind = np.zeros(shape.num_short_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the short rows
-        behind[: shape.num_short_tokens - (starts[-1] - starts[rows])] = 1
+        behind = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the decode rows
+        behind[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
         page_counts = -(-lengths // self._rows.block_size)
         scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
 

@@ -1,8 +1,8 @@
 """What a worker remembers of each running sequence, and how a plan's chunks become the input of a forward pass. Rows are permanent slots:
 their last sampled token stays on the device, so a plan carries no token values but guesses.
 
-A step's layout is rows of q tokens. Long rows, parts of prompts, come first; their ids come from the host. Short rows are the last token
-drawn, and its drafts if there are any; the device finds their ids in a table:
+A step's layout is rows of q tokens. Parts of prompts come first; their ids come from the host. A decode row is the last token drawn, and
+its drafts if there are any; the device finds their ids in a table:
 
     last token of each permanent row | scratch | drafts of the step
 """
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A step on the host: P tokens of long rows, then D of short ones."""
+    """A step on the host: P tokens of prompts, then D of decode rows."""
 
     ids: Int64s  # (P,)
     places: Int64s  # (D,) where in `Rows.last_tokens` the others' ids are
@@ -127,24 +127,24 @@ class Rows:
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
         """A plan's chunks as arrays."""
-        num_long = len(chunks) - sum(chunk.is_short for chunk in chunks)
-        prefills, shorts = chunks[:num_long], chunks[num_long:]
-        ids, positions = self._tokens(prefills, shorts)
-        drafts = [token for chunk in shorts for token in chunk.drafts]
+        num_prefills = len(chunks) - sum(chunk.is_decode for chunk in chunks)
+        prefills, decodes = chunks[:num_prefills], chunks[num_prefills:]
+        ids, positions = self._tokens(prefills, decodes)
+        has_drafts = positions.shape[1] - len(ids) > len(decodes)
         rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
-        logits_indices, draws = self._drawn(chunks, has_drafts=bool(drafts))
+        logits_indices, draws = self._drawn(chunks, has_drafts)
         known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
-        places = rows[num_long:]
-        if drafts:
+        places = rows[num_prefills:]
+        if has_drafts:
             assert not self.states, "a state would be behind the drafts, whether they hold or not"
-            known += enumerate(drafts, self.scratch_row + 1)
-            places = self._places(shorts)
+            known += enumerate((token for chunk in decodes for token in chunk.drafts), self.scratch_row + 1)
+            places = self._places(decodes)
         return HostStep(
             ids=ids,
             places=places,
             rows=rows,
             positions=positions,
-            attention=self._layout(chunks, num_long),
+            attention=self._layout(chunks, num_prefills),
             visual=_visual_slices(prefills, images),
             logits_indices=logits_indices,
             draws=draws,
@@ -212,15 +212,15 @@ class Rows:
         rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
         return last - before_end, self._draws.draws(rows, positions - before_end, drafts)
 
-    def _places(self, shorts: Sequence[Chunk]) -> Int64s:
-        """Of the tokens of short rows in the table."""
+    def _places(self, decodes: Sequence[Chunk]) -> Int64s:
+        """Of the tokens of decode rows in the table."""
         places, first_draft = [], self.scratch_row + 1
-        for chunk in shorts:
+        for chunk in decodes:
             places += [chunk.row, *range(first_draft, first_draft + len(chunk.drafts))]
             first_draft += len(chunk.drafts)
         return np.asarray(places, dtype=np.int64)
 
-    def _tokens(self, prefills: Sequence[Chunk], shorts: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
+    def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
         """Ids of the prefills' tokens, and M-RoPE positions of all."""
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
@@ -233,11 +233,11 @@ class Rows:
             if end > num_prompt:  # recomputed output, after a preemption
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
-        last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in shorts], dtype=np.int64)
-        counts = np.asarray([chunk.length for chunk in shorts], dtype=np.int64)
-        if (num_short := counts.sum()) > len(shorts):
-            last = np.repeat(last - counts.cumsum() + counts, counts) + np.arange(num_short)
-        positions.append(np.broadcast_to(last, (3, num_short)))
+        last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in decodes], dtype=np.int64)
+        counts = [chunk.length for chunk in decodes]
+        if sum(counts) > len(decodes):
+            last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))
+        positions.append(np.broadcast_to(last, (3, len(last))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
 
     def _scored(self, prefills: Sequence[Chunk]) -> tuple[ScoredChunk, ...]:

@@ -135,16 +135,16 @@ class Runner:
         return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, False, slow_draws, step.draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Short rows with a graph take
+        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Decode rows with a graph take
         nothing."""
         if self.agreement is None:
             return True
-        prompts = [chunk.length for chunk in plan.chunks if not chunk.is_short]
-        num_tokens, num_short = sum(prompts), sum(chunk.length for chunk in plan.chunks if chunk.is_short)
-        if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_short):
+        prompts = [chunk.length for chunk in plan.chunks if not chunk.is_decode]
+        num_tokens, num_decode = sum(prompts), sum(chunk.length for chunk in plan.chunks if chunk.is_decode)
+        if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_decode):
             needed = self.graphs.bytes_beside(num_tokens)
         else:
-            needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_short)
+            needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decode)
         needed += self.images.gather_bytes(plan.encodes)
         if not needed:
             return True

@@ -85,7 +85,7 @@ class HostDraws:
         if num_logprobs.any():
             reported = num_logprobs.nonzero()[0]
             reported_L, num_top = staging.put(reported), tuple((num_logprobs[reported] - 1).tolist())
-        drafts = self.drafts and self.drafts.stage(staging)
+        drafts = None if self.drafts is None else self.drafts.stage(staging)
         return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, drafts)
 
 

@@ -138,11 +138,11 @@ class Grammars:
 
     def masks(self, draws: HostDraws) -> Mask | None:
         """What may be drawn now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
+        if not any(map(self._is_limited.__getitem__, draws.rows.tolist())):
+            return None
         found = [
             (first, self._sessions[row], self._allowed[row], drafts) for first, row, drafts in draws.per_row() if self._is_limited[row]
         ]
-        if not found:
-            return None
         if any(session is not None for _, session, _, _ in found):
             while self._drawn:
                 self._take(self._drawn.popleft())
@@ -168,9 +168,9 @@ class Grammars:
     def note(self, draws: HostDraws, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
         """Tokens are drawn, which are on the host when `watch` is done. Returns which of the draws' rows have a grammar that was too slow
         and is followed no further."""
-        sessions = [self._sessions[row] for _, row, _ in draws.per_row()]
-        if not any(session is not None for session in sessions):
+        if not any(map(self._sessions.__getitem__, draws.rows.tolist())):
             return ()
+        sessions = [self._sessions[row] for _, row, _ in draws.per_row()]
         self._drawn.append((sessions, draws, tokens_S, watch))
         return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
@@ -179,8 +179,9 @@ class Grammars:
         watch.wait()
         tokens = tokens_S.tolist()
         for session, kept in zip(sessions, draws.kept(tokens), strict=True):
-            for index in kept if session is not None else ():
-                session.take(tokens[index])
+            if session is not None:
+                for index in kept:
+                    session.take(tokens[index])
 
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
         """Many requests share few grammars."""
