@@ -104,6 +104,8 @@ class Submit(msgspec.Struct, tag=True):
     client: bytes = b""  # digest of key and address
     prompt_field: str = "messages"  # of the client's request, for errors
     deadline: float | None = None  # after which nobody waits for an answer
+    tenant: bytes = b""  # digest of a key that was checked and of the salt; empty: nobody's
+    prediction: str = ""  # of the answer, by the client
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
 
 
@@ -147,6 +149,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     pooled: bytes = b""  # float32, instead of text
     prompt_ids: list[int] = []  # of a request that was only counted, placeholders of images included
     index: int = 0  # of the answer
+    num_drafts: int = 0  # of the answer, with its last event
+    num_accepted: int = 0  # of these, that it has
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -206,6 +210,8 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
+    tenant: bytes = b""  # whose answers may be guessed from each other; empty: nobody's
+    prediction: Region | None = None  # int32 token ids, of the answers
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -237,6 +243,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the prompt has more than one
     index: int = 0
     pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
+    num_drafts: int = 0  # verified with these tokens
+    num_accepted: int = 0  # of these: the first tokens
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
