@@ -82,7 +82,7 @@ class Bench:
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
         sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters, self._config.max_num_batched_tokens)
-        graphs = make_graphs(model, backend, pools, rows, sizes, self._config.max_num_seqs, NUM_BLOCKS)
+        graphs = make_graphs(model, backend, pools, rows, sizes, self._config, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)

@@ -59,8 +59,8 @@ class Graph:
 
 
 class StepGraphs:
-    """Replays small steps. `make_attention(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows`
-    rows."""
+    """Replays small steps, of up to `max_draws` tokens of decode rows. `make_attention(*shape, rows)` gives an attention backend for a
+    shape whose prompt tokens are of exactly `rows` rows."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class StepGraphs:
         sizes: StepSizes,
         scratch_block: int,
         max_num_seqs: int,
+        max_draws: int,
         record: Record | None = None,
     ):
         self._model = model
@@ -80,7 +81,7 @@ class StepGraphs:
         self._scratch_row = rows.scratch_row
         self._scratch_block = scratch_block
         self._padding_slot = scratch_block * rows.block_size
-        self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
+        self._decode_sizes = sizes.up_to(sizes.decodes, max_draws)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)

@@ -186,7 +186,7 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2, 2)
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:

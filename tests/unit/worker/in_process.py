@@ -142,11 +142,11 @@ class Engine:
         def make_fixed(*_: int) -> PlannedAttention:
             return PlannedAttention(pools)
 
-        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, merged.max_num_seqs, run_again) if graphs else None
+        num_seqs, max_draws = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
+        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_draws, run_again) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
-        max_draws = (1 + MAX_DRAFTS) * merged.max_num_seqs
-        sampler = Sampler(TorchSampling(), merged.max_num_seqs, max_draws, config, CHECKPOINT, CPU)
+        sampler = Sampler(TorchSampling(), num_seqs, max_draws, config, CHECKPOINT, CPU)
         self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
         self.tokens: dict[Key, list[int]] = {}
