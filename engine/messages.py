@@ -159,7 +159,7 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file" is any
+    """The bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file" is any
     other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
@@ -168,10 +168,11 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     width: int
     orientation: int = 1
     ticket: int = 0  # of its Prefetch, if there was one
+    num_frames: int = 1  # 2: a pair of a video's, one behind the other, already as large as its grid
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Placeholders `start : start + length` of one image. `hash` covers its bytes and all processing parameters."""
+    """Placeholders `start : start + length` of one image or frame pair. `hash` covers its bytes and all processing parameters."""
 
     hash: bytes
     start: int
