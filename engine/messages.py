@@ -65,7 +65,7 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
-class MediaRef(msgspec.Struct, frozen=True):
+class MediaRef(msgspec.Struct, tag=True, frozen=True):
     """One image of a request: base64 text in the api arena, with JSON escapes, a URL, or the one that this client sent under `name`.
     `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
 
@@ -75,6 +75,25 @@ class MediaRef(msgspec.Struct, frozen=True):
     max_pixels: int | None = None
     name: bytes | None = None
     cap: int | None = None  # most pixels, whatever the others say
+
+
+class VideoRef(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """One video of a request: a file, or its frames in their order. None: as the checkpoint, or as the file tells."""
+
+    file: MediaRef | None = None
+    holds_frames: bool = False  # it is images with commas between
+    frames: list[MediaRef] = []
+    fps: float | None = None  # at which frames are chosen from a file
+    num_frames: int | None = None  # how many are, whatever the rate
+    min_frames: int | None = None
+    max_frames: int | None = None
+    samples: bool | None = None  # False: all are seen
+    min_pixels: int | None = None  # of all frames together
+    max_pixels: int | None = None
+    max_frame_tokens: int | None = None
+    source_fps: float | None = None  # of what frames were chosen from
+    indices: list[int] | None = None  # of frames there
+    times: list[float] | None = None  # of frames, in seconds
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -89,7 +108,7 @@ class Submit(msgspec.Struct, tag=True):
 
     rid: int
     prompt: ChatPrompt | TextPrompt | TokenPrompt
-    media: list[MediaRef]
+    media: list[MediaRef | VideoRef]
     params: SamplingParams
     output: OutputOptions
     stages: Stages

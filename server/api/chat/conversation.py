@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from engine.messages import API_ARENA, MediaRef, Region
+from engine.messages import API_ARENA, MediaRef, Region, VideoRef
 from server.api.chat.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.body import Body
@@ -19,7 +19,7 @@ class Conversation:
     """What the chat template renders, and the images in the order in which it shows them."""
 
     messages: list[dict[str, object]]
-    media: list[MediaRef]
+    media: list[MediaRef | VideoRef]
     used_references: set[int]  # of the scanner's
 
 

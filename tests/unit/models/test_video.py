@@ -45,7 +45,9 @@ def test_frames_are_sampled_as_the_reference_does(total: int, source_fps: float 
 
 
 @pytest.mark.parametrize("num_frames", [2, 3, 4, 5, 7, 8, 20, 60, 121, 767, 768])
-@pytest.mark.parametrize("size", [(1, 1), (31, 500), (374, 374), (720, 1280), (1080, 1920), (2160, 3840), (4000, 90), (33, 6000), (7, 1399)])
+@pytest.mark.parametrize(
+    "size", [(1, 1), (31, 500), (374, 374), (720, 1280), (1080, 1920), (2160, 3840), (4000, 90), (33, 6000), (7, 1399)]
+)
 def test_frames_are_resized_as_the_reference_does(num_frames: int, size: tuple[int, int]) -> None:
     """Red if a size differs, capped or not, or if a shape is refused that the reference takes."""
     capped = VideoGeometry(16, 2, 2, 4096, 25_165_824, max_frame_tokens=768)
