@@ -178,8 +178,8 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file" is any
-    other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
+    """The bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
+    is any other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region

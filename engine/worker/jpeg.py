@@ -36,7 +36,8 @@ class ImageReader:
         return None if pixels is None else (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3), of a frame pair (2, height, width, 3), on the device, upright; None for each source that cannot be decoded: its request fails, not the engine.
+        """uint8 (height, width, 3), of a frame pair (2, height, width, 3), on the device, upright; None for each source that cannot be
+        decoded: its request fails, not the engine.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """

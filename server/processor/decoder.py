@@ -26,8 +26,8 @@ MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Pixels go to `room`, made as large as `size`, which is turned as the image is unless it `is_upright`; without room, only the header is
-    read."""
+    """Pixels go to `room`, made as large as `size`, which is turned as the image is unless it `is_upright`; without room, only the header
+    is read."""
 
     encoded: tuple[int, int]  # offset, length
     cpu_seconds: int
