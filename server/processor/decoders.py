@@ -118,9 +118,9 @@ class VideoDecoders:
     def __init__(self, config: EngineConfig, arena: Arena):
         size = config.video_pool_size
         threads = max(1, config.processing_pool_size // size)
-        self._limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)
+        limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)
         self._timeout = config.video_timeout
-        self._pool = HelperPool(size, arena, "server.processor.video_decoder", msgspec.json.encode(self._limits).decode())
+        self._pool = HelperPool(size, arena, "server.processor.video_decoder", msgspec.json.encode(limits).decode())
         self._is_installed = find_spec("av") is not None
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class VideoDecoders:
         except TimeoutError:
             raise invalid_video(f"it takes longer than {self._timeout} s to decode") from None
         except HelperDied:
-            raise invalid_video(f"it cannot be decoded within {self._limits.memory >> 20} MiB of memory, or breaks its decoder") from None
+            raise invalid_video("it breaks its decoder") from None
         if answer.error is not None:
             raise RequestError(answer.error.status, answer.error.message, code=answer.error.code)
         return answer

@@ -14,7 +14,7 @@ import msgspec
 from engine.arena import ArenaView
 from engine.helper import answer_questions
 from engine.ipc import die_with_parent
-from server.errors import RequestError
+from server.errors import RequestError, invalid_video
 from server.processor.pixels import pair_hash
 from server.processor.video_file import Rgb, look, read_frames
 from server.processor.video_jobs import VideoAnswer, VideoJob, VideoLimits
@@ -34,12 +34,13 @@ def main() -> None:
 
 
 def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> VideoAnswer:
-    """MemoryError is raised, and ends the process: what FFmpeg holds then is lost with it."""
     data = arena.view(*job.encoded)
     try:
         return VideoAnswer(hashes=_read(arena, limits, job)) if job.wanted else VideoAnswer(look(data, limits))
     except RequestError as error:
         return VideoAnswer(error=error.info)
+    except MemoryError:
+        return VideoAnswer(error=invalid_video(f"its decoding takes more than {limits.memory >> 20} MiB of memory").info)
 
 
 def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:

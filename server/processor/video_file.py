@@ -90,7 +90,7 @@ def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: 
 
 
 def container_of(head: bytes) -> str | None:
-    """FFmpeg's name for the format of a file that begins so: no other one is tried, some of which open other files."""
+    """FFmpeg's name for the format of a file that begins so: no other one is tried, for some open other files."""
     if head[4:8] in MP4_BOXES:
         return "mov"
     if head[:4] == b"\x1a\x45\xdf\xa3":
@@ -100,19 +100,57 @@ def container_of(head: bytes) -> str | None:
     return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
 
 
+def is_whole(kind: str, data: memoryview) -> bool:
+    """Whether the file is as long as it says, if it says so. FFmpeg shows what is there."""
+    size = len(data)
+    if kind == "gif":
+        return bytes(data[-64:]).rstrip(b"\0").endswith(b";")
+    if kind == "avi":
+        return int.from_bytes(data[4:8], "little") + 8 <= size
+    if kind == "matroska":
+        head_bytes, head_start = _vint(data, 4)
+        segment = head_start + head_bytes
+        if bytes(data[segment : segment + 4]) != b"\x18\x53\x80\x67":
+            return True
+        length, start = _vint(data, segment + 4)
+        return length == _unknown(start - segment - 4) or start + length <= size
+    position = 0
+    while position + 16 <= size:
+        length = int.from_bytes(data[position : position + 4], "big")
+        length = int.from_bytes(data[position + 8 : position + 16], "big") if length == 1 else length
+        if length == 0:
+            return True
+        position += max(8, length)
+    return position <= size
+
+
+def _vint(data: memoryview, start: int) -> tuple[int, int]:
+    """A size as Matroska writes it, and where it ends."""
+    width = 9 - data[start].bit_length() if len(data) > start and data[start] else 1
+    value = int.from_bytes(data[start : start + width], "big") & _unknown(width)
+    return value, start + width
+
+
+def _unknown(width: int) -> int:
+    """The size, of so many bytes, of what was written as a stream."""
+    return int((1 << 7 * width) - 1)
+
+
 @contextlib.contextmanager
 def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Any error of FFmpeg's becomes the client's, in our own words."""
     kind = container_of(bytes(data[:16]))
     if kind is None:
         raise invalid_video("it is none of MP4, MOV, WebM, MKV, AVI, GIF")
+    if not is_whole(kind, data):
+        raise invalid_video("it is cut off")
     try:
         with av.open(MemoryFile(data), format=kind, buffer_size=READ_BYTES, options={"protocol_whitelist": "none"}) as container:
             yield cast("InputContainer", container), _stream_of(cast("InputContainer", container), limits)
     except (av.error.FFmpegError, ValueError, IndexError, OverflowError) as error:
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestError | MemoryError):
             raise
-        raise invalid_video("it is damaged, or cut off") from error
+        raise invalid_video("it is damaged") from error
 
 
 def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
@@ -124,6 +162,8 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
     name = context.codec.canonical_name
     if name not in CODECS:
         raise invalid_video(f"its codec {name} is none of {', '.join(sorted(CODECS))}")
+    if context.width * context.height == 0:
+        raise invalid_video("its frames have no size, or one that no decoder takes")
     if context.width * context.height > limits.frame_pixels:
         words = f"its frames have {context.width}x{context.height} pixels, the limit is {limits.frame_pixels}"
         raise RequestError(400, words, code="video_too_large")

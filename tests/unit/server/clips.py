@@ -46,3 +46,46 @@ def gif(frames: Sequence[np.ndarray], milliseconds: int = 100) -> bytes:
 def joined(frames: Sequence[np.ndarray], kind: str = "PNG") -> bytes:
     """Base64 of the frames with commas between."""
     return b",".join(base64.b64encode(save(Image.fromarray(frame), kind)) for frame in frames)
+
+
+def of_jpegs(frames: Sequence[np.ndarray]) -> bytes:
+    """Motion JPEG, whose frames need not have one size."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="avi") as file:
+        stream = file.add_stream("mjpeg", rate=10)
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt = "yuvj420p"
+        for i, frame in enumerate(frames):
+            packet = av.Packet(save(Image.fromarray(frame), "JPEG"))
+            packet.stream, packet.pts, packet.dts, packet.time_base, packet.is_keyframe = stream, i, i, Fraction(1, 10), True
+            file.mux(packet)
+    return out.getvalue()
+
+
+def sound() -> bytes:
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as file:
+        stream = file.add_stream("aac", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 8000
+        for packet in (*stream.encode(frame), *stream.encode()):
+            file.mux(packet)
+    return out.getvalue()
+
+
+def claiming(data: bytes, count: int) -> bytes:
+    """An MP4 whose tables claim so many frames of a byte each."""
+    patched = bytearray(data)
+    sizes, times, chunks = (patched.index(name) + 4 for name in (b"stsz", b"stts", b"stsc"))
+    patched[sizes + 4 : sizes + 12] = (1).to_bytes(4, "big") + count.to_bytes(4, "big")
+    patched[times + 8 : times + 12] = count.to_bytes(4, "big")
+    patched[chunks + 12 : chunks + 16] = count.to_bytes(4, "big")
+    return bytes(patched)
+
+
+def long_gif(count: int, height: int = 8, width: int = 8) -> bytes:
+    """One black frame, again and again."""
+    whole = save(Image.new("P", (width, height)), "GIF")
+    start = whole.index(b",")  # the first image; its control block is written anew
+    control = b"\x21\xf9\x04\x04\x0a\x00\x00\x00"
+    return whole[:start] + (control + whole[start:-1]) * count + b";"
