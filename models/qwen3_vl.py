@@ -17,6 +17,7 @@ from models.parallel import TensorParallel
 from models.text import TextModel
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
+from models.vision.split import SplitAttention
 from models.vision.tower import VisionTower
 
 
@@ -31,7 +32,10 @@ class Qwen3VL(nn.Module):
         self.device = device = backend.device
         self.ops = backend.ops
         setup = Setup(tp, self.ops, dtype, device)
-        attention = backend.varlen_attention(config.vision.num_heads, config.vision.head_dim)
+        heads, head_dim = config.vision.num_heads, config.vision.head_dim
+        attention = backend.varlen_attention(heads, head_dim)
+        if tp.size > 1 and heads % tp.size == 0:
+            attention = SplitAttention(attention, backend.varlen_attention(heads // tp.size, head_dim), tp, config.vision.merge_size**2)
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, attention, setup)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
@@ -54,6 +58,12 @@ class Qwen3VL(nn.Module):
             return [levels]
         parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+    def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        return self.visual.part(self._patches(images, grids), grids)
+
+    def part_bytes(self, grids: Sequence[Grid]) -> int:
+        return self.visual.part_bytes(sum(t * h * w for t, h, w in grids), self.tp.size)
 
     def quantize_(self) -> None:
         self.language_model.quantize_()

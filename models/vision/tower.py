@@ -1,5 +1,5 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Whole on every rank; images of one call share every GEMM and
-attention launch.
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Weights are whole on every rank; images of one call share
+every GEMM and attention launch.
 
 The residual stream carries products only: the biases that end in it are constants, whose running sum ("offset") is added where the stream
 is read. A product then joins the stream in its own GEMM.
@@ -19,6 +19,7 @@ from models.layers.checkpoint import CheckpointTensor
 from models.layers.linear import Linear, Setup
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import PIXEL_SCALE
+from models.vision.split import SplitAttention
 from models.vision.tables import MAX_CACHED_PATCHES, GridTables, PositionGrid, TableCache, Tables, grid_tables
 
 LAYER_NORM_EPS = 1e-6
@@ -183,6 +184,18 @@ class VisionTower(nn.Module):
         """Patches of images or frame pairs of these grids -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
         self.plan(grids)
         return self.compute(patches_FPX, self.tables(grids))
+
+    def part(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """The same of this rank's tokens alone; all ranks call it. `patches_PX` are all, or at least this rank's."""
+        assert isinstance(self.attention, SplitAttention)
+        own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
+        return self.compute(patches_PX[own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK))
+
+    def part_bytes(self, num_patches: int, num_ranks: int) -> int:
+        """What `part` takes at its peak, its input included."""
+        of_all = self.config.in_channels * self.config.patch_size**2 + self.config.hidden_size
+        of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # exchanged: sent and received
+        return num_patches * (of_all * self.merger.norm.weight.itemsize + of_own // num_ranks)
 
     def plan(self, grids: Sequence[Grid]) -> None:
         """Host work before `compute`; not part of a captured graph."""
