@@ -137,6 +137,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
     decode_timeout: Annotated[int, "seconds that an image other than a baseline JPEG may take"] = 30
+    video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
+    max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
+    max_video_frames: Annotated[int, "frames that are seen of one video"] = 2048
+    max_video_file_frames: Annotated[int, "frames in a video file"] = 500_000
+    max_video_frame_pixels: Annotated[int, "pixels of a video's frame before resizing"] = 1 << 26
+    max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
+    video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5

@@ -76,10 +76,14 @@ class Qwen3VL(nn.Module):
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        patches_PX = self.visual.empty_patches(grids)
-        for image, grid, out_PX in zip(images, grids, patches_PX.split([t * h * w for t, h, w in grids]), strict=True):
-            self.preprocessor.write_patches(image, grid, out_PX)
-        return patches_PX
+        """(F, P, X): of images one frame, of pairs two."""
+        frames = [image if image.ndim == 4 else image[None] for image in images]
+        patches_FPX = self.visual.empty_patches(grids, len(frames[0]))
+        parts = patches_FPX.split([t * h * w for t, h, w in grids], dim=1)
+        for frames_FHWC, grid, out_FPX in zip(frames, grids, parts, strict=True):
+            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=True):
+                self.preprocessor.write_patches(frame_HWC, grid, out_PX)
+        return patches_FPX
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TD: torch.Tensor = self.language_model.embed_tokens(ids_T)

@@ -55,6 +55,7 @@ SERVER_MAY_IMPORT = {
     "engine.plain_jpeg",
     "models.config",
     "models.geometry",
+    "models.video",
 }
 ENVIRONMENT_ALLOWED = {"engine/config.py"}
 GETATTR_ALLOWED = {"models/config.py"}

@@ -238,11 +238,12 @@ class ImageCache:
         return Stopwatch(self.model.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """The share in its order, in growing groups, so that the device starts early."""
+        """The share in its order, images before frame pairs, in growing groups of one kind, so that the device starts early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
-        for encode in share:
-            if group and (num_tokens >= limit or num_tokens + self._num_tokens(encode) > MAX_GROUP_TOKENS):
+        for encode in sorted(share, key=lambda e: e.source.num_frames):
+            is_full = num_tokens >= limit or num_tokens + self._num_tokens(encode) > MAX_GROUP_TOKENS
+            if group and (is_full or encode.source.num_frames != group[0].source.num_frames):
                 yield group
                 group, num_tokens, limit = [], 0, min(GROWTH * limit, GROUP_TOKENS)
             group.append(encode)
