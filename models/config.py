@@ -10,10 +10,13 @@ from typing import Any
 from models.cache import CacheSpec, PagedGroup, StateGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
+from models.video import VideoGeometry
 
 # For folders without preprocessor_config.json: those of the published checkpoints.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
+DEFAULT_MIN_VIDEO_PIXELS = 4_096
+DEFAULT_MAX_VIDEO_PIXELS = 25_165_824
 
 FILE_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -156,10 +159,12 @@ class ModelConfig:
     vision: VisionConfig
     architecture: Architecture
     geometry: VisionGeometry
+    video: VideoGeometry
     sampling: SamplingDefaults
     dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
     tie_word_embeddings: bool
     image_token_id: int
+    video_token_id: int | None  # None: the model takes no videos
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -171,7 +176,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Reads config.json, preprocessor_config.json and generation_config.json. ValueError names what is not supported."""
+        """Reads config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported."""
         config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
         _reject_unsupported(config)
@@ -183,10 +188,12 @@ class ModelConfig:
             vision=vision,
             architecture=architecture,
             geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
+            video=_video_geometry(folder, vision),
             sampling=_sampling(generation),
             dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             image_token_id=config["image_token_id"],
+            video_token_id=config.get("video_token_id"),
             vision_start_token_id=config["vision_start_token_id"],
             vision_end_token_id=config["vision_end_token_id"],
             eos_token_ids=_all_ids(generation, config, text),
@@ -325,10 +332,35 @@ def _vision(config: Mapping[str, Any]) -> VisionConfig:
     return VisionConfig(**_renamed(VisionConfig, config, given))
 
 
-def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:
+def _check_normalisation(preprocessor: Mapping[str, Any]) -> None:
     for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
         if any(value != 0.5 for value in preprocessor.get(key, ())):
             raise ValueError(f"{key} must be 0.5 for every channel, got {preprocessor[key]}")
+
+
+def _video_geometry(folder: Path, vision: VisionConfig) -> VideoGeometry:
+    """Of video_preprocessor_config.json, or the part of processor_config.json that takes its place."""
+    saved = _read_json(folder / "processor_config.json").get("video_processor")
+    settings = saved or _read_json(folder / "video_preprocessor_config.json")
+    _check_normalisation(settings)
+    size = settings.get("size") or {}
+    return VideoGeometry(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=int(_first((settings, size), ("min_pixels", "shortest_edge"), DEFAULT_MIN_VIDEO_PIXELS)),
+        max_pixels=int(_first((settings, size), ("max_pixels", "longest_edge"), DEFAULT_MAX_VIDEO_PIXELS)),
+        fps=float(_first((settings,), ("fps",), 2.0)),
+        min_frames=int(_first((settings,), ("min_frames",), 4)),
+        max_frames=int(_first((settings,), ("max_frames",), 768)),
+        num_frames=settings.get("num_frames"),
+        samples=bool(_first((settings,), ("do_sample_frames",), True)),
+        max_frame_tokens=int(_first((settings,), ("max_video_tokens",), 768)) if settings.get("cap_pixels_per_frame") else None,
+    )
+
+
+def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:
+    _check_normalisation(preprocessor)
     size = preprocessor.get("size") or {}
     return VisionGeometry(
         patch_size=vision.patch_size,

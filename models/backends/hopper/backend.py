@@ -10,7 +10,7 @@ from models.backends.hopper import float8_gemv
 from models.backends.hopper.attention import EagerAttention, fixed_attention_factory
 from models.backends.hopper.compile import MAX_HEAD_DIM, load_kernels
 from models.backends.hopper.fp8 import multiply
-from models.backends.hopper.tuned import SPLIT_TOKENS, STEP_SIZES
+from models.backends.hopper.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES
 from models.backends.hopper.varlen_attention import HopperVarlen
 from models.backends.ops import KVPool, Ops
 from models.backends.portable.backend import PortableBackend
@@ -26,6 +26,7 @@ class HopperBackend(PortableBackend):
     """See `Backend`."""
 
     step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

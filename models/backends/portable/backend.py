@@ -15,7 +15,7 @@ from models.backends.portable.ops import TritonOps
 from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
 from models.backends.portable.sampling import TritonSampling
 from models.backends.portable.self_check import check_kernels
-from models.backends.portable.tuned import SPLIT_TOKENS, STEP_SIZES, attention_tiles
+from models.backends.portable.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES, attention_tiles
 from models.backends.portable.varlen_attention import DenseVarlen
 from models.sampling import SamplingOps
 
@@ -25,6 +25,7 @@ class PortableBackend:
 
     captures_graphs = True
     step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

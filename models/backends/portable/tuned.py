@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from models.step_sizes import StepSizes
+from models.vision.shares import SplitCosts
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too (H200)
+
+SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # computed for GPUs that exchange over PCIe
 
 # Those that fit the tiles of matrix products on any GPU.
 STEP_SIZES = StepSizes(
@@ -19,6 +22,7 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
+    verify_rows=96,  # computed: an H200 has 184 products a weight that it reads, an A100 160, an L40S 210; tiles of few rows lose some
 )
 
 

@@ -134,11 +134,12 @@ def test_every_collective_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Recorder:
         def __getattr__(self, name: str) -> object:
-            return lambda *tensors, **options: used.add((name, len(tensors[-1])))
+            return lambda *values, **options: used.add((name, len(values[min(1, len(values) - 1)])))
 
     monkeypatch.setattr("models.parallel.dist", Recorder())
     TensorParallel(0, 2, None).warm_up(40, 3, torch.float32, torch.device("cpu"))
-    assert used == {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
+    expected = {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
+    assert used == expected | {("all_to_all_single", 2), ("all_to_all_single", 80)}
     used.clear()
     TensorParallel.single().warm_up(40, 3, torch.float32, torch.device("cpu"))
     assert not used
