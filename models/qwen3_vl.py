@@ -14,7 +14,7 @@ from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
-from models.text import TextModel
+from models.text import MakeLayer, TextModel, attention_layer
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
 from models.vision.split import SplitAttention
@@ -22,9 +22,17 @@ from models.vision.tower import VisionTower
 
 
 class Qwen3VL(nn.Module):
-    """See `VisionLanguageModel`. With experts or without, as the configuration says."""
+    """See `VisionLanguageModel`. With experts or without, as the configuration says; or with the layers of another decoder."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        backend: Backend,
+        dtype: torch.dtype,
+        make_layer: MakeLayer = attention_layer,
+        norm_offset: float = 0.0,
+    ) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
@@ -39,7 +47,7 @@ class Qwen3VL(nn.Module):
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, attention, setup)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
-        self.language_model = TextModel(config, setup)
+        self.language_model = TextModel(config, setup, make_layer, norm_offset)
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
