@@ -25,13 +25,17 @@ class Checkpoint:
         return self.folder / "tokenizer.json"
 
 
-def read_checkpoint(folder: Path, template_file: str | None = None) -> Checkpoint:
-    """The chat template may be in another file. ValueError or OSError says what is missing or wrong."""
+PLAIN_SAMPLING = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
+
+
+def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False) -> Checkpoint:
+    """The chat template may be in another file; `is_plain` is for sampling as if there were no generation_config.json. ValueError or
+    OSError says what is missing or wrong."""
     model = ModelConfig.from_folder(folder)
     return Checkpoint(
         folder=folder,
         geometry=model.geometry,
-        sampling=model.sampling,
+        sampling=PLAIN_SAMPLING if is_plain else model.sampling,
         image_token_id=model.image_token_id,
         vocab_size=model.text.vocab_size,
         hidden_size=model.text.hidden_size,
