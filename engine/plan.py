@@ -103,10 +103,12 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     """Of a forward pass, at its peak."""
     text = model.text
-    of_token = 3 * text.intermediate_size // tp + 3 * text.hidden_size
+    of_token = 3 * text.intermediate_size // tp
     if text.moe is not None:
-        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size) + 3 * text.hidden_size
-    return VALUE_BYTES * of_token * num_tokens
+        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size)
+    if text.delta is not None:
+        of_token = max(of_token, text.delta.step_values // tp)
+    return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
 
 
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
