@@ -53,7 +53,7 @@ def test_weights_are_counted_as_they_lie(tmp_path: Path, size: str) -> None:
     model = config_of(tmp_path, size)
     shapes = tensor_shapes(model).values()
     matrices = sum(2 * _product(shape) for shape in shapes if len(shape) > 1)
-    assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-4)
+    assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3)
 
 
 def _product(shape: tuple[int, ...]) -> int:
