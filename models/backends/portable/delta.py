@@ -15,6 +15,7 @@ from triton.language import constexpr, tensor
 from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 from models.backends.portable.tuned import DELTA, DeltaTiles
 
+# Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
 BLOCK = 16  # of the triangular system
 L2_EPS = tl.constexpr(1e-6)
 
@@ -34,7 +35,7 @@ def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS:
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["rows", "starts"])
 def _convolve(
     inputs: tensor, conv: tensor, before: tensor, rows: tensor, starts: tensor, out: tensor, num_tokens: tensor, num_rows: tensor,
     stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr, TOKENS: constexpr,
@@ -68,7 +69,7 @@ def _convolve(
     tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "starts"])
 def _keep_inputs(
     inputs: tensor, before: tensor, rows: tensor, starts: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, TAPS: constexpr,
     WIDTH: constexpr,
@@ -89,7 +90,7 @@ def _keep_inputs(
         tl.store(kept + tap * CHANNELS, value, inside)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
 def _step(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
     first_row: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
@@ -171,7 +172,7 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
     return token, tl.sum(tl.where(mine, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
     num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
@@ -234,7 +235,7 @@ def _prepare(
             u2, w2, k2, s2 = u_new, w_new, k, s
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "starts"])
 def _scan(
     mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
     row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr,
