@@ -66,7 +66,7 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
-class MediaRef(msgspec.Struct, frozen=True):
+class MediaRef(msgspec.Struct, tag=True, frozen=True):
     """One image of a request: base64 text in the api arena, with JSON escapes, a URL, or the one that this client sent under `name`.
     `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
 
@@ -76,6 +76,25 @@ class MediaRef(msgspec.Struct, frozen=True):
     max_pixels: int | None = None
     name: bytes | None = None
     cap: int | None = None  # most pixels, whatever the others say
+
+
+class VideoRef(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """One video of a request: a file, or its frames in their order. None: as the checkpoint, or as the file tells."""
+
+    file: MediaRef | None = None
+    holds_frames: bool = False  # it is images with commas between
+    frames: list[MediaRef] = []
+    fps: float | None = None  # at which frames are chosen from a file
+    num_frames: int | None = None  # how many are, whatever the rate
+    min_frames: int | None = None
+    max_frames: int | None = None
+    samples: bool | None = None  # False: all are seen
+    min_pixels: int | None = None  # of all frames together
+    max_pixels: int | None = None
+    max_frame_tokens: int | None = None
+    source_fps: float | None = None  # of what frames were chosen from
+    indices: list[int] | None = None  # of frames there
+    times: list[float] | None = None  # of frames, in seconds
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -90,7 +109,7 @@ class Submit(msgspec.Struct, tag=True):
 
     rid: int
     prompt: ChatPrompt | TextPrompt | TokenPrompt
-    media: list[MediaRef]
+    media: list[MediaRef | VideoRef]
     params: SamplingParams
     output: OutputOptions
     stages: Stages
@@ -164,8 +183,8 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file" is any
-    other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
+    """The bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
+    is any other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
@@ -173,10 +192,11 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     width: int
     orientation: int = 1
     ticket: int = 0  # of its Prefetch, if there was one
+    num_frames: int = 1  # 2: a pair of a video's, one behind the other, already as large as its grid
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Placeholders `start : start + length` of one image. `hash` covers its bytes and all processing parameters."""
+    """Placeholders `start : start + length` of one image or frame pair. `hash` covers its bytes and all processing parameters."""
 
     hash: bytes
     start: int

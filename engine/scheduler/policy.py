@@ -324,4 +324,4 @@ class _StepBuilder:
 def _encoder_cost(request: Request, span: ImageSpan) -> int:
     """In encoder tokens. An image that becomes much smaller costs what its pixels do: a step holds all of them."""
     source = request.sources[span.hash]
-    return max(span.length, source.height * source.width // PIXELS_PER_TOKEN)
+    return max(span.length, source.num_frames * source.height * source.width // PIXELS_PER_TOKEN)

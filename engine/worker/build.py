@@ -87,7 +87,8 @@ def build_runner(
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
+    costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
+    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
     staging = Staging(staging_bytes(config, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)

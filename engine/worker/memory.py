@@ -105,7 +105,8 @@ def profile_peak(
     side = int(config.max_num_encoder_tokens**0.5)
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
     with torch.cuda.stream(tower_stream):
-        image = torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)
+        pair = (model_config.vision.temporal_patch_size, side * unit, side * unit, 3)  # takes a little more than an image
+        image = torch.randint(256, pair, dtype=torch.uint8, device=device)
         model.encode([image], [model_config.geometry.grid(side * unit, side * unit)])
     encode_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)

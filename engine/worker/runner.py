@@ -145,7 +145,7 @@ class Runner:
             needed = self.graphs.bytes_beside(num_tokens)
         else:
             needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decode)
-        needed += self.images.gather_bytes(plan.encodes)
+        needed += self.images.shared_bytes(plan.encodes)
         if not needed:
             return True
         return self.agreement.all_can(needed <= self._memory.free_bytes())

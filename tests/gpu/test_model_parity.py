@@ -130,7 +130,7 @@ def test_decode_equals_prefill(model: Qwen3VL, backend: Backend, graphed: bool) 
     steps = 6
     prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
     runner = runner_of(model, backend)
-    sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans)) for p in prompts]
+    sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans, p.grids)) for p in prompts]
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:

@@ -10,7 +10,7 @@ from models.batch import AttentionLayout
 from tests.unit.models.backends.hopper.attention_step import Step, indptr
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
-HEADS = [(4, 4), (8, 2), (16, 1)]
+HEADS = [(4, 4), (8, 2), (12, 2), (16, 1)]
 MIXES = {  # tokens of prompts: lengths of all rows
     (): [1, 15, 16, 17, 300],
     (5, 1, 9): [5, 40, 200, 33, 1],
