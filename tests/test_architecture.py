@@ -26,7 +26,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "engine/grammar": 14_900,
     "engine/scheduler": 87_200,
     "engine/scheduler/drafts": 23_600,  # guesses without a model: what stood before, kept, found and offered
-    "engine/worker": 122_300,
+    "engine/worker": 132_200,  # 9,900: rows of several tokens, drafts are verified
     "server": 27_100,
     "server/api": 120_000,
     "server/http": 107_100,

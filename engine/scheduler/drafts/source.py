@@ -11,6 +11,7 @@ from engine.scheduler.request import Request
 
 MAX_TEXT = 1 << 14  # tokens: of a prompt its last, of a prediction its first; of text that has twice as many, the last are read again
 MAX_LAG = 16  # tokens that are read before a guess; more are left to spare time
+MIN_ANSWER = 8  # tokens that are worth to be remembered
 HEAD = 8  # tokens before an answer by which its beginning is found
 BREAK = -1  # instead of an image: a context does not reach across it
 
@@ -110,9 +111,9 @@ class Source:
 
 
 def answer_of(request: Request) -> Sequence[int]:
-    """What others may be guessed from: the known output, behind the last tokens of the prompt's text."""
+    """What others may be guessed from: the known output, behind the last tokens of the prompt's text; nothing of a short one."""
     ids: list[int] = request.known_ids()[_start_of_head(request) :].tolist()
-    return ids if request.num_known > request.num_prompt else []
+    return ids if request.num_known - request.num_prompt >= MIN_ANSWER else []
 
 
 def _start_of_head(request: Request) -> int:

@@ -3,7 +3,6 @@
 None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -147,6 +146,15 @@ class StructuredOutputs(Open):
     structural_tag: JsonObject | None = None
 
 
+class Prediction(Strict):
+    type: Literal["content"]
+    content: Annotated[Annotated[list[TextPart], FIRST] | str, OneOf()]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 def _stop_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
@@ -200,6 +208,7 @@ class GenerationRequest(Open):
     timings: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
+    prediction: Prediction | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -352,8 +361,3 @@ class DetokenizeRequest(GenerationRequest):
         super().check_together(vocab_size)
         if max(self.tokens) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
-
-
-def json_of(tools: list[Tool]) -> bytes:
-    """Tools as templates see them: without what was not said."""
-    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()
