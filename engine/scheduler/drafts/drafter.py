@@ -7,13 +7,13 @@ first: as long as any wait or are computed there are no drafts. Neither are ther
 
 from dataclasses import dataclass, field
 
+from engine.messages import MAX_DRAFTS
 from engine.scheduler.drafts.recent import RecentAnswers
 from engine.scheduler.drafts.source import Source, answer_of
 from engine.scheduler.drafts.suffixes import Guess
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
-MAX_DRAFTS = 7  # of a row in a step
 MAX_AHEAD = 3  # tokens of a row that are on the way when a guess is made
 LEAST_PROBABILITY = 0.2  # that a draft holds, and all before it
 LEAST_GAIN = 0.4  # tokens that the drafts of a row bring: more than it loses while host and device wait for each other
