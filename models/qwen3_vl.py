@@ -76,13 +76,14 @@ class Qwen3VL(nn.Module):
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        """(F, P, X): of images one frame, of pairs two."""
+        """(F, P, X): of images one frame, of pairs two; beside pairs an image is two equal frames."""
         frames = [image if image.ndim == 4 else image[None] for image in images]
-        patches_FPX = self.visual.empty_patches(grids, len(frames[0]))
+        patches_FPX = self.visual.empty_patches(grids, max(map(len, frames)))
         parts = patches_FPX.split([t * h * w for t, h, w in grids], dim=1)
         for frames_FHWC, grid, out_FPX in zip(frames, grids, parts, strict=True):
-            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=True):
+            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=False):
                 self.preprocessor.write_patches(frame_HWC, grid, out_PX)
+            out_FPX[len(frames_FHWC) :] = out_FPX[0]
         return patches_FPX
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,9 @@ def test_parts_are_even_and_whole() -> None:
 
 def pictures() -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(3)
-    return [torch.randint(256, (*size, 3), dtype=torch.uint8, generator=random) for size in SIZES]
+    made = [torch.randint(256, (*size, 3), dtype=torch.uint8, generator=random) for size in SIZES]
+    made[1] = torch.stack((made[1], made[1].flip(0)))  # a frame pair
+    return made
 
 
 class Pictures:
