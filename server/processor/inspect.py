@@ -83,6 +83,7 @@ class Inspector:
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
         self.video = checkpoint.video
+        self.takes_videos = checkpoint.video_token_id is not None
         self.pair_parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes[:3]))  # of a frame pair, beside its size
         self._max_video_frames = config.max_video_frames
 

@@ -55,8 +55,15 @@ class Video(ABC):
         """As medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with self._named():
+            if not self._tools.inspector.takes_videos:
+                raise RequestError(400, "this model takes no videos", code="invalid_value")
             self._video = self._tools.inspector.video_of(self._ref)
             await self._load(allowance)
+
+    @property
+    def num_frames(self) -> int:
+        """That are seen; the last one may be seen twice."""
+        return len(self.plan.indices)
 
     @property
     def visual(self) -> Visual:
