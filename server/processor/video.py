@@ -221,12 +221,12 @@ class FrameList(Video):
     async def _load(self, allowance: Allowance) -> None:
         tools, ref = self._tools, self._ref
         refs = ref.frames
-        for frame in self._frames:
-            frame.start()
         if ref.file is not None:
             refs = await self._cut(ref.file)
             self._frames = [Image(tools, frame, is_frame=True) for frame in refs]
         self._check_number(len(self._frames))
+        for frame in self._frames:
+            frame.start()
         try:
             async with asyncio.TaskGroup() as group:
                 for i, frame in enumerate(self._frames):
@@ -256,7 +256,8 @@ class FrameList(Video):
             raise failures.exceptions[0] from None
 
     def _check_number(self, num_frames: int) -> None:
-        """Of what was said of each frame. RequestError 400."""
+        """Of frames, and of what was said of each. RequestError 400."""
+        self._tools.inspector.check_frames(num_frames)
         for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
             if told is not None and len(told) != num_frames:
                 raise RequestError(400, f"it has {num_frames} frames, but {len(told)} {name}", code="invalid_value")

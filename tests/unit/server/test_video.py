@@ -160,6 +160,18 @@ async def test_few_frames(loading: Loading, count: int) -> None:
     assert told.plan.times[0] == 11.0 and told.hashes == video.hashes
 
 
+async def test_many_frames(loading: Loading) -> None:
+    """Red if the longest videos lose a frame, or frames between keyframes are mixed up where most are skipped."""
+    frames = frames_of(900, 32, 64)
+    video = await loading.load_video(b64(encode(frames, fps=1.0, gap=50)), max_pixels=1 << 21)
+    assert (len(video.plan.indices), len(video.hashes), video.plan.size) == (768, 384, (32, 64))
+    far = await loading.load_video(b64(encode(frames, gap=50)), num_frames=8, max_pixels=1 << 21)
+    for one in (video, far):
+        found = shown(loading, one).astype(int)
+        for i in range(0, len(found), max(1, len(found) // 50)):
+            assert np.abs(found[i] - frames[one.plan.indices[i]]).mean() < 12, i
+
+
 async def refusal(loading: Loading, text: bytes, **fields: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
         await loading.load_video(text, **fields)
