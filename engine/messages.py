@@ -37,6 +37,7 @@ API_ARENA = 0
 PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
+MAX_DRAFTS = 7  # of a chunk
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length"]
@@ -84,6 +85,8 @@ class Submit(msgspec.Struct, tag=True):
     client: bytes = b""  # digest of key and address
     prompt_field: str = "messages"  # of the client's request, for errors
     deadline: float | None = None  # after which nobody waits for an answer
+    tenant: bytes = b""  # digest of a key that was checked and of the salt; empty: nobody's
+    prediction: str = ""  # of the answer, by the client
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
 
 
@@ -127,6 +130,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     pooled: bytes = b""  # float32, instead of text
     prompt_ids: list[int] = []  # of a request that was only counted, placeholders of images included
     index: int = 0  # of the answer
+    num_drafts: int = 0  # of the answer, with its last event
+    num_accepted: int = 0  # of these, that it has
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -187,6 +192,8 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
+    tenant: bytes = b""  # whose answers may be guessed from each other; empty: nobody's
+    prediction: Region | None = None  # int32 token ids, of the answers
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -218,6 +225,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the prompt has more than one
     index: int = 0
     pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
+    num_drafts: int = 0  # verified with these tokens
+    num_accepted: int = 0  # of these: the first tokens
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -276,9 +285,9 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. The
-    last of the tokens are guesses, `drafts`; the result has those that the model would have drawn, and one token more. Behind the last
-    token the row's states go into the blocks of `snapshot`."""
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. All
+    tokens but the first may be guesses, `drafts`, of a model without states; the result has those that the model would have drawn, and one
+    token more. Behind the last token the row's states go into the blocks of `snapshot`."""
 
     row: int
     start: int
@@ -288,6 +297,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     visual: list[VisualRef]
     drafts: tuple[int, ...] = ()
     snapshot: list[int] = []
+
+    @property
+    def is_decode(self) -> bool:
+        """Its tokens are the row's last one, and drafts."""
+        return self.sample and self.length == 1 + len(self.drafts) and not self.visual
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -312,8 +326,8 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Prefill chunks come before decode chunks,
-    which have one sampled token and no image."""
+    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Decode chunks come last. A row whose drafts
+    are in flight is not planned."""
 
     step: int
     saves: list[Save]

@@ -14,7 +14,7 @@ from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
-from models.text import TextModel
+from models.text import MakeLayer, TextModel, attention_layer
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
 from models.vision.split import SplitAttention
@@ -22,9 +22,17 @@ from models.vision.tower import VisionTower
 
 
 class Qwen3VL(nn.Module):
-    """See `VisionLanguageModel`. With experts or without, as the configuration says."""
+    """See `VisionLanguageModel`. With experts or without, as the configuration says; or with the layers of another decoder."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        backend: Backend,
+        dtype: torch.dtype,
+        make_layer: MakeLayer = attention_layer,
+        norm_offset: float = 0.0,
+    ) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
@@ -39,7 +47,7 @@ class Qwen3VL(nn.Module):
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, attention, setup)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
-        self.language_model = TextModel(config, setup)
+        self.language_model = TextModel(config, setup, make_layer, norm_offset)
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
@@ -76,14 +84,13 @@ class Qwen3VL(nn.Module):
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        """(F, P, X): of images one frame, of pairs two; beside pairs an image is two equal frames."""
+        """(F, P, X): of images one frame, of pairs two."""
         frames = [image if image.ndim == 4 else image[None] for image in images]
-        patches_FPX = self.visual.empty_patches(grids, max(map(len, frames)))
+        patches_FPX = self.visual.empty_patches(grids, len(frames[0]))
         parts = patches_FPX.split([t * h * w for t, h, w in grids], dim=1)
         for frames_FHWC, grid, out_FPX in zip(frames, grids, parts, strict=True):
-            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=False):
+            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=True):
                 self.preprocessor.write_patches(frame_HWC, grid, out_PX)
-            out_FPX[len(frames_FHWC) :] = out_FPX[0]
         return patches_FPX
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:

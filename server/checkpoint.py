@@ -29,14 +29,18 @@ class Checkpoint:
         return self.folder / "tokenizer.json"
 
 
-def read_checkpoint(folder: Path, template_file: str | None = None) -> Checkpoint:
-    """The chat template may be in another file. ValueError or OSError says what is missing or wrong."""
+PLAIN_SAMPLING = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
+
+
+def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False) -> Checkpoint:
+    """The chat template may be in another file; `is_plain` is for sampling as if there were no generation_config.json. ValueError or
+    OSError says what is missing or wrong."""
     model = ModelConfig.from_folder(folder)
     return Checkpoint(
         folder=folder,
         geometry=model.geometry,
         video=model.video,
-        sampling=model.sampling,
+        sampling=PLAIN_SAMPLING if is_plain else model.sampling,
         image_token_id=model.image_token_id,
         video_token_id=model.video_token_id,
         vision_token_ids=(model.vision_start_token_id, model.vision_end_token_id),

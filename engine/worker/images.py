@@ -228,7 +228,9 @@ class ImageCache:
                 pixels, starved = [None] * len(encodes), (*starved, *(encode.image_id for encode in encodes))
             read_ms = encoded.read_ms + 1e3 * (time.monotonic() - started)
             black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self.model.device)
-            images = [black if image is None else image for image in pixels]
+            images, num_frames = [black if image is None else image for image in pixels], max(e.source.num_frames for e in encodes)
+            if num_frames > 1:
+                images = [image if image.ndim == 4 else image.expand(num_frames, *image.shape) for image in images]
             watch = self._stopwatch()
             part_LND = self.model.encode_part(images, [encode.grid for encode in encodes])
             watch.mark()

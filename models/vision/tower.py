@@ -186,14 +186,15 @@ class VisionTower(nn.Module):
         return self.compute(patches_FPX, self.tables(grids))
 
     def part(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """The same of this rank's tokens alone; all ranks call it. `patches_FPX` are all, or at least this rank's."""
+        """The same of this rank's tokens alone; all ranks call it, with all patches."""
         assert isinstance(self.attention, SplitAttention)
         own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
         return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK))
 
     def part_bytes(self, num_patches: int, num_ranks: int) -> int:
         """What `part` takes at its peak, its input included."""
-        of_all = self.config.temporal_patch_size * self.config.in_channels * self.config.patch_size**2 + self.config.hidden_size
+        frame = self.config.in_channels * self.config.patch_size**2
+        of_all = self.config.temporal_patch_size * frame + self.config.hidden_size
         of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # exchanged: sent and received
         return num_patches * (of_all * self.merger.norm.weight.itemsize + of_own // num_ranks)
 

@@ -79,7 +79,7 @@ class Inspector:
         if config.image_cache_bytes is not None:
             token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
             self._max_tokens = min(self._max_tokens, config.image_cache_bytes // token_bytes)
-        geometry = self.geometry
+        geometry = self.geometry = self.geometry_of(MediaRef(min_pixels=config.min_pixels, max_pixels=config.max_pixels))
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
         self.video = checkpoint.video
@@ -109,7 +109,7 @@ class Inspector:
             raise RequestError(400, f"it has {width}x{height} pixels, the limit is {self._max_pixels}", code="image_too_large")
 
     def geometry_of(self, ref: MediaRef) -> VisionGeometry:
-        """With the request's limits on this image's area, to which the checkpoint's give way. RequestError 400."""
+        """With the request's limits on this image's area, to which the server's give way. RequestError 400."""
         least = ref.min_pixels or min(self.geometry.min_pixels, ref.max_pixels or self.geometry.min_pixels)
         most = ref.max_pixels or max(self.geometry.max_pixels, least)
         if ref.cap is not None:
@@ -180,7 +180,7 @@ class Inspector:
         return target if height * width > max(SMALL_PIXELS, 2 * target[0] * target[1]) else (height, width)
 
     def identity(self, digest: bytes, geometry: VisionGeometry) -> bytes:
-        """The digest itself under the checkpoint's own limits."""
+        """The digest itself under the server's own limits."""
         if geometry == self.geometry:
             return digest
         limits = geometry.min_pixels.to_bytes(8, "little") + geometry.max_pixels.to_bytes(8, "little")

@@ -178,7 +178,7 @@ async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
             await page.click(field)
             await page.type(value)
         await page.click("#draw-number")
-        await ask(page, "What number is in picture 1? It's \"one\".")
+        await ask(page, 'What number is in picture 1? It\'s "one".')
         (body,) = [json.loads(text) for text in await page.evaluate("sent")]
         assert (body["messages"][0], body["temperature"], body["max_tokens"]) == ({"role": "system", "content": "Be short."}, 0, 7)
         for i in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from models.layers.checkpoint import Index
 from models.mrope import mrope_positions
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.state import RowStates
 from models.video import time_text
 from models.weights import load_weights
 
@@ -30,9 +32,19 @@ CPU = torch.device("cpu")
 TORCH = TorchBackend(CPU)
 
 
+MAX_ROWS = 16
+
+
+def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
+    """What the registry says, in float32 on the CPU, without values."""
+    module, _, name = config.architecture.model.partition(":")
+    model: Qwen3VL = vars(import_module(module))[name](config, tp, TORCH, torch.float32)
+    return model
+
+
 def load(folder: Path) -> Qwen3VL:
     """The whole model in float32 on the CPU."""
-    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), TORCH, torch.float32)
+    model = make(ModelConfig.from_folder(folder), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
     return model
 
@@ -144,6 +156,7 @@ class Session:
     positions: np.ndarray
     delta: int
     spans: list[tuple[int, torch.Tensor]]  # first placeholder, embedding (1 + L, N, D)
+    row: int
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
@@ -157,6 +170,8 @@ class PagedRunner:
         config = model.config.text
         self.pools = allocate_pools(model.cache_spec.paged, num_blocks, page_size, model.dtype, model.device)
         self.attention: AttentionBackend = backend.attention(self.pools, config.num_heads // model.tp.size)
+        self.states = tuple(RowStates(group, MAX_ROWS, model.device) for group in model.cache_spec.states)
+        self._num_rows = 0
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
 
     def start(self, prompt: Prompt) -> Session:
@@ -167,7 +182,9 @@ class PagedRunner:
             for i, embedding in zip(chosen, found, strict=True):
                 embeddings[i] = embedding
         positions, delta = mrope_positions(len(prompt.ids), prompt.spans)
-        return Session(list(prompt.ids), positions, delta, [(start, e) for (start, _), e in zip(prompt.spans, embeddings, strict=True)])
+        self._num_rows += 1
+        spans = [(start, embedding) for (start, _), embedding in zip(prompt.spans, embeddings, strict=True)]
+        return Session(list(prompt.ids), positions, delta, spans, self._num_rows % MAX_ROWS)
 
     def step(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
         """Computes the next tokens of each row, `(session, count)`; logits of each row's last token, of all tokens, or of none."""
@@ -232,7 +249,9 @@ class PagedRunner:
             attention=layout,
             visual=tuple(visual),
             logits_indices=self._tensor(indices, torch.int64),
-            rows=self._tensor(range(len(rows)), torch.int64),
+            rows=self._tensor([session.row for session, _ in rows], torch.int64),
+            states=self.states,
+            row_starts=layout.qo_indptr_cpu.to(self.model.device),
         )
 
     def _tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:

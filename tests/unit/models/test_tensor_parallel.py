@@ -12,7 +12,8 @@ from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import load_weights
-from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load
+from tests.unit.models import qwen3_5_checkpoints
+from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load, make
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:
@@ -79,7 +80,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     config = ModelConfig.from_folder(folder)
     exchange = ByGloo(config) if size == 4 else None
     tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None, exchange)
-    model = Qwen3VL(config, tp, TORCH, torch.float32)
+    model = make(config, tp)
     load_weights(model, folder, lambda done, total: None)
     rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
     assert rows[:, 0].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
@@ -106,6 +107,18 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
     mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
     expected = all_logits(tiny)
     for rank in range(size):
+        ours = torch.load(tmp_path / f"{rank}.pt")
+        assert float((ours - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, is_sparse: bool) -> None:
+    """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""
+    folder = tmp_path / "hybrid"
+    qwen3_5_checkpoints.write(folder, is_sparse)
+    mp.spawn(worker, args=(2, folder, tmp_path), nprocs=2)
+    expected = all_logits(load(folder))
+    for rank in range(2):
         ours = torch.load(tmp_path / f"{rank}.pt")
         assert float((ours - expected).norm() / expected.norm()) < 1e-5
 

@@ -454,6 +454,17 @@ def test_pictures_differ_in_their_corners() -> None:
     assert len({image[y, x].tobytes() for y in (0, -1) for x in (0, -1)}) == 4
 
 
+async def test_limits_of_the_server(checkpoint: Checkpoint) -> None:
+    """Red if --max-pixels or --min-pixels is not what an image gets, or if a request can no longer say otherwise."""
+    square = base64.b64encode(save(Image.new("RGB", (320, 320)), "PNG"))  # 100 tokens
+    for settings, num_tokens in (({"max_pixels": 50 * 32 * 32}, 49), ({"min_pixels": 400 * 32 * 32}, 400)):
+        other = Loading(checkpoint, **settings)
+        body = other.body(square)
+        assert (await other.load(body)).num_tokens == num_tokens
+        assert (await other.load(MediaRef(body.payload, min_pixels=1024, max_pixels=320 * 320))).num_tokens == 100
+        await other.close()
+
+
 async def test_limits_of_a_request(loading: Loading) -> None:
     """Red if an image keeps its size, or its place in caches, under other limits; or if the limits of one request reach another."""
     body = loading.body(base64.b64encode(PLAIN["4:2:0"]))

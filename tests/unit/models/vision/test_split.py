@@ -19,7 +19,7 @@ from tests.unit.models.harness import TORCH
 
 Places = tuple[int, ...]
 COSTS = SplitCosts(fixed=10, exchanged=0.25, square=10**9)
-SIZES = [(64, 64), (96, 160), (224, 64), (128, 128), (32, 96)]  # pixels
+SIZES = [(64, 64), (96, 160), (224, 64), (128, 128), (32, 96), (64, 96)]  # pixels; the last is a frame pair
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,8 @@ def test_parts_are_even_and_whole() -> None:
 
 def pictures() -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(3)
-    made = [torch.randint(256, (*size, 3), dtype=torch.uint8, generator=random) for size in SIZES]
-    made[1] = torch.stack((made[1], made[1].flip(0)))  # a frame pair
-    return made
+    *images, pair = [torch.randint(256, (*size, 6), dtype=torch.uint8, generator=random) for size in SIZES]
+    return [*(image[..., :3] for image in images), torch.stack(pair.split(3, dim=-1))]
 
 
 class Pictures:
@@ -79,12 +78,17 @@ class Pictures:
 def encodes_of(model: Qwen3VL, numbers: list[int]) -> list[Encode]:
     sizes = [*SIZES, (64, 64)]
     return [
-        Encode(number, ImageSource("rgb", Region(1, number, 0), *sizes[number]), model.config.geometry.grid(*sizes[number]))
+        Encode(
+            number,
+            ImageSource("rgb", Region(1, number, 0), *sizes[number], num_frames=1 + (number == PAIR)),
+            model.config.geometry.grid(*sizes[number]),
+        )
         for number in numbers
     ]
 
 
-CASES = [[0], [1, 2], [0, 1, 2], [3, 1, 4, 0], [0, 1, 2, 3, 4], [1, 5, 0]]
+PAIR, DAMAGED = 5, 6
+CASES = [[0], [1, 2], [0, 1, 2], [3, 1, 4, 0], [0, 1, 2, 3, 4], [1, DAMAGED, 0], [PAIR], [2, PAIR, DAMAGED]]
 
 
 def worker(rank: int, size: int, folder: Path, out: Path) -> None:
@@ -112,11 +116,11 @@ def test_embeddings_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tm
     """Red if a patch, a head, a level or a part gets lost on its way between ranks, or a picture that cannot be read stops them."""
     mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
     with torch.inference_mode():
-        expected = tiny.encode(pictures(), [tiny.config.geometry.grid(*shape) for shape in SIZES])
+        expected = [tiny.encode([image], [tiny.config.geometry.grid(*size)])[0] for image, size in zip(pictures(), SIZES, strict=True)]
     of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for case, of_case in enumerate(zip(*of_ranks, strict=True)):
         numbers = CASES[case % len(CASES)]
-        assert any(5 in failed for _, failed, _ in of_case) == (5 in numbers)
+        assert any(DAMAGED in failed for _, failed, _ in of_case) == (DAMAGED in numbers)
         for tensors, _, starved in of_case:
             assert tensors.keys() == set(numbers) and not starved
             for number in numbers:
