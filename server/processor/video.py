@@ -158,7 +158,7 @@ class VideoFile(Video):
         times = [index / fps for index in indices]
         self.plan = tools.inspector.plan_video(self._video, indices, times, (clip.height, clip.width))
         self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
-        await self._decode(tools.room.take(self.num_bytes))
+        await self._decode(await tools.room.take_patiently(self.num_bytes))
 
     async def _read(self, file: MediaRef, allowance: Allowance) -> None:
         tools = self._tools
@@ -247,11 +247,14 @@ class FrameList(Video):
         self.hashes = [digest or b"" for digest in known]
         self.sources = [self._file(self._frame(PAIR * pair).encoded) for pair in range(num_pairs)]
         new = [pair for pair in range(num_pairs) if known[pair] is None]
-        regions = [self._hold(tools.room.take(self.plan.pair_bytes)) for _ in new]
+        if not new:
+            return
+        pixels = self._hold(await tools.room.take_patiently(self.plan.pair_bytes * len(new)))
+        pixels.used = pixels.capacity
         try:
             async with asyncio.TaskGroup() as group:
-                for pair, pixels in zip(new, regions, strict=True):
-                    group.create_task(self._decode(pair, pixels))
+                for i, pair in enumerate(new):
+                    group.create_task(self._decode(pair, self._rgb(pixels, i)))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
@@ -292,25 +295,28 @@ class FrameList(Video):
         return self._frame(PAIR * pair).digest, self._frame(PAIR * pair + 1).digest, self.plan.size
 
     async def _make(self, item: int) -> None:
-        await self._decode(item, self._hold(await self._tools.room.take_patiently(self.plan.pair_bytes)))
+        pixels = self._hold(await self._tools.room.take_patiently(self.plan.pair_bytes))
+        pixels.used = pixels.capacity
+        await self._decode(item, self._rgb(pixels, 0))
 
     def _task_of(self, item: int) -> int:
         return item
 
-    async def _decode(self, pair: int, pixels: Region) -> None:
-        tools, plan = self._tools, self.plan
+    async def _decode(self, pair: int, source: ImageSource) -> None:
+        """Both frames of a pair, to where the source says."""
+        tools, plan, place = self._tools, self.plan, source.region
         half = plan.pair_bytes // PAIR
         for i in range(PAIR):
             with _frame_named(plan.indices[PAIR * pair + i]):
-                frame, place = self._frame(PAIR * pair + i), (pixels.offset + i * half, half)
-                size = await tools.decoders.decode(frame.header, frame.encoded, place, plan.size, is_upright=True)
+                frame = self._frame(PAIR * pair + i)
+                size = await tools.decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
                 if size != self._frame_size:
                     (height, width), (first_height, first_width) = size, self._frame_size
                     words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
                     raise RequestError(400, words, code="invalid_video")
-        pixels.used = pixels.capacity
-        self.hashes[pair] = await run(tools.media_pool, lambda: pair_hash(tools.inspector.pair_parameters, plan.size, pixels.view))
-        self.sources[pair] = self._rgb(pixels, 0)
+        pixels = tools.room.arena.view(place.offset, place.length)
+        self.hashes[pair] = await run(tools.media_pool, lambda: pair_hash(tools.inspector.pair_parameters, plan.size, pixels))
+        self.sources[pair] = source
         tools.known_pairs.put(self._pair_key(pair), self.hashes[pair])
 
 

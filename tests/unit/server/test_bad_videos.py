@@ -165,3 +165,17 @@ def test_ten_clients_at_once(stack: Stack) -> None:
     assert refused.status_code == 413 and "larger than 1048576 bytes" in refused.json()["error"]["message"]
     assert stack.chat([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}]).status_code == 400
     stack.recover()
+
+
+def test_clips_wait_for_each_others_room(stack: Stack) -> None:
+    """Red if clips that do not fit into the arena at once are refused instead of waiting for each other."""
+    stack.scheduler.script = answer_text
+    files = [encode(frames_of(12, 640, 640, first=i)) for i in range(6)]  # of 32 MiB, each takes 14.7 MB as pixels
+    answers: list[httpx.Response] = []
+    asks = [threading.Thread(target=lambda data=data: answers.append(stack.chat([video(data, fps=100.0)]))) for data in files]
+    for ask in asks:
+        ask.start()
+    for ask in asks:
+        ask.join()
+    assert [answer.status_code for answer in answers] == [200] * 6
+    stack.recover()
