@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.params import SamplingParams
+from engine.worker.sampling.draws import draws_of
 from models.backends.make import notify_compilation
 from models.backends.ops import NewHeads
 from models.layers.fp8 import BlockScaled, GroupScaled
@@ -165,14 +167,13 @@ def launch_exchange() -> None:
 
 def launch_sampling() -> None:
     from models.backends.portable.sampling import TritonSampling
-    from models.sampling import DrawParams
 
-    vocab_size, two = 151_936, torch.zeros(2)
-    logits, ints = torch.zeros((2, vocab_size)), torch.zeros(2, dtype=torch.int32)
+    vocab_size = 151_936
+    logits = torch.zeros((2, vocab_size))
     index, sampling = torch.zeros(2, dtype=torch.int64), TritonSampling(2, vocab_size, torch.device("cpu"))
     sampling.penalise_(logits, index, torch.zeros_like(logits, dtype=torch.int32), index, torch.zeros(2, 3))
     sampling.mask_(logits, index, torch.zeros((2, vocab_size // 32), dtype=torch.int32))
-    sampling.draw(logits, DrawParams(two, two, two, ints, ints, wide=None, largest_top_k=20, is_greedy=False))
+    sampling.draw(logits, draws_of([SamplingParams(top_k=20)] * 2, [0, 1], sampling.max_top_k, torch.device("cpu")).params)
 
 
 def launch_attention(capability: int) -> None:
