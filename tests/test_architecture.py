@@ -22,9 +22,10 @@ MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
-    "engine": 118_700,
+    "engine": 132_200,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too
     "engine/grammar": 14_900,
     "engine/scheduler": 87_200,
+    "engine/scheduler/drafts": 23_600,  # guesses without a model: what stood before, kept, found and offered
     "engine/worker": 122_300,
     "server": 27_100,
     "server/api": 120_000,
@@ -33,7 +34,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "models": 65_300,
     "models/attention": 9_100,
     "models/layers": 29_800,
-    "models/vision": 24_900,
+    "models/vision": 29_300,  # 4,300: images over all ranks
     "models/backends": 16_600,
     "models/backends/torch": 18_200,
     "models/backends/portable": 115_100,
@@ -54,6 +55,7 @@ SERVER_MAY_IMPORT = {
     "engine.plain_jpeg",
     "models.config",
     "models.geometry",
+    "models.video",
 }
 ENVIRONMENT_ALLOWED = {"engine/config.py"}
 GETATTR_ALLOWED = {"models/config.py"}

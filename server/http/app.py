@@ -4,6 +4,7 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 """
 
 import asyncio
+import random
 import signal
 import socket
 import threading
@@ -63,9 +64,11 @@ class Api:
         self.client = Client(outbox, self.arena, child.config.max_queued_requests)
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
-        checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
+        config = child.config
+        checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
         limit, shares = runtime.max_model_len, Shares(self.arena.size, lambda: self.arena.num_free)
-        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
+        seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
+        self._service = Service(config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics, seeds)
         self._status = Status(self._service, child.is_compiling)
 
     def build_metrics(self) -> ASGIApp:
