@@ -25,6 +25,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.draws import BYTES_PER_DRAW
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
@@ -45,7 +46,7 @@ INT64 = 8
 STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
+STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its place; of a row its number and its start; what is known of it
 
 
 def build_runner(
@@ -89,7 +90,7 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
-    staging = Staging(staging_bytes(config, max_blocks), device)
+    staging = Staging(staging_bytes(config, num_draws, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
     token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
@@ -230,7 +231,7 @@ def warm_up(decoder: JpegDecoder) -> None:
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
-def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
-    """Upper bound of what one step stages: per token, per row, and every row's int32 pages."""
+def staging_bytes(config: EngineConfig, num_draws: int, max_blocks: int) -> int:
+    """Upper bound of what one step stages: per token, per draw, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
-    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_ROW * config.max_num_seqs + pages + MIB
+    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_DRAW * num_draws + pages + MIB
