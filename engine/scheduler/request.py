@@ -49,6 +49,7 @@ class Request:
     num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, drafts not counted
     drafts: tuple[int, ...] = ()  # guesses of what follows the last known token
+    last_step: int = 0  # that computed some of it
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it
     blocks: list[int] = field(default_factory=list)

@@ -18,6 +18,7 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,
+    read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
 )
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too

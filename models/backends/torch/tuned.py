@@ -3,4 +3,4 @@
 from models.step_sizes import StepSizes
 
 # Streams wait for each token of a chunk, also for its attention.
-STEP_SIZES = StepSizes(mixed=(32, 64), cheap=32, usual=64, usual_sparse=64, max_mixed_prefill=64)
+STEP_SIZES = StepSizes(mixed=(32, 64), cheap=32, usual=64, usual_sparse=64, max_mixed_prefill=64, read_bytes=512 << 20)
