@@ -321,7 +321,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
     _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
         heads.inputs_TX, heads.conv_CW, before, rows.rows_R, rows.starts_R1, mixed_TC, num_tokens, num_rows, stride, before.stride(0),
-        CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=triton.next_power_of_2(num_rows),
+        CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=_padded(num_rows),
     )  # fmt: skip
     _keep_inputs[(num_rows, triton.cdiv(channels, tiles.channels))](
         heads.inputs_TX, before, rows.rows_R, rows.starts_R1, stride, before.stride(0),
@@ -344,6 +344,11 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     return out_TX
 
 
+def _padded(num_rows: int) -> int:
+    """Few sizes, as each is compiled when it is met first."""
+    return 16 if num_rows <= 16 else max(128, triton.next_power_of_2(num_rows))
+
+
 def _chunked(
     heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, tiles: DeltaTiles,
     sizes: dict[str, int],
@@ -357,7 +362,7 @@ def _chunked(
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=triton.next_power_of_2(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=_padded(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
     )  # fmt: skip
     columns = min(dim, tiles.scan_columns)
     _scan[(num_rows, num_heads, dim // columns)](
