@@ -55,13 +55,7 @@ class Source:
         num_known = self._request.num_known
         if num_known != self._num_known:
             self._score()
-            found = []
-            if self.lag <= MAX_LAG:
-                self.read(MAX_LAG)
-                found.append(self._text.guess(most))
-            self._follow(recent)
-            found += [reader.guess(most) for reader in self._readers]
-            self._guess = max(found, key=lambda one: one[0] if one[1] else 0, default=(0, []))[1]
+            self._guess = self._find(most, recent)
             self._num_known = num_known
         return self._guess
 
@@ -88,6 +82,15 @@ class Source:
             more = self._request.known_ids()[self._num_read :][:num_tokens].tolist()
             self._text.extend(more)
             self._num_read += len(more)
+
+    def _find(self, most: int, recent: Sequence[SuffixAutomaton]) -> Guess:
+        found = []
+        if self.lag <= MAX_LAG:
+            self.read(MAX_LAG)
+            found.append(self._text.guess(most))
+        self._follow(recent)
+        found += [reader.guess(most) for reader in self._readers]
+        return max(found, key=lambda one: one[0] if one[1] else 0, default=(0, []))[1]
 
     def _score(self) -> None:
         came = self._request.known_ids()[self._num_known :].tolist() if self._guess else []
