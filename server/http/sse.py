@@ -66,10 +66,12 @@ def stage_times(stages: Stages, started: float) -> dict[str, float]:
 
 
 def timings_json(stages: Stages, started: float) -> dict[str, float]:
-    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache."""
+    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache,
+    and frames of videos."""
     timings = {f"{name}_ms": round(1000 * seconds, 3) for name, seconds in stage_times(stages, started).items()}
     device = {"device_decode_ms": stages.decode_ms, "device_encode_ms": stages.encode_ms, "device_forward_ms": stages.forward_ms}
-    return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded}
+    counts = {"images_encoded": stages.images_encoded} | ({"video_frames": stages.video_frames} if stages.video_frames else {})
+    return timings | {name: round(value, 3) for name, value in device.items()} | counts
 
 
 class Call:

@@ -197,6 +197,7 @@ class Intake(Way):
         if submit.pooled_words is not None:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
+        submit.stages.video_frames = sum(medium.num_frames for medium in media if not isinstance(medium, Image))
         return EngineRequest(
             rid=submit.rid,
             prompt=wire(region),

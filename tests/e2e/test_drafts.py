@@ -106,7 +106,7 @@ def test_answers_are_those_without_drafts(drafting: Engine, plain: dict[str, lis
         assert without_logprobs({name: ask(drafting, name, texts[name])}) == without_logprobs({name: plain[name]})
     proposed, accepted = (drafting.metric(f"engine_{name}draft_tokens_total") for name in ("", "accepted_"))
     assert accepted > 50 and proposed - accepted > 10, (proposed, accepted)
-    assert drafting.metric("engine_preemptions_total") > 0
+    assert drafting.metric("engine_preemptions_total") > 0 and drafting.metric("engine_cached_prompt_tokens_total") > 0
 
 
 def logprobs_of(answers: dict[str, list[Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ MAX_TOOLS = 1024
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
+TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 
 # Lists that a client may fill with very many bad values fail at the first one.
 FIRST = Field(fail_fast=True)
