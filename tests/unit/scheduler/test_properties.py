@@ -116,7 +116,7 @@ def test_loads_accept_a_drafters_drafts() -> None:
     sims = [serve_any_load(True, seed, tight=False, fail=False, host=False, drafter=True) for seed in range(20)]
     counters = [sim.core.state.counters for sim in sims]
     drafted, accepted = (sum(getattr(one, name) for one in counters) for name in ("draft_tokens", "accepted_draft_tokens"))
-    assert accepted > 100 and 10 < drafted - accepted < accepted
+    assert accepted > 50 and 0 < drafted - accepted < accepted
     assert sum(sum(one.accepted_by_position) for one in counters) == accepted and sum(sim.num_cut for sim in sims) > 0
 
 
