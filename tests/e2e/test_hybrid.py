@@ -54,7 +54,8 @@ def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -
     """Red if pairs, their times or their order beside a picture are other ones than Qwen3-VL's."""
     clip, still = [picture(20 + i, 70, 110) for i in range(5)], picture(2, 200, 120)
     question = text_part("What changes?")
-    said = Reference(folder).text([{"role": "user", "content": [{"type": "video"}, {"type": "image"}, question]}], [still], 16, True, [clip])
+    shown = [{"type": "video"}, {"type": "image"}, question]
+    said = Reference(folder).text([{"role": "user", "content": shown}], [still], 16, True, [clip])
     frames = {"type": "video", "video": [data_uri(frame) for frame in clip]}
     for _ in range(2):  # fresh, and from the caches
         message = ask(engine, [{"role": "user", "content": [frames, image_part(still), question]}], max_tokens=16)["choices"][0]["message"]
