@@ -22,7 +22,7 @@ MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
-    "engine": 135_400,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too; 1,500 for --draft
+    "engine": 137_300,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too; 1,500 for --draft; 1,900 for videos
     "engine/grammar": 14_900,
     "engine/scheduler": 87_200,
     "engine/scheduler/drafts": 23_600,  # guesses without a model: what stood before, kept, found and offered
