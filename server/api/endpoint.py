@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,6 +65,8 @@ class Job:
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
     echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
+    warnings: list[str] = field(default_factory=list)  # what its answer lacks
+    custom_tools: frozenset[str] = frozenset()  # which take one text
 
     @property
     def num_images(self) -> int:
@@ -101,11 +103,19 @@ class Endpoint(ABC):
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
+        for words in request.remarks:
+            self._unknown.once(words)
         return request
 
     def note_unknown(self, extra: dict[str, Any]) -> None:
         """RequestError 400 for a field that would change the answer."""
         self._unknown.check(extra)
+
+    def note_dropped(self, names: Iterable[str]) -> list[str]:
+        """Warnings for fields that ask for what a vendor does around its models."""
+        for name in names:
+            self._unknown.once(f"requests carry the field '{name}', which is dropped: it is for what its vendor does")
+        return [f"The field '{name}' is for what its vendor does: this server dropped it." for name in names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.service.client.check_open()
@@ -196,7 +206,8 @@ class GenerationEndpoint(Endpoint):
         wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(
             request.model or service.model_names[0], int(time.time()), body.started, body.received, bool(request.stream),
-            bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings), job.echo,
+            bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings),
+            job.echo, job.warnings, job.custom_tools,
         )  # fmt: skip
         answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
         return Reply(*answer, format=self.format(options), options=options)

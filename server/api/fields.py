@@ -37,7 +37,6 @@ LIMITED = limits_of(
     ((0,), "prompt_logprobs"),
     ((1,), "best_of length_penalty"),
     ((-1,), "thinking_token_budget"),
-    (("medium",), "reasoning_effort verbosity"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
     (("left", "right"), "truncation_side"),
@@ -82,7 +81,11 @@ class UnknownFields:
     def check(self, extra: dict[str, Any]) -> None:
         """RequestError 400 as `check_limited`."""
         check_limited(extra, LIMITED)
-        for name in extra.keys() - LIMITED.keys() - HARMLESS - self._seen:
-            if len(self._seen) < MAX_LOGGED_FIELDS:
-                self._seen.add(name)
-                logger.info("requests carry the unknown field %r, which is ignored", name[:100])
+        for name in extra.keys() - LIMITED.keys() - HARMLESS:
+            self.once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
+
+    def once(self, words: str) -> None:
+        """What else is worth a line, within the same limit."""
+        if words not in self._seen and len(self._seen) < MAX_LOGGED_FIELDS:
+            self._seen.add(words)
+            logger.info("%s", words)

@@ -40,7 +40,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
 
 def check_strict_tools(request: ChatRequest) -> None:
     """RequestError 400 for a function that no grammar could hold its calls to."""
-    for tool in request.tools or () if request.uses_tools else ():
+    for tool in request.functions if request.uses_tools else ():
         if tool.function.strict:
             _check_schema(tool.function.parameters, "tools", f"the parameters of the strict function '{tool.function.name}': ")
 

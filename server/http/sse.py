@@ -135,6 +135,8 @@ class ReplyOptions:
     continuous_usage: bool = False
     timings: bool = False
     echo: dict[str, Any] = field(default_factory=dict)  # of the request
+    warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
+    custom_tools: frozenset[str] = frozenset()  # which take one text
 
 
 class Format(ABC):
@@ -181,6 +183,10 @@ class BlockFormat(Format):
     def delta(self, piece: str) -> bytes:
         """More of the open block."""
 
+    def kind_of(self, call: Call) -> str:
+        """Of the block of a call."""
+        return "call"
+
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         """Text that is held back is no event."""
         chunks = []
@@ -191,7 +197,8 @@ class BlockFormat(Format):
             chunks.append(self.delta(event.text))
         for piece in event.calls:
             if piece.name is not None:
-                chunks.append(self._begin("call", choice.calls[piece.index]))
+                call = choice.calls[piece.index]
+                chunks.append(self._begin(self.kind_of(call), call))
             if piece.arguments:
                 chunks.append(self.delta(piece.arguments))
         return b"".join(chunks)

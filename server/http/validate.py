@@ -100,7 +100,10 @@ def _kinds(member: Any) -> Iterator[str]:
         yield "numbers" if _bare(get_args(bare)[0]) is int else "list"
     elif isinstance(bare, type) and issubclass(bare, BaseModel) and "type" in bare.model_fields:
         field = bare.model_fields["type"]
-        yield from (f"type {kind}" for kind in (*get_args(field.annotation), *(() if field.is_required() else (None,))))
+        kinds = [*get_args(field.annotation), *(() if field.is_required() else (None,))]
+        yield from (f"type {kind}" for kind in kinds)
+        if not kinds:  # of any type that no other member has
+            yield "object"
     else:
         yield {str: "text", type(None): "null"}.get(bare, "object")
 

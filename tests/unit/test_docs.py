@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.flags import make_parser
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server import route
-from server.api.chat import schema
+from server.api.chat import parts, schema
 from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
@@ -180,7 +180,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
     answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {schema.MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
     assert page["answers (`n`); log-probabilities beside a token; biased tokens; bad words"] == answers
-    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
+    counts = schema.MAX_MESSAGES, parts.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
     listed = "; ".join(f"{count:,}" for count in counts)
     assert page["messages; tools; stop strings; stop tokens; prompts of a text completion"] == listed
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from server.api.chat.schema import ToolCall
+from server.api.chat.tools import CustomCall, ToolCall
 
 
 class Usage(BaseModel):
@@ -33,7 +33,7 @@ class AnswerMessage(BaseModel):
     refusal: None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomCall] | None = None
 
 
 class Head(BaseModel):
@@ -42,6 +42,7 @@ class Head(BaseModel):
     model: str
     usage: Usage | None = None
     timings: dict[str, float] | None = None
+    warnings: list[str] | None = None
 
 
 class Ending(BaseModel):

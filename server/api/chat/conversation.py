@@ -5,7 +5,8 @@ import json
 from dataclasses import dataclass
 
 from engine.messages import API_ARENA, MediaRef, Region
-from server.api.chat.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
+from server.api.chat.parts import ImagePart, Message, PixelLimits, RefusalPart, TextPart
+from server.api.chat.tools import CustomCall, ToolCall
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.body import Body
 from server.http.scan import Scanner
@@ -51,8 +52,10 @@ def read_conversation(messages: list[Message], body: Body, salt: str | None, lim
     return conversation
 
 
-def _read_call(call: ToolCall) -> dict[str, object]:
+def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:
     """Templates take arguments apart where they are an object; what the model once got wrong stays text."""
+    if isinstance(call, CustomCall):
+        return {"type": "function", "function": {"name": call.custom.name, "arguments": {"input": call.custom.input}}}
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:

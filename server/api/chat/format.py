@@ -7,6 +7,7 @@ import secrets
 from abc import abstractmethod
 
 from engine.messages import CallDelta, ErrorInfo, Event, Logprob
+from server.api.chat.tools import CustomText, custom_text
 from server.errors import error_body
 from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
 
@@ -25,6 +26,7 @@ class OpenAIFormat(Format):
         self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
         self._plain_end = (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
         self._openings: dict[int, bytes] = {}  # of token chunks, by choice
+        self._warnings: dict[str, object] = {"warnings": options.warnings} if options.warnings else {}
 
     @abstractmethod
     def last_delta(self) -> dict[str, object]:
@@ -48,7 +50,8 @@ class OpenAIFormat(Format):
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
         said = [{"index": choice.index, **self.document_choice(choice), **_ending(choice)} for choice in choices]
-        return encode({**self._head, "object": self.document_object, "choices": said, "usage": usage_json(usage), **timings})
+        head = {**self._head, "object": self.document_object}
+        return encode({**head, "choices": said, "usage": usage_json(usage), **timings, **self._warnings})
 
     def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
         chunk: dict[str, object] = {**self._head, "choices": [choice]}
@@ -72,16 +75,21 @@ class ChatFormat(OpenAIFormat):
 
     id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
+    def __init__(self, options: ReplyOptions):
+        super().__init__(options)
+        self._custom_tools = options.custom_tools
+        self._texts: dict[tuple[int, int], CustomText] = {}  # of calls of custom tools, by choice and call
+
     def first_chunk(self, choice: Choice) -> bytes:
         said = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._chunk(said, choice.usage, {})
+        return self._chunk(said, choice.usage, self._warnings)
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = encode(event.text)
         logprobs = encode(_chat_logprobs(event.logprobs)) if event.logprobs else b"null"
         delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
         if event.calls:
-            calls = encode([_delta_json(choice.calls[call.index], call) for call in event.calls])
+            calls = encode([self._delta_json(choice, call) for call in event.calls])
             delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
         end = b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
         return self._opening(choice, b'"delta":{') + delta + end
@@ -97,8 +105,23 @@ class ChatFormat(OpenAIFormat):
             reasoning = "".join(choice.reasoning)
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
         if choice.calls:
-            message |= {"content": content or None, "tool_calls": [_call_json(call, call.arguments) for call in choice.calls]}
+            message |= {"content": content or None, "tool_calls": [self._call_json(call) for call in choice.calls]}
         return {"message": message, "logprobs": _chat_logprobs(choice.logprobs) if choice.logprobs else None}
+
+    def _call_json(self, call: Call) -> dict[str, object]:
+        if call.name in self._custom_tools:
+            return _custom_json(call, custom_text(call.arguments))
+        return _call_json(call, call.arguments)
+
+    def _delta_json(self, choice: Choice, delta: CallDelta) -> dict[str, object]:
+        """A piece of a call: its id, type and name come once."""
+        call = choice.calls[delta.index]
+        if call.name in self._custom_tools:
+            text = self._texts.setdefault((choice.index, delta.index), CustomText()).push(delta.arguments)
+            said = {"custom": {"input": text}} if delta.name is None else _custom_json(call, text)
+        else:
+            said = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
+        return {"index": delta.index, **said}
 
 
 class CompletionFormat(OpenAIFormat):
@@ -140,10 +163,8 @@ def _call_json(call: Call, arguments: str) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _delta_json(call: Call, delta: CallDelta) -> dict[str, object]:
-    """A piece of a call: its id, type and name come once."""
-    said = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
-    return {"index": delta.index, **said}
+def _custom_json(call: Call, text: str) -> dict[str, object]:
+    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
 
 
 def _chat_logprobs(entries: list[Logprob]) -> dict[str, object]:

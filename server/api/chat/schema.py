@@ -3,151 +3,44 @@
 None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
 """
 
+import functools
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from server.api.chat.parts import FIRST, Message, ProcessorKwargs, ToolList
+from server.api.chat.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
-LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
-MAX_TOOLS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
+# What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
+EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
-# Lists that a client may fill with very many bad values fail at the first one.
-FIRST = Field(fail_fast=True)
-ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Salt = Annotated[str, Field(max_length=1024)]
 NotEmpty = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 JsonObject = Annotated[str | dict[str, Any], Worded("must be an object, or the JSON of one")]
 Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
 Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
-
-
-class PixelLimits(Strict):
-    """The area of an image after resizing; None is the checkpoint's own limit."""
-
-    min_pixels: Pixels | None = None
-    max_pixels: Pixels | None = None
-
-
-class ProcessorKwargs(PixelLimits):
-    """For all images of a request. What else there may be for other models is refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ImageUrl(PixelLimits, Open):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
-
-    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
-
-    url: str | None
-    detail: Literal["auto", "low", "high"] | None = None
-
-
-class TextPart(Strict):
-    type: Literal["text", "input_text"]
-    text: str
-
-
-class RefusalPart(Strict):
-    """Of an assistant's message in a history."""
-
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
-
-
-def _url_object(value: object) -> object:
-    return {"url": value} if isinstance(value, str | None) else value
-
-
-class ImagePart(PixelLimits, Open):
-    """With a `uuid`, the URL may be null the next time."""
-
-    type: Literal["image_url", "input_image"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
-    uuid: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-
-    def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
-        """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
-        told = (self.image_url, self, others)
-        least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
-        most = next((one.max_pixels for one in told if one.max_pixels is not None), None)
-        return least, most, LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
-
-
-Part = Annotated[TextPart | RefusalPart | ImagePart, OneOf("content parts are of type 'text' or 'image_url'")]
-Parts = Annotated[list[Part], FIRST]
-
-
-class CalledFunction(Strict):
-    name: str
-    arguments: Annotated[str | dict[str, Any], Worded("must be a string of JSON")] = ""
-
-
-class ToolCall(Strict):
-    """A call that the assistant has made, in a history."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Parts | str | None, OneOf()] = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], ToolList] | None = None
-    tool_call_id: str | None = None
-    function_call: None = None
-
-    @model_validator(mode="after")
-    def _needs_content(self) -> "Message":
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError(f"a message of role '{self.role}' needs content")
-        return self
-
-
-class FunctionDefinition(Strict):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class FunctionName(Strict):
-    name: str
-
-
-class NamedTool(Strict):
-    type: Literal["function"] = "function"
-    function: FunctionName
 
 
 class StreamOptions(Strict):
@@ -195,7 +88,6 @@ StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
 Ids = Annotated[list[int], FIRST]
 FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
-CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
 
 
@@ -254,6 +146,11 @@ class GenerationRequest(Open):
         """The same of the prompt's tokens."""
         return None
 
+    @property
+    def remarks(self) -> list[str]:
+        """For the log, once each."""
+        return []
+
     def check_together(self, vocab_size: int) -> None:
         """What no single field shows. RequestError 400."""
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
@@ -274,14 +171,16 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
-    tools: Annotated[list[Tool], ToolList] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Worded(CHOICES)] = None
+    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool] | None = None
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None  # nothing that a template could show
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -303,18 +202,49 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_kwargs(self) -> dict[str, bool]:
-        top_level = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return top_level | (self.chat_template_kwargs or {})
+        """The nearest to the template counts."""
+        by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
+        thinks = by_effort if self.enable_thinking is None else self.enable_thinking
+        return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
+
+    @functools.cached_property
+    def functions(self) -> list[Tool]:
+        """The tools as the model sees them; those of a vendor are dropped."""
+        tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
+        return [tool for tool in tools if not isinstance(tool, HostedTool)]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of tools that take one text."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the answer lacks of what was asked for."""
+        return [f"The tool '{kind}' is its vendor's: this server does not have it, and dropped it." for kind in self._dropped]
+
+    @property
+    def _dropped(self) -> list[str]:
+        return list(dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool)))
+
+    @property
+    def remarks(self) -> list[str]:
+        said = [f"requests ask for the tool {words!r}, which is dropped" for words in self._dropped]
+        if self.reasoning_effort is not None:
+            switch = "on" if EFFORTS[self.reasoning_effort] else "off"
+            said.append(f"requests ask for the effort '{self.reasoning_effort}': thinking is {switch} if the template has a switch")
+        return said
 
     @property
     def called(self) -> str | None:
         """The function that must be called, if one is named."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
 
     @property
     def uses_tools(self) -> bool:
         """Whether the model sees the tools, and its calls are taken out of the text."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.functions) and self.tool_choice != "none"
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
@@ -325,7 +255,7 @@ class ChatRequest(GenerationRequest):
                 raise bad_value("continue_final_message", "needs a last message of the assistant with content")
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.function.name for tool in self.functions]
         if len(set(names)) < len(names):
             raise bad_value("tools", "must have names of their own")
         if self.tool_choice not in (None, "none", "auto") and not names:

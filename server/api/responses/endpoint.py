@@ -8,18 +8,31 @@ from typing import Any
 from server.api.chat.conversation import check_url
 from server.api.chat.endpoint import ChatEndpoint
 from server.api.chat.schema import ChatRequest
+from server.api.chat.tools import HostedTool
 from server.api.endpoint import Endpoint, Job
 from server.api.fields import limits_of, rest_of
 from server.api.responses import schema
 from server.api.responses.format import ResponseFormat
-from server.api.responses.schema import CallItem, ChosenTool, InputImage, MessageItem, ResponsesRequest, ResultItem, TextFormat, ThoughtItem
+from server.api.responses.schema import (
+    AnyTool,
+    CallItem,
+    ChosenTool,
+    CustomCallItem,
+    InputImage,
+    MessageItem,
+    ResponsesRequest,
+    ResultItem,
+    TextFormat,
+    ThoughtItem,
+    joined,
+)
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
 LIMITED = limits_of(
-    ((), "background_options context_management conversation image max_completion_tokens max_tokens messages moderation"),
+    ((), "background_options conversation image max_completion_tokens max_tokens messages moderation"),
     ((), "previous_response_id prompt response_format"),
     ((False,), "background continue_final_message logprobs"),
     ((True,), "add_generation_prompt"),
@@ -27,6 +40,8 @@ LIMITED = limits_of(
     ((1,), "n"),
     (("disabled",), "truncation"),
 )
+# What a vendor does around its models: an answer without it says so.
+DROPPED = ("context_management",)
 # Of tools that are not here, of tokens that nobody reads, or the same for every answer.
 HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
 
@@ -42,6 +57,7 @@ class ResponsesEndpoint(ChatEndpoint):
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(ResponsesRequest, value)
         job = self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)
+        job.warnings += self.note_dropped(value.keys() & DROPPED)
         params = job.submits[0].params
         job.echo = _echo(request) | {"temperature": params.temperature, "top_p": params.top_p}
         return job
@@ -59,27 +75,31 @@ def _echo(request: ResponsesRequest) -> dict[str, object]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": {"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
         "tool_choice": said["tool_choice"] or "auto",
-        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "tools": [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)],
     }
 
 
 def chat_body(request: ResponsesRequest, scanner: Scanner) -> dict[str, Any]:
     """As chat completions have it. RequestError 400."""
-    chat = rest_of(request.model_extra, LIMITED, HARMLESS)
+    chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
     chat |= request.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls"})
     chat["max_tokens"] = request.max_output_tokens
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     said = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
     chat["messages"] = [*system, *said]
     if request.tools:
-        chat["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools]
+        chat["tools"] = [chat_tool for tool in request.tools for chat_tool in _chat_tools(tool)]
     choice = request.tool_choice
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+    chat["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
     if request.text and request.text.format:
         chat["response_format"] = _response_format(request.text.format)
-    if request.reasoning and request.reasoning.effort == "none":
-        chat["enable_thinking"] = False
+    if request.reasoning and request.reasoning.effort:
+        chat["reasoning_effort"] = request.reasoning.effort
     return chat
+
+
+def _chat_tools(tool: AnyTool) -> list[dict[str, Any]]:
+    return [{"type": tool.type}] if isinstance(tool, HostedTool) else tool.functions()
 
 
 def _response_format(shape: TextFormat) -> dict[str, Any]:
@@ -95,7 +115,8 @@ def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]
     turn: dict[str, Any] = {}
     for i, item in enumerate(items):
         is_new = isinstance(item, MessageItem | ThoughtItem) and (turn.get("content") or turn.get("tool_calls"))
-        is_assistants = isinstance(item, CallItem | ThoughtItem) or (isinstance(item, MessageItem) and item.role == "assistant")
+        is_said = isinstance(item, MessageItem) and item.role == "assistant"
+        is_assistants = is_said or isinstance(item, CallItem | CustomCallItem | ThoughtItem)
         if turn and (is_new or not is_assistants):
             yield turn
             turn = {}
@@ -111,10 +132,13 @@ def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]
         yield turn
 
 
-def _extend(turn: dict[str, Any], item: MessageItem | CallItem | ThoughtItem, name: str) -> None:
+def _extend(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem | ThoughtItem, name: str) -> None:
     if isinstance(item, CallItem):
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-        turn.setdefault("tool_calls", []).append(call)
+        function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, CustomCallItem):
+        custom = {"name": item.name, "input": item.input}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "custom", "custom": custom})
     elif isinstance(item, ThoughtItem):
         turn["reasoning"] = turn.get("reasoning", "") + "".join(part.text for part in item.content or ())
     elif isinstance(item.content, str):

@@ -95,14 +95,15 @@ def test_a_history_with_calls() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": RELATIVE}]}]}, "messages.0.content.0.source.url"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: must be a string"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: must be 'user', 'assistant' or 'system'"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: must be 'custom'"),
+        ({"tools": [{"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: needs tools"),
+        ({"tools": [TOOL, {"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: names a function"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: is missing"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice: names a function"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
         ({"stop_sequences": [""]}, "stop_sequences.0: must have at least 1 characters"),
         ({"n": 2}, "n: may only be 1"),
         ({"logprobs": True}, "logprobs: may only be false"),
-        ({"mcp_servers": [{}]}, "mcp_servers: may only be []"),
+        ({"container": "x"}, "container: is not supported"),
     ],
 )  # fmt: skip
 def test_bad_requests_name_the_field_of_the_dialect(fields: dict[str, Any], words: str) -> None:

@@ -49,7 +49,7 @@ def test_fields_of_a_request() -> None:
     rest = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "disabled", "metadata": {"a": "b"}}
     chat = translated(**same, **rest, instructions="be short", max_output_tokens=5, reasoning={"effort": "none", "summary": "auto"})
     assert chat == {
-        **same, "model": "m", "max_tokens": 5, "enable_thinking": False, "store": True,
+        **same, "model": "m", "max_tokens": 5, "reasoning_effort": "none", "store": True,
         "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "why?"}],
     }  # fmt: skip
     schema = {"type": "object"}
@@ -107,13 +107,14 @@ def test_a_history_with_thoughts_and_calls() -> None:
         ({"background": True}, "background: may only be false"),
         ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
         ({"include": ["message.output_text.logprobs"]}, "include.0: must be"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.name: is missing"),
-        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools.0.type: must be 'function'"),
+        ({"tools": [{"name": "x"}]}, "tools.0.type: is missing"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice: must be"),
+        ({"tools": [{"type": "web_search", "name": "x"}], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice: needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice: names a function"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is missing"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity: must be 'medium'"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort: must be 'none' or 'medium'"),
+        ({"text": {"verbosity": "less"}}, "text.verbosity: must be 'low', "),
+        ({"reasoning": {"effort": "ultra"}}, "reasoning.effort: must be 'none', "),
     ],
 )  # fmt: skip
 def test_bad_requests_name_the_field_of_the_dialect(fields: dict[str, Any], words: str) -> None:

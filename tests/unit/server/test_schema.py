@@ -13,10 +13,15 @@ import pytest
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
 from server.api.chat.conversation import Conversation, read_conversation
-from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest, PixelLimits
+from server.api.chat.parts import PixelLimits
+from server.api.chat.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.grammar import read_grammar
+from server.api.messages import endpoint as messages
+from server.api.messages.schema import MessagesRequest
+from server.api.responses import endpoint as responses
+from server.api.responses.schema import ResponsesRequest
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
 from server.http.scan import Scanner
@@ -351,6 +356,25 @@ def test_a_limited_field(name: str) -> None:
         info = caught.value.info
         assert (info.status, info.param) == (400, name)
         assert all(json.dumps(one) in info.message for one in LIMITED[name]), info.message
+
+
+def test_one_table_of_efforts(caplog: pytest.LogCaptureFixture) -> None:
+    """Red if an effort that clients send is refused, if it outweighs what says more, or if the three dialects differ."""
+    for effort, thinks in EFFORTS.items():
+        assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
+    assert parse(reasoning_effort="high", enable_thinking=False).template_kwargs == {"enable_thinking": False}
+    assert parse(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).template_kwargs == {"enable_thinking": True}
+    assert parse().template_kwargs == {} and parse().remarks == []
+    scanner, value = Scanner("nonce", 4), {"messages": HELLO, "max_tokens": 5}
+    for effort in ("low", "medium", "high", "xhigh", "max"):
+        asked = messages.chat_body(check(MessagesRequest, {**value, "output_config": {"effort": effort}}), scanner)
+        response = responses.chat_body(check(ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}), scanner)
+        assert asked["reasoning_effort"] == response["reasoning_effort"] == effort
+    unknown = UnknownFields()
+    with caplog.at_level(logging.INFO):
+        for words in parse(reasoning_effort="high").remarks * 2:
+            unknown.once(words)
+    assert caplog.text.count("effort 'high'") == 1
 
 
 BAD_COMPLETIONS = [
