@@ -84,6 +84,7 @@ class OneOf:
 
         def choose(value: object) -> str | None:
             first = second = "<null>" if value is None else "<text>"
+            value = vars(value) if isinstance(value, BaseModel) else value  # when it is written
             if isinstance(value, dict):
                 first, second = f"<type {value.get('type')}>", "<object>"
             elif isinstance(value, list):
