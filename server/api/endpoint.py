@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from server.api.chat.schema import GenerationRequest, StreamOptions
 from server.api.fields import UnknownFields
 from server.api.grammar import read_grammar
 from server.api.openapi import BodyRoute, ErrorAnswer
+from server.api.responses.store import ResponseStore
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
@@ -55,6 +56,7 @@ class Service:
     shares: Shares
     client: Client
     metrics: Metrics
+    responses: ResponseStore
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Job:
     echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
     warnings: list[str] = field(default_factory=list)  # what its answer lacks
     custom_tools: frozenset[str] = frozenset()  # which take one text
+    keep: Callable[[dict[str, Any]], None] | None = None  # of the whole answer, when it is complete
 
     @property
     def num_images(self) -> int:
@@ -136,7 +139,15 @@ class Endpoint(ABC):
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address.encode()).digest()
+            with contextlib.ExitStack() as undo:
+                undo.callback(body.give_up)
+                body = await self.prepare(body)
+                undo.pop_all()
             return await self._submit(body)
+
+    async def prepare(self, body: Body) -> Body:
+        """The body to read, this one or another one, which is then given up. RequestError: this one is still there."""
+        return body
 
     async def _submit(self, body: Body) -> ASGIApp:
         service = self.service
@@ -210,7 +221,10 @@ class GenerationEndpoint(Endpoint):
             job.echo, job.warnings, job.custom_tools,
         )  # fmt: skip
         answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
-        return Reply(*answer, format=self.format(options), options=options)
+        return Reply(*answer, format=self.format_of(options, job), options=options)
+
+    def format_of(self, options: ReplyOptions, job: Job) -> Format:
+        return self.format(options)
 
 
 class GatheringEndpoint(Endpoint):

@@ -29,6 +29,7 @@ from server.api.messages import endpoint as messages
 from server.api.openapi import DescribedRoute
 from server.api.pooling import endpoint as pooling
 from server.api.responses import endpoint as responses
+from server.api.responses.store import ResponseStore
 from server.api.status import Status
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
@@ -64,8 +65,11 @@ class Api:
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
         checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
-        limit, shares = runtime.max_model_len, Shares(self.arena.size, lambda: self.arena.num_free)
-        self._service = Service(child.config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics)
+        self._service = Service(
+            child.config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena,
+            Shares(self.arena.size, lambda: self.arena.num_free), self.client, self._metrics,
+            ResponseStore(child.config.response_store_bytes, child.config.response_store_seconds),
+        )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
     def build_metrics(self) -> ASGIApp:
@@ -80,6 +84,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [endpoint(self._service).route(path) for path, endpoint in ENDPOINTS.items()]
+        app.router.routes += responses.StoredResponses(self._service).routes()
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()

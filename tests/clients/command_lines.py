@@ -28,10 +28,9 @@ HEADERS = ("content-type", "authorization", "accept", "x-api-key")
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Its standard output; it must succeed."""
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "HOME": str(folder), **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "HOME": str(folder), **environment}
+    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, **options)
     assert done.returncode == 0, f"{command[0]}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 

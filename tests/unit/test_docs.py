@@ -7,7 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +19,7 @@ from engine.flags import make_parser
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server import route
 from server.api.chat import parts, schema
+from server.api.responses.endpoint import StoredResponses
 from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
@@ -188,9 +189,10 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
 def test_every_endpoint_is_on_the_api_page() -> None:
     """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
-    told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
+    told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()} | set(ENDPOINTS) | {"/", "/openapi.json"}
-    assert told == {path.replace("{name:path}", "NAME") for path in routes}
+    routes |= {route.path for route in StoredResponses(cast(Any, SimpleNamespace(responses=None))).routes()}
+    assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 
 @pytest.mark.parametrize("name", tables.PAGES)

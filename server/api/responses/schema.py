@@ -175,6 +175,8 @@ class ResponsesRequest(Open):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     include: list[Include] | None = None
     metadata: dict[str, Any] | None = None
 
@@ -214,6 +216,8 @@ class ResponseAnswer(BaseModel):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     output: list[OutputItem]
     usage: ResponseUsage | None
+    previous_response_id: str | None = None
+    store: bool
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
     instructions: str | None
@@ -249,3 +253,20 @@ class ResponseEvent(BaseModel):
     code: str | None = None
     message: str | None = None
     param: str | None = None
+
+
+class TokensCounted(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ResponseDeleted(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool

@@ -49,7 +49,7 @@ def test_fields_of_a_request() -> None:
     rest = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "disabled", "metadata": {"a": "b"}}
     chat = translated(**same, **rest, instructions="be short", max_output_tokens=5, reasoning={"effort": "none", "summary": "auto"})
     assert chat == {
-        **same, "model": "m", "max_tokens": 5, "reasoning_effort": "none", "store": True,
+        **same, "model": "m", "max_tokens": 5, "reasoning_effort": "none",
         "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "why?"}],
     }  # fmt: skip
     schema = {"type": "object"}
@@ -103,7 +103,7 @@ def test_a_history_with_thoughts_and_calls() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role: must be 'user', "),
         ({"max_output_tokens": "5"}, "max_output_tokens: must be an integer"),
         ({"max_tokens": 5}, "max_tokens: is not supported"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported"),
+        ({"previous_response_id": 5}, "previous_response_id: must be a string"),
         ({"background": True}, "background: may only be false"),
         ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
         ({"include": ["message.output_text.logprobs"]}, "include.0: must be"),
