@@ -204,11 +204,13 @@ class GenerationEndpoint(Endpoint):
         options = OutputOptions(
             stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-            skip_special_tokens=request.skip_special_tokens is not False, **output,
+            skip_special_tokens=request.skip_special_tokens is not False, token_ids=bool(request.return_token_ids),
+            names_ids=bool(request.return_tokens_as_token_ids), prompt_logprobs=request.prompt_logprobs is not None, **output,
         )  # fmt: skip
         submits = submits_of(
             body, prompts, field, params, options, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
+            truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
         )  # fmt: skip
         return Job(request, submits)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import ErrorInfo, Event, Logprob
+from engine.messages import ErrorInfo, Event, Logprob, RankedToken
 from engine.stats import Stages
 
 encode = msgspec.json.Encoder().encode
@@ -92,6 +92,9 @@ class Choice:
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[list[RankedToken]] = field(default_factory=list)
     num_characters: int = 0  # of the tokens whose log-probabilities were told
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -100,6 +103,7 @@ class Choice:
     def note(self, event: Event) -> None:
         """All but the text and log-probabilities, which a stream has no use for."""
         self.usage.note(event)
+        self.prompt_ids = event.prompt_ids or self.prompt_ids
         for delta in event.calls:
             if delta.name is not None:
                 self.calls.append(Call(delta.name))
@@ -112,6 +116,8 @@ class Choice:
     def note_text(self, event: Event) -> None:
         (self.reasoning if event.is_reasoning else self.content).append(event.text)
         self.logprobs += event.logprobs
+        self.token_ids += event.token_ids
+        self.prompt_logprobs += event.prompt_logprobs
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
         """Kind, text and call of what it says: `thinking`, then `text`, then each `call`, whose text are its arguments."""

@@ -157,6 +157,7 @@ class Intake(Way):
             if isinstance(failures.exceptions[0], ArenaFull) and sum(image.num_bytes for image in images) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
+        ids = self._truncate(submit, ids)
         if submit.output.echo:
             for answer in request.answers:
                 answer.echo = self._prompts.text_of(submit.prompt)
@@ -196,8 +197,20 @@ class Intake(Way):
     def _encode(self, submit: Submit) -> list[int]:
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
             return submit.prompt.ids
-        limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
+        limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
+
+    def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
+        """RequestError 400 for a prompt with images: what is left of one is none."""
+        limit = submit.truncated_to
+        if limit is None:
+            return ids
+        if submit.media:
+            name = "truncate_prompt_tokens"
+            raise RequestError(400, f"{name}: is for prompts without images.", name, "invalid_value")
+        if limit < 0:
+            limit = self.max_model_len - max(1, min(submit.params.max_tokens or 1, self.max_model_len - 1))
+        return ids[:limit] if submit.keeps_beginning else ids[-limit:]
 
     async def _compile(self, request: Request) -> None:
         """Puts the grammar of the answer, if any, into the arena. RequestError 400."""

@@ -36,6 +36,12 @@ class AnswerMessage(BaseModel):
     tool_calls: list[ToolCall | CustomCall] | None = None
 
 
+class RankedToken(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class Head(BaseModel):
     id: str
     created: int
@@ -43,11 +49,14 @@ class Head(BaseModel):
     usage: Usage | None = None
     timings: dict[str, float] | None = None
     warnings: list[str] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class Ending(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChoice(Ending):
@@ -97,6 +106,8 @@ class TextChoice(Ending):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class Completion(Head):

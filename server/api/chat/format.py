@@ -6,7 +6,7 @@ The hot path is `token_chunk`.
 import secrets
 from abc import abstractmethod
 
-from engine.messages import CallDelta, ErrorInfo, Event, Logprob
+from engine.messages import CallDelta, ErrorInfo, Event, Logprob, RankedToken
 from server.api.chat.tools import CustomText, custom_text
 from server.errors import error_body
 from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
@@ -36,6 +36,10 @@ class OpenAIFormat(Format):
     def document_choice(self, choice: Choice) -> dict[str, object]:
         """What a document says of a choice but for why it ended."""
 
+    def document_head(self, choice: Choice) -> dict[str, object]:
+        """What a document says beside its choices, the first of which this is."""
+        return {}
+
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         said = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
         return self._chunk(said, choice.usage, {} if self._include_usage else timings)
@@ -49,8 +53,8 @@ class OpenAIFormat(Format):
         return b"data: " + error_body(info) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        said = [{"index": choice.index, **self.document_choice(choice), **_ending(choice)} for choice in choices]
-        head = {**self._head, "object": self.document_object}
+        said = [{"index": choice.index, **self.document_choice(choice), **_ids(choice), **_ending(choice)} for choice in choices]
+        head = {**self._head, "object": self.document_object, **self.document_head(choices[0])}
         return encode({**head, "choices": said, "usage": usage_json(usage), **timings, **self._warnings})
 
     def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
@@ -82,7 +86,7 @@ class ChatFormat(OpenAIFormat):
 
     def first_chunk(self, choice: Choice) -> bytes:
         said = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._chunk(said, choice.usage, self._warnings)
+        return self._chunk(said, choice.usage, self._warnings | _prompt_ids(choice))
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = encode(event.text)
@@ -91,11 +95,14 @@ class ChatFormat(OpenAIFormat):
         if event.calls:
             calls = encode([self._delta_json(choice, call) for call in event.calls])
             delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
-        end = b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+        end = b'},"logprobs":' + logprobs + _ids_json(event) + b',"finish_reason":null}]' + self._end(choice.usage)
         return self._opening(choice, b'"delta":{') + delta + end
 
     def last_delta(self) -> dict[str, object]:
         return {"delta": {}}
+
+    def document_head(self, choice: Choice) -> dict[str, object]:
+        return _of_prompt(choice)
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
         """A message that thought, or called, and came to no answer has no content."""
@@ -135,14 +142,15 @@ class CompletionFormat(OpenAIFormat):
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         logprobs = encode(_completion_logprobs(event.logprobs, choice)) if event.logprobs else b"null"
         text = self._opening(choice, b'"text":') + encode(event.text)
-        return text + b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+        ids = _ids_json(event) + (b',"prompt_token_ids":' + encode(event.prompt_ids) if event.prompt_ids else b"")
+        return text + b',"logprobs":' + logprobs + ids + b',"finish_reason":null}]' + self._end(choice.usage)
 
     def last_delta(self) -> dict[str, object]:
         return {"text": ""}
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
         logprobs = _completion_logprobs(choice.logprobs, choice) if choice.logprobs else None
-        return {"text": "".join(choice.content), "logprobs": logprobs}
+        return {"text": "".join(choice.content), "logprobs": logprobs, **_of_prompt(choice)}
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
@@ -153,6 +161,30 @@ def usage_json(usage: Usage) -> dict[str, object]:
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
     }
     return shown | {"completion_tokens_details": {"reasoning_tokens": usage.num_reasoning}} if usage.num_reasoning else shown
+
+
+def _ids(choice: Choice) -> dict[str, object]:
+    return {"token_ids": choice.token_ids} if choice.token_ids else {}
+
+
+def _ids_json(event: Event) -> bytes:
+    return b',"token_ids":' + encode(event.token_ids) if event.token_ids else b""
+
+
+def _prompt_ids(choice: Choice) -> dict[str, object]:
+    return {"prompt_token_ids": choice.prompt_ids} if choice.prompt_ids else {}
+
+
+def _of_prompt(choice: Choice) -> dict[str, object]:
+    """As vLLM has it: an object of each token's place by ids, null for the first."""
+    if not choice.prompt_logprobs:
+        return _prompt_ids(choice)
+    places = [{str(token.id): _ranked_json(token) for token in place} or None for place in choice.prompt_logprobs]
+    return {**_prompt_ids(choice), "prompt_logprobs": places}
+
+
+def _ranked_json(token: RankedToken) -> dict[str, object]:
+    return {"logprob": token.logprob, "rank": token.rank, "decoded_token": _text(token.text)}
 
 
 def _ending(choice: Choice) -> dict[str, object]:

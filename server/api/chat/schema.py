@@ -129,6 +129,11 @@ class GenerationRequest(Open):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     timings: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
+    truncation_side: Literal["left", "right"] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
 
@@ -144,7 +149,7 @@ class GenerationRequest(Open):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """The same of the prompt's tokens."""
-        return None
+        return self.prompt_logprobs
 
     @property
     def remarks(self) -> list[str]:
@@ -164,6 +169,10 @@ class GenerationRequest(Open):
             raise bad_value("min_tokens", "must not be greater than the most tokens that are asked for")
         if self.stream_options is not None and not self.stream:
             raise bad_value("stream_options", "is for requests with `stream: true` only")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
+        if self.truncate_prompt_tokens == 0:
+            raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
 class ChatRequest(GenerationRequest):
@@ -280,7 +289,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+        return self.logprobs if self.echo else self.prompt_logprobs
 
     @property
     def token_limit(self) -> int:
@@ -296,6 +305,8 @@ class CompletionRequest(GenerationRequest):
         super().check_together(vocab_size)
         if self.max_tokens == 0 and not self.echo:
             raise bad_value("max_tokens", "must be at least 1 for requests without `echo: true`")
+        if self.echo and self.prompt_logprobs is not None:
+            raise bad_value("prompt_logprobs", "excludes `echo: true`, with which `logprobs` are the prompt's too")
         if len(self.prompts) > MAX_PROMPTS:
             raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
         for prompt in self.prompts:

@@ -32,7 +32,8 @@ from server.http.validate import bad_value, check
 LIMITED = limits_of(
     ((), "container enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop"),
     ((), "stream_options top_logprobs"),
-    ((False,), "logprobs"),
+    ((), "prompt_logprobs"),
+    ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
     ((1,), "n"),
 )
 # What a vendor does around its models: an answer without it says so.

@@ -41,8 +41,8 @@ from server.http.validate import bad_value, check
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
 LIMITED = limits_of(
     ((), "background_options conversation image max_completion_tokens max_tokens messages moderation"),
-    ((), "prompt response_format"),
-    ((False,), "background continue_final_message logprobs"),
+    ((), "prompt prompt_logprobs response_format"),
+    ((False,), "background continue_final_message logprobs return_token_ids return_tokens_as_token_ids"),
     ((True,), "add_generation_prompt"),
     ((0,), "top_logprobs"),
     ((1,), "n"),
