@@ -30,6 +30,7 @@ from server.api.openapi import DescribedRoute
 from server.api.pooling import endpoint as pooling
 from server.api.responses import endpoint as responses
 from server.api.responses.store import ResponseStore
+from server.api.sglang import endpoint as sglang
 from server.api.status import Status
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
@@ -43,7 +44,7 @@ from server.http.page import Page
 from server.http.shares import Shares
 from server.warm import warm_up
 
-ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES}
+ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES, **sglang.ROUTES}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
 TITLE = "A small serving engine for Qwen3-VL"
@@ -84,7 +85,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [endpoint(self._service).route(path) for path, endpoint in ENDPOINTS.items()]
-        app.router.routes += responses.StoredResponses(self._service).routes()
+        app.router.routes += [*responses.StoredResponses(self._service).routes(), *sglang.Native(self._service).routes()]
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()

@@ -89,15 +89,23 @@ class PromptBuilder:
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt, limit)
         elif isinstance(prompt, TokenPrompt):
-            ids = prompt.ids
+            ids = self._shortened(prompt.ids) if num_images else prompt.ids
         else:
             ids = self._encode_text(prompt.text, limit)
         num_shown = ids.count(self._image_token_id)
-        if num_shown > num_images and not is_chat:
+        if num_shown > num_images == 0 and not is_chat:
             raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
+        if num_shown != num_images and not is_chat:
+            words = f"The prompt has {num_images} images and {num_shown} placeholders of images."
+            raise RequestError(400, words, PROMPT, "invalid_value")
         if num_shown != num_images:
             raise RequestError(400, "The chat template of this model does not show every image of these messages.", PROMPT)
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """With one placeholder an image also where a client has repeated it for each of the image's tokens: no two images touch."""
+        pairs = zip(ids, [None, *ids], strict=False)
+        return [token_id for token_id, before in pairs if not (token_id == before == self._image_token_id)]
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
         """Of each word. They are whole words in vocabularies as large as Qwen's."""

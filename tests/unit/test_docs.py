@@ -20,6 +20,7 @@ from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server import route
 from server.api.chat import parts, schema
 from server.api.responses.endpoint import StoredResponses
+from server.api.sglang.endpoint import Native
 from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
@@ -191,7 +192,8 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()} | set(ENDPOINTS) | {"/", "/openapi.json"}
-    routes |= {route.path for route in StoredResponses(cast(Any, SimpleNamespace(responses=None))).routes()}
+    for endpoints in (StoredResponses(cast(Any, SimpleNamespace(responses=None))), Native(cast(Any, None))):
+        routes |= {route.path for route in endpoints.routes()}
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 

@@ -30,6 +30,17 @@ def check_url(url: str, scanner: Scanner, path: str) -> None:
         raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
 
 
+def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | None, str | None]:
+    """A payload in the api's arena, whose reference is now a used one, or a URL. RequestError 400 for one that no loader knows."""
+    check_url(url, body.scanner, path)
+    index = body.scanner.index_of(url)
+    if index is None:
+        return None, url
+    used.add(index)
+    reference = body.scanner.references[index]
+    return Region(API_ARENA, body.region.offset + reference.offset, reference.length), None
+
+
 def read_conversation(messages: list[Message], body: Body, salt: str | None, limits: PixelLimits | None) -> Conversation:
     """Replaces every image part by an index into the media; `limits` are of the whole request. Names of images are apart for each key that
     clients send, and for each salt. RequestError 400 for a URL that no loader knows."""
@@ -78,12 +89,7 @@ def _read_part(
         raise bad_value(f"{name}.image_url", "may be null beside a `uuid` only")
     payload = None
     if url is not None:
-        check_url(url, body.scanner, f"{name}.image_url.url")
-        index = body.scanner.index_of(url)
-        if index is not None:
-            reference, url = body.scanner.references[index], None
-            conversation.used_references.add(index)
-            payload = Region(API_ARENA, body.region.offset + reference.offset, reference.length)
+        payload, url = locate(url, f"{name}.image_url.url", body, conversation.used_references)
     least, most, cap = part.limits(limits)
     image_name = None if part.uuid is None else hashlib.sha256(owner + part.uuid.encode()).digest()
     conversation.media.append(MediaRef(payload, url, least, most, image_name, cap))
