@@ -23,7 +23,7 @@ MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
     "engine": 118_700,
-    "engine/grammar": 14_900,
+    "engine/grammar": 17_400,  # Lark, as outlines and guidance write it: 2,500
     "engine/scheduler": 87_200,
     "engine/worker": 122_300,
     "server": 27_100,

@@ -33,7 +33,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
             told["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
     if (grammar := _of_response_format(request)) is not None:
         told["response_format"] = grammar
-    if len(told) > 1:
+    if len(set(told.values())) > 1:  # guidance says the same in two fields
         raise bad_value(list(told)[1], f"excludes {next(iter(told))}: an answer can follow one of them only")
     return next(((grammar, name) for name, grammar in told.items()), (None, ""))
 

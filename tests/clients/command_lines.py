@@ -117,7 +117,7 @@ def insisting(url: str) -> Iterator[str]:
                 self.send_response(answer.status_code)
                 self.send_header("content-type", answer.headers["content-type"])
                 self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # Claude Code asks for a title, too, and does not wait for it
+                with contextlib.suppress(ConnectionError):  # Claude Code asks for a title, too, and does not wait for it
                     for piece in answer.iter_raw():
                         self.wfile.write(piece)
 

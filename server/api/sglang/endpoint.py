@@ -88,11 +88,11 @@ def _prompts(asked: GenerateRequest) -> tuple[str, list[Any]]:
 
 def _images(asked: GenerateRequest, num_prompts: int) -> list[list[str]]:
     """Of each prompt. RequestError 400."""
-    given = asked.image_data or []
+    given: Any = asked.image_data or []
     if isinstance(given, str):
         given = [given]
     if num_prompts == 1 and all(isinstance(image, str) for image in given):
-        given = [given]  # type: ignore[list-item]
+        given = [given]
     if given and len(given) != num_prompts:
         raise bad_value("image_data", "must have an entry a prompt")
     return [[images] if isinstance(images, str) else list(images or []) for images in given or [None] * num_prompts]
