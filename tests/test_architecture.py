@@ -29,7 +29,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "server": 27_100,
     # Custom tools and efforts of three dialects 8,700, stored responses 8,500, token ids 3,000, SGLang's dialect 11,800.
     "server/api": 155_000,
-    "server/http": 107_100,
+    "server/http": 108_500,  # codes of errors 1,200
     "server/processor": 124_600,
     "models": 65_300,
     "models/attention": 9_100,

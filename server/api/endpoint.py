@@ -220,7 +220,7 @@ class GenerationEndpoint(Endpoint):
         options = ReplyOptions(
             request.model or service.model_names[0], int(time.time()), body.started, body.received, bool(request.stream),
             bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings),
-            job.echo, job.warnings, job.custom_tools,
+            job.echo, job.warnings, job.custom_tools, job.submits[0].output.calls != "none",
         )  # fmt: skip
         answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
         return Reply(*answer, format=self.format_of(options, job), options=options)

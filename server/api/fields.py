@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from server.errors import RequestError
+from server.http.validate import bad_value
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,10 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
         value, allowed = fields[name], limits[name]
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             continue
+        if not allowed:
+            raise bad_value(f"{prefix}{name}", "is not supported by this server: leave it out.", "unsupported_parameter")
         values = " or ".join(json.dumps(one) for one in allowed)
-        words = f"may only be {values} on this server" if allowed else "is not supported by this server"
-        raise RequestError(400, f"{prefix}{name}: {words}; or leave it out.", f"{prefix}{name}", "unsupported_value")
+        raise bad_value(f"{prefix}{name}", f"may only be {values} on this server; or leave it out.", "unsupported_value")
 
 
 def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:

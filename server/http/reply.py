@@ -138,7 +138,7 @@ class Reply(Answer):
             choice.usage.num_prompt, choice.usage.num_cached = event.num_prompt_tokens, event.num_cached_tokens
             choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
-        is_token = event.num_tokens > choice.usage.num_generated and event.finish_reason is None
+        is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
         choice.note(event)
         if event.text or is_token or event.calls or event.logprobs or event.token_ids:
             chunks.append(self._format.token_chunk(choice, event))

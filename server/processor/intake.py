@@ -44,6 +44,8 @@ from server.processor.request import Answer, Request, Way
 from server.processor.room import wire
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
+JSON_KINDS = ("json_object", "json_schema")
+DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
 
 
@@ -172,10 +174,8 @@ class Intake(Way):
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
-        room = self.max_model_len - num_prompt
-        limit = submit.params.max_tokens
         changes = {
-            "max_tokens": room if limit is None else max(1, min(limit, room)),
+            "max_tokens": self._max_tokens(request),
             "bad_words": self._prompts.bad_words(submit.output.bad_words),
         }
         if submit.pooled_words is not None:
@@ -199,6 +199,14 @@ class Intake(Way):
             return submit.prompt.ids
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
+
+    def _max_tokens(self, request: Request) -> int:
+        """A model that has lost its way goes on within a string of its JSON for ever."""
+        submit, room = request.submit, self.max_model_len - request.num_prompt_tokens
+        limit, grammar = submit.params.max_tokens, submit.grammar
+        if limit is None and grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking:
+            limit = DEFAULT_JSON_TOKENS
+        return room if limit is None else max(1, min(limit, room))
 
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
         """RequestError 400 for a prompt with images: what is left of one is none."""

@@ -6,6 +6,7 @@ for what runs on it, Node.js; without them a row says so. What it installs is go
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -100,13 +101,13 @@ def in_python(name: str, url: str, folder: Path) -> tuple[str, str]:
     run([python, "-m", "pip", "install", "-q", *packages, *TESTERS], folder, INSTALL_S)
     bare = packages[0].partition("[")[0]
     version = run([python, "-c", f"import importlib.metadata as m; print(m.version({bare!r}))"], folder, TEST_S).strip()
-    options = ["--engine-url", url, "--confcutdir", "tests/clients", "-m", "", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    options = ["--engine-url", url, "--confcutdir", "tests/clients", "-m", "", "-p", "no:cacheprovider", "--tb=short"]
     try:
-        said = run([python, "-m", "pytest", f"tests/clients/{file}", *options], ROOT, TEST_S)
+        said = run([python, "-m", "pytest", f"tests/clients/{file}", *options], ROOT, TEST_S).strip()
     except RuntimeError as failure:
         print(failure, file=sys.stderr)
-        return version, str(failure).splitlines()[-1]
-    return version, said.strip().splitlines()[-1]
+        said = str(failure)
+    return version, ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", said.splitlines()[-1])) or "failed"
 
 
 def install_node(packages: list[str], folder: Path) -> str:

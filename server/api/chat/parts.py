@@ -75,7 +75,7 @@ Parts = Annotated[list[Part], FIRST]
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Parts | str | None, OneOf()] = None
+    content: Annotated[Parts | str | None, OneOf("must be a string or a list of parts")] = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, OneOf(CALLS)]], ToolList] | None = None

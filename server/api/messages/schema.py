@@ -76,7 +76,7 @@ OF_ROLES = {
 
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[list[Block], FIRST] | str, OneOf()]
+    content: Annotated[Annotated[list[Block], FIRST] | str, OneOf("must be a string or a list of blocks")]
 
 
 class ClientTool(Strict):

@@ -23,7 +23,7 @@ class InputImage(PixelLimits):
 
 
 InputPart = Annotated[InputText | RefusalPart | InputImage, OneOf("parts are of type 'input_text', 'input_image' or 'output_text'")]
-Content = Annotated[Annotated[list[InputPart], FIRST] | str, OneOf()]
+Content = Annotated[Annotated[list[InputPart], FIRST] | str, OneOf("must be a string or a list of parts")]
 
 
 class MessageItem(Strict):

@@ -69,7 +69,7 @@ def test_ids_and_texts_with_pictures(stack: Stack, tokenizer: Tokenizer) -> None
     [
         ({}, "text"), ({"text": "a", "input_ids": [1]}, "text"), ({"text": ""}, "text"), ({"input_ids": [10**6]}, "input_ids"),
         ({"text": "a", "image_data": URL}, "text"), ({"text": SLOT}, "text"), ({"text": "a", "image_data": 5}, "image_data"),
-        ({"text": ["a", "b"], "image_data": [URL]}, "image_data"), ({"text": SLOT, "image_data": "x.png"}, "image_data.0"),
+        ({"text": ["a", "b"], "image_data": [URL]}, "image_data"), ({"text": SLOT, "image_data": "x.png"}, "image_data[0]"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params"), ({"text": "a", "video_data": "x"}, "video_data"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"), ({"text": "a", "sampling_params": {"n": 99}}, "n"),
     ],

@@ -87,6 +87,8 @@ def test_one_chunk_a_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> N
     assert all(delta.keys() == {"index", "function"} and delta["function"].keys() == {"arguments"} for delta in deltas[1:])
     assert "tool_call" not in "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)  # type: ignore[index]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"  # type: ignore[index]
+    shown = [chunk["choices"][0]["delta"] for chunk in chunks[1:-1]]  # type: ignore[index]
+    assert all(delta.get("content") or delta.get("tool_calls") for delta in shown), "chunks that say nothing"
 
 
 def test_a_call_that_was_cut_off_is_a_length(stack: Stack, tokenizer: Tokenizer) -> None:
