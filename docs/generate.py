@@ -1,6 +1,7 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
-flags.md is `engine/config.py` with advice on when to change a flag; fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
+flags.md is `engine/config.py` with advice on when to change a flag; moving.md has tables of `engine/moving.py`;
+fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
 """
 
 import json
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder otherwise
 
 from engine.config import GIB, MIB, EngineConfig  # noqa: E402
+from engine.moving import OTHER, READ, SAME, OtherFlag  # noqa: E402
 from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 
@@ -60,9 +62,13 @@ WHEN = {
     "tp": "The model does not fit on one GPU, or one stream must be faster. For throughput of a model that fits, replicas are better.",
     "dp": "There are more GPUs than the model needs: see [operations](operations.md#several-engines-on-one-host).",
     "ep": "The share of an expert would be too narrow: not whole float8 blocks, or slow.",
+    "seed": "Runs must be repeatable although requests have no seeds.",
+    "generation_config": "Scores are to be compared with those of vLLM with the same flag.",
+    "min_pixels": "Small images are read badly.",
+    "max_pixels": "Lower: fewer tokens for each large image.",
     "host": "`0.0.0.0` behind a proxy: read [security](security.md) first.",
     "api_key": "Always if others reach the port. The environment keeps it out of process lists.",
-    "otlp_traces_endpoint": "`http://collector:4318/v1/traces`, with `pip install -e \".[tracing]\"`.",
+    "otlp_traces_endpoint": '`http://collector:4318/v1/traces`, with `pip install -e ".[tracing]"`.',
     "api_key_file": "A key per client, so that one can be revoked; the file is read at the start.",
     "metrics_port": "Prometheus should not have the key, or the proxy should not expose metrics.",
     "allowed_hosts": "Browsers that also visit other sites reach the port.",
@@ -75,6 +81,7 @@ WHEN = {
     "max_num_encoder_tokens": "Higher for images of more than 16 megapixels; also sets the peak memory of the vision tower.",
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
     "prefix_cache": "Off to measure without it.",
+    "draft": "`suffix` for few streams whose answers repeat themselves, each other or the prompt: see [drafting](drafting.md).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",
     "image_host_cache_bytes": "There are more long conversations than the KV pool holds: embeddings are restored instead of encoded again.",
     "gpu_memory_utilization": "Lower if other programs use the GPU.",
@@ -131,7 +138,79 @@ def flags_page() -> str:
         text = get_args(annotation)[1].replace("|", "\\|")
         flag = "--" + name.replace("_", "-")
         lines.append(f"| `{flag}` | {_kind(annotation)} | {_default(name, defaults[name])} | {text} | {WHEN.get(name, '')} |")
+    lines += [
+        "",
+        "## Names of others",
+        "",
+        "Underscores may stand for dashes. Scripts for vLLM and SGLang may keep these flags; [moving](moving.md) says what differs.",
+        "",
+        "| flag here | other names |",
+        "|---|---|",
+    ]
+    for field in dict.fromkeys(same.field for same in SAME):
+        names = ", ".join(f"`{other}`" for same in SAME if same.field == field for other in same.names)
+        lines.append(f"| `{_flag_of(field)}` | {names} |")
+    lines += [
+        "",
+        "Accepted, with one line that says why it has no effect:",
+        "",
+        _names_of([other for other in OTHER if not other.is_refused]),
+    ]
+    lines += ["", "Refused, with one line that says what to use instead:", "", _names_of([other for other in OTHER if other.is_refused])]
     return "\n".join(lines) + "\n"
+
+
+def _flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _names_of(others: list[OtherFlag]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(name for other in others for name in other.names)) + "."
+
+
+def _moving_table(server: str) -> list[str]:
+    """Of `engine/moving.py`: what one of the two servers calls its flags."""
+    rows = []
+    for same in (same for same in SAME if server in same.servers):
+        switch = {None: _flag_of(same.field), True: _flag_of(same.field), False: "--no-" + same.field.replace("_", "-")}[same.const]
+        rows.append((same.names, f"`{switch}`", same.differs))
+    rows += [((read.name,), "see right", read.differs) for read in READ if server in read.servers]
+    for other in (other for other in OTHER if server in other.servers):
+        shown = [f"`{value}`" for value in other.values or ()]
+        values = f"{shown[0]} to {shown[-1]}" if len(shown) > 3 else ", ".join(shown)
+        rows.append((other.names, "refused" if other.is_refused else f"no effect, {values} alone" if values else "no effect", other.text))
+    names = [(", ".join(f"`{name}`" for name in names), here, text) for names, here, text in rows]
+    return ["| there | here | what differs |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))]
+
+
+def moving_page() -> str:
+    """docs/moving.md."""
+    return "\n".join([
+        "# From vLLM, from SGLang",
+        "",
+        "Start commands, requests, Python scripts and dashboards of vLLM and SGLang work here with few changes. `python docs/generate.py`",
+        "writes this page from `engine/moving.py`.",
+        "",
+        "* **Flags**: those below are accepted as they stand, with underscores too. One without effect prints a line that says why; one",
+        "  that cannot be had is refused with what to use instead. Flags of the same name (`--host`, `--port`, `--api-key`, `--dtype`,",
+        "  `--served-model-name`, `--chat-template`, `--max-model-len`, `--seed`, ...) are on [flags](flags.md). A checkpoint's code is",
+        "  never run.",
+        "* **Requests**: the dialects of OpenAI and Anthropic with the fields of both servers: [API](api.md) and [fields](fields.md).",
+        "",
+        "## From vLLM",
+        "",
+        "`vllm serve MODEL` becomes `mini-vlm serve MODEL`.",
+        "",
+        *_moving_table("vLLM"),
+        "",
+        "## From SGLang",
+        "",
+        "`python -m sglang.launch_server --model-path MODEL` becomes `mini-vlm serve --model-path MODEL`. The port",
+        "is 8000 unless `--port` says otherwise.",
+        "",
+        *_moving_table("SGLang"),
+        "",
+    ])  # fmt: skip
 
 
 def _limited(fields: dict[str, tuple[object, ...]]) -> list[str]:
@@ -177,7 +256,7 @@ def fields_page() -> str:
     ])  # fmt: skip
 
 
-PAGES = {"flags.md": flags_page, "fields.md": fields_page}
+PAGES = {"flags.md": flags_page, "fields.md": fields_page, "moving.md": moving_page}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ VERSION = "0.2.0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 MAY_BE_ZERO = frozenset(  # any other number is at least 1
-    {"port", "metrics_port", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"}
+    {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"}
     | {"response_store_bytes"}
 )
 
@@ -48,6 +48,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' uses GPUs if there are any"] = "auto"
     backend: Annotated[
         Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
+    ] = "auto"
+    seed: Annotated[
+        int | None, "requests without a seed get theirs from a generator of this seed, in the order in which they come; default: random"
+    ] = None
+    generation_config: Annotated[
+        Literal["auto", "vllm"], "temperature and others that a request leaves out: the checkpoint's generation_config.json, or vLLM's own"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     dp: Annotated[
@@ -96,6 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; beyond it, 503"] = 1024
     max_queue_seconds: Annotated[int | None, "longest wait for the first step, then 503; default: no limit"] = None
     request_timeout: Annotated[int | None, "longest time of a request in seconds, waiting and running; default: its field `timeout`"] = None
+    draft: Annotated[
+        Literal["off", "suffix", "auto"],
+        "'suffix' guesses tokens from what followed the same words before (in the request, its prediction, recent answers of its tenant)"
+        " and verifies several in one step; 'auto' is refused until its cost is measured",
+    ] = "off"
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[
@@ -133,10 +144,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     write_timeout: Annotated[int, "seconds that a client may read nothing of its answer; it makes room for others before that"] = 30
     max_images_per_request: Annotated[int, "images in one request"] = 128
+    min_pixels: Annotated[int | None, "least pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
+    max_pixels: Annotated[int | None, "most pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
     decode_timeout: Annotated[int, "seconds that an image other than a baseline JPEG may take"] = 30
+    video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
+    max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
+    max_video_frames: Annotated[int, "frames that are seen of one video"] = 2048
+    max_video_file_frames: Annotated[int, "frames in a video file"] = 500_000
+    max_video_frame_pixels: Annotated[int, "pixels of a video's frame before resizing"] = 1 << 26
+    max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
+    video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
@@ -152,6 +172,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours, and CHILD_DEFAULTS and `defaults` where ours says nothing."""
     return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ}
+
+
+def read_variables() -> set[str]:
+    """Names of those in the environment that begin as our flags' do."""
+    return {name for name in os.environ if name.startswith("ENGINE_")}
 
 
 def read_api_keys(config: EngineConfig) -> list[str]:
@@ -213,6 +238,10 @@ def find_problem(config: EngineConfig) -> str | None:
         return "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
+    if config.draft == "auto":
+        return "--draft auto: that drafts which never hold cost at most 1 % is not measured yet; choose off or suffix"
+    if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
+        return "--min-pixels must not exceed --max-pixels"
     if config.max_num_seqs > config.max_num_batched_tokens:
         return "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token a step"
     return None

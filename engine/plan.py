@@ -97,7 +97,7 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
     patches = config.max_num_encoder_tokens * vision.merge_size**2
     step = step_bytes(model, tp, config.max_num_batched_tokens)
-    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * config.max_num_seqs * text.vocab_size
+    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * max_draws(config, STEP_SIZES) * text.vocab_size
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
@@ -109,16 +109,21 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     return VALUE_BYTES * of_token * num_tokens
 
 
-def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
+def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
+    """Of a step: one of each row, or several of few rows that verify drafts."""
+    return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
+
+
+def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, activations: int) -> int:
     """At most: launches, shared inputs and logits, and the activations of the largest."""
-    chunks = sizes.chunks_by_rows(max_num_seqs)
-    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(map(len, chunks.values()))
+    chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
+    num_graphs = len(decodes) + sum(map(len, chunks.values()))
     largest_chunk = max((each[-1] for each in chunks.values()), default=0)
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
-    num_logits = max(chunks, default=max_num_seqs) + sizes.large_step
+    num_logits = max([*chunks, decodes[-1]]) + sizes.large_step
     logits = 2 * 4 * num_logits * model.text.vocab_size  # shared, and those of the largest while it is captured
     embeddings = model.num_visual_levels * largest_chunk * model.text.hidden_size * VALUE_BYTES
-    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
+    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // config.max_num_batched_tokens
 
 
 def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
@@ -153,7 +158,7 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
         weights=weight_bytes(model, tp, is_fp8),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
-        step_graphs=step_graph_bytes(model, sizes, config.max_num_seqs, config.max_num_batched_tokens, activations),
+        step_graphs=step_graph_bytes(model, sizes, config, activations),
         tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
         states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).bytes_per_row,
     )

@@ -44,3 +44,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     images_restored: int = 0  # from host memory; not hits
     images_decoded: int = 0  # by the processor: files that are no plain JPEGs
     preemptions: int = 0
+    drafts: int = 0  # rows that were verified with drafts
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0  # that are in answers
+    accepted_by_position: list[int] = []  # of these: first, second ... draft of a row

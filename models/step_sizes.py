@@ -25,6 +25,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     launch_work: int = 0  # tokens times parameters of a layer: with more, the device is slower than the host
     few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
+    verify_rows: int = 0  # query rows of a step, drafts included, that cost little more than one: --draft; 0: none are verified
     large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this
 
     def chunks(self, num_decode_rows: int) -> list[int]:

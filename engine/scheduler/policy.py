@@ -278,8 +278,7 @@ class _StepBuilder:
             visual, num_images = self._take_images(request, start, end)
         sample = end - len(drafts) == request.num_tokens
         chunk = Chunk(request.row, start, length, sample, new_blocks, visual, drafts, self._snapshot_blocks(request, start, end))
-        is_decode_row = sample and length == 1 and not visual
-        (self.decodes if is_decode_row else self.prefills).append((request, chunk))
+        (self.decodes if chunk.is_decode else self.prefills).append((request, chunk))
         self.state.advance(request, chunk, num_images)
 
     def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
@@ -325,4 +324,4 @@ class _StepBuilder:
 def _encoder_cost(request: Request, span: ImageSpan) -> int:
     """In encoder tokens. An image that becomes much smaller costs what its pixels do: a step holds all of them."""
     source = request.sources[span.hash]
-    return max(span.length, source.height * source.width // PIXELS_PER_TOKEN)
+    return max(span.length, source.num_frames * source.height * source.width // PIXELS_PER_TOKEN)

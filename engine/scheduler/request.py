@@ -49,6 +49,8 @@ class Request:
     num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, drafts not counted
     drafts: tuple[int, ...] = ()  # guesses of what follows the last known token
+    is_held: bool = False  # drafts are to follow the tokens on the way
+    prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # the client's, of the output
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it
     blocks: list[int] = field(default_factory=list)
@@ -87,8 +89,8 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """False if enough are drawn already, or if drafts must wait for the results."""
-        return self.num_output < self.max_tokens and not (self.drafts and self.num_drawn)
+        """False if enough are drawn already, or if drafts, or those to come, must wait for the results."""
+        return self.num_output < self.max_tokens and not (self.num_drawn and (self.drafts or self.is_held))
 
     @property
     def is_decoding(self) -> bool:

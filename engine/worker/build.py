@@ -17,7 +17,7 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.plan import Needs, early_image_bytes, step_graph_bytes
+from engine.plan import Needs, early_image_bytes, max_draws, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
@@ -61,8 +61,9 @@ def build_runner(
         tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
         model = load_model(child, model_config, tp, backend, dtype)
         tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sampling_ops = backend.sampling(config.max_num_seqs, text.vocab_size)
-        sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
+        num_draws = max_draws(config, backend.step_sizes)
+        sampling_ops = backend.sampling(num_draws, text.vocab_size)
+        sampler = Sampler(sampling_ops, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
             sampler.grammars.load()  # seconds, for which streams would have to wait
@@ -81,12 +82,13 @@ def build_runner(
     snapshots = Snapshots(pools, states) if states else None
     geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, states, snapshots)
-    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
+    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
+    costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
+    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
     staging = Staging(staging_bytes(config, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
@@ -131,8 +133,7 @@ def measure_needs(
     weights = torch.cuda.memory_allocated(model.device)
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
-    sizes = config.max_num_seqs, config.max_num_batched_tokens
-    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, *sizes, activations)
+    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, config, activations)
     return Needs(
         weights=weights,
         runtime=free - free_bytes(model.device) - weights,
@@ -212,15 +213,14 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(
-    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, max_num_seqs: int, max_blocks: int
+    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
-    num_heads = model.config.text.num_heads // model.tp.size
-    max_decodes = max_num_seqs + sizes.large_step
-    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_decodes, max_blocks)
+    num_heads, num_draws = model.config.text.num_heads // model.tp.size, max_draws(config, sizes)
+    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, num_draws + sizes.large_step, max_blocks)
     if make_attention is None:
         return None
-    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)
+    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, config.max_num_seqs, num_draws)
 
 
 def warm_up(decoder: JpegDecoder) -> None:

@@ -7,7 +7,7 @@ body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──�
 import asyncio
 import contextlib
 import hashlib
-import secrets
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +57,7 @@ class Service:
     client: Client
     metrics: Metrics
     responses: ResponseStore
+    seeds: random.Random  # of requests that have none
 
 
 @dataclass(slots=True)
@@ -200,7 +201,7 @@ class GenerationEndpoint(Endpoint):
     def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Job:
         """`output` are OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
-        params = sampling_params(request, self.service.checkpoint.sampling)
+        params = sampling_params(request, self.service.checkpoint.sampling, self.service.seeds)
         options = OutputOptions(
             stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
@@ -242,8 +243,8 @@ class GatheringEndpoint(Endpoint):
         """The document, of the choices' events in their order."""
 
 
-def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """What the request says, else what the checkpoint recommends; without a seed, a random one."""
+def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seeds: random.Random) -> SamplingParams:
+    """What the request says, else what the checkpoint recommends; without a seed, the next of `seeds`."""
 
     def told(name: str) -> Any:
         value = getattr(request, name)
@@ -255,7 +256,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults) -> S
         top_p=told("top_p"),
         top_k=max(0, told("top_k")),
         min_p=told("min_p"),
-        seed=request.seed if request.seed is not None else secrets.randbits(63),
+        seed=request.seed if request.seed is not None else seeds.getrandbits(63),
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         presence_penalty=request.presence_penalty or 0.0,

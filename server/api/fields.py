@@ -33,7 +33,7 @@ LIMITED = limits_of(
     ((False,), "use_audio_in_video watermarking"),
     ((True,), "include_reasoning normalize separate_reasoning stream_reasoning use_activation"),
     (([],), "documents functions logits_processors stop_regex"),
-    (({},), "custom_params ec_transfer_params images_config kv_transfer_params media_io_kwargs session_params vllm_xargs"),
+    (({},), "custom_params ec_transfer_params images_config kv_transfer_params session_params vllm_xargs"),
     ((1,), "best_of length_penalty"),
     ((-1,), "thinking_token_budget"),
     ((["text"],), "modalities"),

@@ -4,6 +4,7 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 """
 
 import asyncio
+import random
 import signal
 import socket
 import threading
@@ -65,11 +66,13 @@ class Api:
         self.client = Client(outbox, self.arena, child.config.max_queued_requests)
         runtime = child.runtime
         self._metrics = Metrics(self.client, runtime.model_names[0])
-        checkpoint = read_checkpoint(Path(runtime.model_folder), child.config.chat_template)
+        config = child.config
+        checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
+        seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
-            child.config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena,
+            config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena,
             Shares(self.arena.size, lambda: self.arena.num_free), self.client, self._metrics,
-            ResponseStore(child.config.response_store_bytes, child.config.response_store_seconds),
+            ResponseStore(config.response_store_bytes, config.response_store_seconds), seeds,
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 

@@ -1,7 +1,7 @@
 """What the scheduler says, on its way out: tokens become text, wanted pixels are made.
 
     EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
-                 ├──▶ wanted ──▶ image.make_pixels ──▶ Pixels ──▶ scheduler
+                 ├──▶ wanted ──▶ medium.make_pixels ──▶ Pixels ──▶ scheduler
                  └──▶ released ──▶ memory is given back
 """
 
@@ -131,12 +131,12 @@ class Output(Way):
             self.tasks.create_task(self._answer(wanted, request))
 
     async def _answer(self, wanted: WantedPixels, request: Request) -> None:
-        image = request.images[wanted.index]
-        task = image.make_pixels()
+        medium, item = request.item(wanted.index)
+        task = medium.make_pixels(item)
         await asyncio.wait([task])
         if not task.cancelled():
             failure = task.exception()
-            source, error = (image.source, None) if failure is None else (None, request.error_of(failure))
+            source, error = (medium.source_of(item), None) if failure is None else (None, request.error_of(failure))
             self.scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 

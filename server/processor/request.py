@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -13,13 +13,22 @@ import numpy as np
 from engine.ipc import Outbox
 from engine.messages import EngineRequest, ErrorInfo, Event, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.image import Image, ImageTools, release_all
+from server.processor.image import Image, ImageTools
 from server.processor.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
+from server.processor.video import Video
 from server.region import Region
 
 SLICE = 256  # tokens of a prompt whose log-probabilities are told at once: 6 ms with 20 likely ones beside each
+
+
+Medium = Image | Video
+
+
+async def release_all(media: Iterable[Medium]) -> None:
+    """Of all of them, whether or not one is still worked on."""
+    await asyncio.gather(*(medium.release() for medium in media))
 
 
 @dataclass(slots=True)
@@ -36,7 +45,7 @@ class Request:
     """From Submit until its memory is given back."""
 
     submit: Submit
-    images: list[Image]
+    media: list[Medium]
     answers: list[Answer]
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
@@ -48,6 +57,15 @@ class Request:
     scores: PromptLogprobs | None = None  # of the prompt, for all answers
     backlog: deque[RequestOutput] = field(default_factory=deque)  # what waits behind log-probabilities of the prompt
     writer: asyncio.Task[None] | None = None  # tells them, slice by slice
+
+    def item(self, index: int) -> tuple[Medium, int]:
+        """The medium that item `index` of the request is of, and its index there."""
+        for medium in self.media:
+            num_items = len(medium.visual.lengths)
+            if index < num_items:
+                return medium, index
+            index -= num_items
+        raise IndexError(index)
 
     def end(self, answer: Answer) -> None:
         answer.is_ended = True
@@ -93,7 +111,7 @@ class Request:
 
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
-        await release_all(self.images)
+        await release_all(self.media)
         for region in (self.prompt, self.grammar):
             if region is not None:
                 room.give_back(region)

@@ -98,7 +98,7 @@ def in_python(name: str, url: str, folder: Path) -> tuple[str, str]:
     packages, file = PYTHON[name]
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"
-    run([python, "-m", "pip", "install", "-q", *packages, *TESTERS], folder, INSTALL_S)
+    run([python, "-m", "pip", "install", "-q", "--no-compile", *packages, *TESTERS], folder, INSTALL_S)
     bare = packages[0].partition("[")[0]
     version = run([python, "-c", f"import importlib.metadata as m; print(m.version({bare!r}))"], folder, TEST_S).strip()
     options = ["--engine-url", url, "--confcutdir", "tests/clients", "-m", "", "-p", "no:cacheprovider", "--tb=short"]

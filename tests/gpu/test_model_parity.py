@@ -130,7 +130,7 @@ def test_decode_equals_prefill(model: Qwen3VL, backend: Backend, graphed: bool) 
     steps = 6
     prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
     runner = runner_of(model, backend)
-    sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans)) for p in prompts]
+    sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans, p.grids)) for p in prompts]
     for session in sessions:
         runner.prefill(session, chunk=1 << 30)
     if graphed:
@@ -165,13 +165,14 @@ def host_step(batch: ForwardBatch) -> HostStep:
     decode_rows = np.arange(len(ids) - num_prefill)
     return HostStep(
         ids=ids[:num_prefill],
+        places=decode_rows,
         rows=np.concatenate((np.zeros(layout.num_prefill_rows, dtype=np.int64), decode_rows)),
         positions=batch.positions_3T.cpu().numpy(),
         attention=layout,
         visual=batch.visual,
         logits_indices=batch.logits_indices.cpu().numpy(),
         draws=HostDraws.empty(),
-        admitted=np.stack((decode_rows, ids[num_prefill:])),
+        known=np.stack((decode_rows, ids[num_prefill:])),
     )
 
 
@@ -185,7 +186,7 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2, 2)
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:

@@ -4,13 +4,16 @@ A draw's key depends on the seed and the token's position only, so a seed gives 
 preemption.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.messages import SamplingParams
+from engine.worker.sampling.drafts import Drafts, HostDrafts
 from engine.worker.staging import Staging
 from models.attention.paged import Int32s
 from models.sampling import OFF, DrawParams
@@ -31,22 +34,36 @@ PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
 class Draws:
     """A step's draws on the device: S of them, of which A change their logits first and L report log-probabilities."""
 
-    rows_S: torch.Tensor  # int64, permanent rows that receive the tokens
+    rows_S: torch.Tensor  # int64, permanent rows
     params: DrawParams
     changes: int  # PENALTIES, EDITS and WORDS that any row needs
     changed_A: torch.Tensor  # int64 indices of draws
     positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
     reported_L: torch.Tensor  # int64 indices of draws
     num_top: tuple[int, ...]  # L: log-probabilities that each wants beside that of its token
+    drafts: Drafts | None  # None: a row has one draw
 
 
 @dataclass(frozen=True, slots=True)
 class HostDraws:
-    """The same on the host."""
+    """The same on the host. A row's draws follow each other."""
 
     rows: Int64s  # (S,)
     positions: Int64s  # (S,)
     words: Int32s  # (8, S), see `DrawTable`
+    drafts: HostDrafts | None = None
+
+    def per_row(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(first draw, row, drafts)."""
+        if self.drafts is None:
+            yield from zip(range(len(self.rows)), self.rows.tolist(), repeat(()), strict=False)
+        else:
+            firsts = self.drafts.counts.cumsum() - self.drafts.counts
+            yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.drafts.rows, strict=True)
+
+    def kept(self, tokens: Sequence[int]) -> Iterator[range]:
+        """Of each row, which of these draws count."""
+        return (range(i, i + 1) for i in range(len(tokens))) if self.drafts is None else self.drafts.kept(tokens)
 
     @classmethod
     def empty(cls) -> "HostDraws":
@@ -68,7 +85,8 @@ class HostDraws:
         if num_logprobs.any():
             reported = num_logprobs.nonzero()[0]
             reported_L, num_top = staging.put(reported), tuple((num_logprobs[reported] - 1).tolist())
-        return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top)
+        drafts = None if self.drafts is None else self.drafts.stage(staging)
+        return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, drafts)
 
 
 class DrawTable:
@@ -96,11 +114,11 @@ class DrawTable:
         self._words[3:, row] = top_k, 0, is_wide, changes_of(params), num_logprobs
         self._seeds[row] = params.seed & MASK64
 
-    def draws(self, rows: Int64s, positions: Int64s) -> HostDraws:
+    def draws(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostDraws:
         """What these rows need to draw the tokens at these positions of their sequences."""
         words = self._words[:, rows]
         words[4] = draw_keys(self._seeds[rows], positions)
-        return HostDraws(rows, positions, words)
+        return HostDraws(rows, positions, words, drafts)
 
 
 def changes_of(params: SamplingParams) -> int:

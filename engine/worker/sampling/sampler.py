@@ -59,10 +59,10 @@ class Sampled:
 
 
 class Sampler:
-    """The state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+    """The state of all rows, for steps of up to `max_draws`. Only rank 0 draws: equal logits are not bit-equal on every rank."""
 
-    def __init__(self, ops: SamplingOps, max_num_seqs: int, config: ModelConfig, model_folder: Path, device: torch.device):
-        self.grammars = Grammars(model_folder, max_num_seqs, config.text.vocab_size, device)
+    def __init__(self, ops: SamplingOps, max_num_seqs: int, max_draws: int, config: ModelConfig, model_folder: Path, device: torch.device):
+        self.grammars = Grammars(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
         self._ops = ops
         self._eos_ids = config.eos_token_ids
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)

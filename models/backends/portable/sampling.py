@@ -180,6 +180,7 @@ class TritonSampling:
         _mask[grid](logits_SV, index_A, allowed_AW, logits_SV.stride(0), V=self._vocab_size, WORDS=words, TILE=ADJUSTED)
 
     def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+        assert len(logits_SV) <= len(self._maxima), "more rows than there is scratch memory for"
         out_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         rows = params.inverse_temperature, params.top_p, params.log_min_p, params.top_k, params.key
         self._launch(logits_SV, rows, params.largest_top_k, out_S)

@@ -32,7 +32,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body) -> Job:
         """What a checked request is to the processor. RequestError 400."""
-        conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs)
+        conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
         job = self.job_of(
             request,
             body,
@@ -121,7 +121,7 @@ def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str) 
 
 def counted_chat(request: ChatRequest, body: Body) -> Job:
     """The same, of messages and their images."""
-    conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs)
+    conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
     job = counted(request, body, chat_prompt(request, conversation.messages), "messages")
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

@@ -2,40 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from server.api.chat.media import FramesPart, ImagePart, VideoPart
 from server.api.chat.tools import CALLS, CustomCall, ToolCall
-from server.http.validate import OneOf, Open, Strict
+from server.http.validate import OneOf, Strict
 
-LOW_DETAIL_PIXELS = 512 * 512
 MAX_TOOLS = 1024
 
 # Lists that a client may fill with very many bad values fail at the first one.
 FIRST = Field(fail_fast=True)
 ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
-Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
-
-
-class PixelLimits(Strict):
-    """The area of an image after resizing; None is the checkpoint's own limit."""
-
-    min_pixels: Pixels | None = None
-    max_pixels: Pixels | None = None
-
-
-class ProcessorKwargs(PixelLimits):
-    """For all images of a request. What else there may be for other models is refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ImageUrl(PixelLimits, Open):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
-
-    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
-
-    url: str | None
-    detail: Literal["auto", "low", "high"] | None = None
 
 
 class TextPart(Strict):
@@ -50,26 +27,10 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
-def _url_object(value: object) -> object:
-    return {"url": value} if isinstance(value, str | None) else value
-
-
-class ImagePart(PixelLimits, Open):
-    """With a `uuid`, the URL may be null the next time."""
-
-    type: Literal["image_url", "input_image"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
-    uuid: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-
-    def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
-        """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
-        told = (self.image_url, self, others)
-        least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
-        most = next((one.max_pixels for one in told if one.max_pixels is not None), None)
-        return least, most, LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
-
-
-Part = Annotated[TextPart | RefusalPart | ImagePart, OneOf("content parts are of type 'text' or 'image_url'")]
+Part = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
+    OneOf("content parts are of type 'text', 'image_url', 'video_url' or 'video'"),
+]
 Parts = Annotated[list[Part], FIRST]
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
-from server.api.chat.parts import FIRST, Message, ProcessorKwargs, ToolList
+from server.api.chat.media import MediaIoKwargs, ProcessorKwargs
+from server.api.chat.parts import FIRST, Message, ToolList
 from server.api.chat.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
@@ -190,6 +191,7 @@ class ChatRequest(GenerationRequest):
     mm_processor_kwargs: ProcessorKwargs | None = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None  # nothing that a template could show
+    media_io_kwargs: MediaIoKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

@@ -23,6 +23,7 @@ from server.api.messages.schema import (
     TextBlock,
     ToolResultBlock,
     ToolUseBlock,
+    VideoBlock,
 )
 from server.http.body import Body
 from server.http.scan import Scanner
@@ -152,7 +153,7 @@ def _content(content: Any, name: str, scanner: Scanner) -> Any:
     return [_part(block, f"{name}.{k}", scanner) for k, block in enumerate(content)] if isinstance(content, list) else content
 
 
-def _part(block: TextBlock | ImageBlock, name: str, scanner: Scanner) -> dict[str, Any]:
+def _part(block: TextBlock | ImageBlock | VideoBlock, name: str, scanner: Scanner) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     source = block.source
@@ -162,4 +163,4 @@ def _part(block: TextBlock | ImageBlock, name: str, scanner: Scanner) -> dict[st
     else:
         url = source.url
         check_url(url, scanner, f"{name}.source.url")
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": f"{block.type}_url", f"{block.type}_url": {"url": url}}

@@ -24,6 +24,7 @@ from server.api.responses.schema import (
     ChosenTool,
     CustomCallItem,
     InputImage,
+    InputVideo,
     MessageItem,
     ResponsesRequest,
     ResultItem,
@@ -226,9 +227,9 @@ def _extend(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem 
     elif isinstance(item.content, str):
         turn["content"] = item.content
     else:
-        if any(isinstance(part, InputImage) for part in item.content):
+        if any(isinstance(part, InputImage | InputVideo) for part in item.content):
             raise bad_value(f"{name}.content", "a message of role 'assistant' has no images")
-        turn["content"] = "".join(part.text for part in item.content if not isinstance(part, InputImage))
+        turn["content"] = "".join(part.text for part in item.content if not isinstance(part, InputImage | InputVideo))
 
 
 def _content(content: str | list[Any], name: str, scanner: Scanner) -> str | list[dict[str, Any]]:
@@ -238,6 +239,9 @@ def _content(content: str | list[Any], name: str, scanner: Scanner) -> str | lis
 
 
 def _part(part: Any, name: str, scanner: Scanner) -> dict[str, Any]:
+    if isinstance(part, InputVideo):
+        check_url(part.video_url, scanner, f"{name}.video_url")
+        return part.model_dump(exclude_none=True)
     if not isinstance(part, InputImage):
         return {"type": "text", "text": part.text}
     url = part.image_url

@@ -37,6 +37,7 @@ def test_values_arrive_typed() -> None:
         ["--gpu-memory-utilization", "1.5"],
         ["--max-num-seqs", "9000"],
         ["--load-format", "gguf"],
+        ["--draft", "auto"],
         ["--block-size", "x"],
         ["--chat-template", "no-such-file"],
         ["--ssl-certfile", "no-such-file"],
@@ -83,6 +84,9 @@ def test_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     config = parse_args(["--config", str(file), "--port", "5"])
     assert (config.port, config.max_num_seqs, config.image_cache_bytes) == (5, 3, GIB)
     assert (config.prefix_cache, config.access_log, config.model) == (False, True, "a")
+    file.write_text("max_num_seqs: 5\ntensor-parallel-size: 2\ntrust-remote-code: true\n")
+    monkeypatch.delenv("ENGINE_MAX_NUM_SEQS")
+    assert (parse_args(["--config", str(file)]).max_num_seqs, parse_args(["--config", str(file)]).tp) == (5, 2)
     file.write_text("prot: 1\n")
     with pytest.raises(SystemExit):
         parse_args(["--config", str(file)])
@@ -106,6 +110,90 @@ def test_a_typo_is_one_line_with_the_nearest_flag(typo: str, meant: str, capsys:
         parse_args([typo, "1"])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1 and f"did you mean {meant}?" in said
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(arguments)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1
+    return said
+
+
+def test_all_unknown_flags_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a script must be started once for each of its flags that are wrong."""
+    said = refusal(["--prot", "1", "--frobnicate", "--enable-lora", "--kv-cache-dtype", "fp8", "--max-num-seqs", "4"], capsys)
+    assert all(name in said for name in ("--prot: did you mean --port?", "--frobnicate", "--enable-lora", "--kv-cache-dtype fp8"))
+
+
+@pytest.mark.parametrize(
+    "word", ["--disable-prefix-cach", "--no-enable-prefix-cachin", "--disable-access-logs", "--acces-log", "--prefix-cach"]
+)
+def test_a_hint_does_not_name_the_opposite(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if who asks for a cache is told of the flag that turns it off, or the other way round."""
+    meant = refusal([word], capsys).partition("did you mean ")[2]
+    assert not meant or meant.startswith(("--no-", "--disable-")) == word.startswith(("--no-", "--disable-"))
+
+
+def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a flag of everybody's scripts stops an engine, or is dropped without a word."""
+    config = parse_args([
+        "--model", "m", "--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
+        "--enable_prefix_caching", "--enable-chunked-prefill", "--limit-mm-per-prompt", '{"image": 4, "video": 0}',
+        "--mm-processor-kwargs", '{"min_pixels": 784, "max_pixels": 1003520}', "--generation-config", "vllm", "--seed", "0", "-tp", "2",
+        "--dtype", "float", "--max_num_seqs=4", "--kv-cache-dtype", "auto", "--allowed-origins", '["a", "b"]',
+        "--disable-uvicorn-access-log",
+    ])  # fmt: skip
+    notes = capsys.readouterr().err.splitlines()
+    assert [note.split()[1] for note in notes] == [
+        "--trust-remote-code", "--enable-chunked-prefill", "--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser",
+        "--kv-cache-dtype",
+    ]  # fmt: skip
+    assert config == EngineConfig(
+        model="m", tp=2, prefix_cache=True, max_images_per_request=4, min_pixels=784, max_pixels=1003520, generation_config="vllm", seed=0,
+        dtype="float32", max_num_seqs=4, allowed_origins="a,b", access_log=False,
+    )  # fmt: skip
+    assert parse_args(["--limit-mm-per-prompt", "image=3,video=0"]).max_images_per_request == 3
+
+
+def test_scripts_for_sglang_start_as_they_are() -> None:
+    """Red if one of its names is another of ours."""
+    config = parse_args([
+        "--model-path", "m", "--mem-fraction-static", "0.5", "--context-length", "99", "--tp-size", "2", "--random-seed", "3",
+        "--chunked-prefill-size", "512", "--max-running-requests", "7", "--disable-radix-cache", "--disable-cuda-graph",
+        "--attention-backend", "fa3", "--enable-metrics", "--mm-process-config", '{"image": {"max_pixels": 9999}}',
+    ])  # fmt: skip
+    assert config == EngineConfig(
+        model="m", gpu_memory_utilization=0.5, max_model_len=99, tp=2, seed=3, max_num_batched_tokens=512, max_num_seqs=7,
+        prefix_cache=False, enforce_eager=True, max_pixels=9999,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["--dtype", "half"], "bfloat16"),
+        (["--speculative-config", "{}"], "--speculative-config is not supported"),
+        (["--max-total-tokens", "9"], "--kv-cache-memory-bytes"),
+        (["--pipeline-parallel-size", "2"], "--tp"),
+        (["--no-enable-chunked-prefill"], "--max-num-batched-tokens"),
+        (["--mm-processor-kwargs", '{"fps": 2}'], "fps"),
+        (["--limit-mm-per-prompt", "lots"], '{"image": 4}'),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_to_use_instead(
+    arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red if a script's setting that would change answers or memory is dropped, or refused without a way out."""
+    said = refusal(arguments, capsys)
+    assert arguments[0] in said and instead in said
+
+
+def test_a_variable_of_no_flag_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a typo in the environment is a setting that silently does nothing."""
+    monkeypatch.setenv("ENGINE_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "4")
+    assert parse_args([]).max_num_seqs == 4 and "ENGINE_MAX_NUM_SEQ is the variable of no flag" in capsys.readouterr().err
 
 
 def test_sizes_and_counts_are_told_apart() -> None:

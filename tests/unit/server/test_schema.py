@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import random
 import re
 import tracemalloc
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
 from server.api.chat.conversation import Conversation, read_conversation
-from server.api.chat.parts import PixelLimits
+from server.api.chat.media import ProcessorKwargs
 from server.api.chat.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
@@ -27,13 +28,14 @@ from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.validate import check, read_object
 
+SEEDS = random.SystemRandom()
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
 VOCAB_SIZE = 5000
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0, limits: PixelLimits | None = None) -> Conversation:
+def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0, limits: ProcessorKwargs | None = None) -> Conversation:
     body: Any = SimpleNamespace(scanner=scanner, region=SimpleNamespace(offset=offset), credentials=b"")
     return read_conversation(request.messages, body, None, limits)
 
@@ -109,7 +111,9 @@ BAD = [
     ({"messages": image({"url": "https://x.org/a", "max_pixels": 0})}, "messages[0].content[0].image_url.max_pixels"),
     ({"messages": image({"url": "https://x.org/a", "resized_height": 64})}, "messages[0].content[0].image_url.resized_height"),
     ({"messages": image({"url": "https://x.org/a"}, min_pixels="5")}, "messages[0].content[0].min_pixels"),
-    ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps"),
+    ({"mm_processor_kwargs": {"crop_size": 2}}, "mm_processor_kwargs.crop_size"),
+    ({"mm_processor_kwargs": {"fps": 2.0, "num_frames": 3}}, "mm_processor_kwargs"),
+    ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs.audio"),
     ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages[0].content[0].image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -134,7 +138,9 @@ BAD = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}]}, "messages[0].content[0].video_url.url"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": []}]}]}, "messages[0].content[0].video"),
     ({"messages": image({"url": 5})}, "messages[0].content[0].image_url.url"),
     ({"messages": image(None)}, "messages[0].content[0].image_url"),
     ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages[1].tool_calls[0].function"),
@@ -158,7 +164,7 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], na
     ("fields", "words"),
     [
         ({"response_format": "text"}, "response_format: must be an object of type 'text', "),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]: content parts are of type 'text' or "),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]: content parts are of type 'text', "),
         ({"messages": [{"role": "user", "content": {"type": "list"}}]}, "messages[0].content: must be a string"),
     ],
 )
@@ -236,14 +242,20 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_defaults_come_from_the_checkpoint() -> None:
     """Red if a silent request stops using generation_config.json, or if a given value loses against it."""
-    params = sampling_params(parse(), DEFAULTS)
+    params = sampling_params(parse(), DEFAULTS, SEEDS)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.7, 0.8, 20, 0.0, None)
-    params = sampling_params(parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS)
+    params = sampling_params(
+        parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS, SEEDS
+    )
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed, params.max_tokens) == (0, 0.5, 0, 0.1, 7, 6)
-    assert sampling_params(parse(), DEFAULTS).seed != sampling_params(parse(), DEFAULTS).seed
+    assert sampling_params(parse(), DEFAULTS, SEEDS).seed != sampling_params(parse(), DEFAULTS, SEEDS).seed
+    runs = [
+        [sampling_params(parse(**fields), DEFAULTS, seeds).seed for fields in ({}, {"seed": 7}, {})] for seeds in map(random.Random, (1, 1))
+    ]
+    assert runs[0] == runs[1] and runs[0][1] == 7 and runs[0][0] != runs[0][2]
     recommended = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.2, repetition_penalty=1.05)
     for fields, expected in (({}, (0.2, 1.05)), ({"min_p": 0, "repetition_penalty": 1}, (0, 1))):
-        params = sampling_params(parse(**fields), recommended)
+        params = sampling_params(parse(**fields), recommended, SEEDS)
         assert (params.min_p, params.repetition_penalty) == expected
 
 
@@ -253,12 +265,14 @@ def test_what_changes_logits_reaches_the_sampler() -> None:
         "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"7": -100, "8": 0.5}, "min_tokens": 3,
         "logprobs": True,
     }  # fmt: skip
-    params = sampling_params(parse(**fields), DEFAULTS)
+    params = sampling_params(parse(**fields), DEFAULTS, SEEDS)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 0.5, 1.1)
     assert (params.logit_bias, params.min_tokens, params.logprobs) == (((7, -100), (8, 0.5)), 3, 0)
-    assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS).logprobs == 20
-    assert sampling_params(parse(logprobs=False), DEFAULTS).logprobs is None
-    most = sampling_params(parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS)
+    assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS, SEEDS).logprobs == 20
+    assert sampling_params(parse(logprobs=False), DEFAULTS, SEEDS).logprobs is None
+    most = sampling_params(
+        parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS, SEEDS
+    )
     assert len(most.logit_bias) + len(most.stop_token_ids) + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
 
 
@@ -370,7 +384,7 @@ def test_a_limited_field(name: str) -> None:
         ({"lora_path": "x"}, "unsupported_parameter", "is not supported by this server: leave it out."),
         ({"best_of": 2}, "unsupported_value", "best_of: may only be 1 on this server; or leave it out."),
         ({"messages": [{"role": "user", "content": {}}]}, "invalid_value", "must be a string or a list of parts"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "invalid_value", "of type 'text' or 'image_url', not 'audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "invalid_value", "'video_url' or 'video', not 'audio'"),
     ],
 )  # fmt: skip
 def test_an_error_says_its_kind(fields: dict[str, object], code: str, words: str) -> None:

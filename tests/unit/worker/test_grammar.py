@@ -18,6 +18,7 @@ from engine.grammar import client
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.params import Grammar
 from engine.worker.sampling import grammar
+from engine.worker.sampling.draws import DrawTable
 from engine.worker.sampling.grammar import Grammars
 from models.demo import CHECKPOINT
 from models.qwen3_vl import Qwen3VL
@@ -200,13 +201,13 @@ async def test_wrong_grammars_are_refused() -> None:
 
 def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a step reads a grammar that a thread has read, or if damage leaves somebody waiting."""
-    grammars, done = Grammars(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    grammars, done = Grammars(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
     for data in (compiled["schema"], b"damaged"):
         grammars.load_ahead(data, done.release)
         assert done.acquire(timeout=60)
     monkeypatch.setattr(Grammars, "_read", None)
     grammars.admit(0, compiled["schema"], None, ())
-    assert grammars.masks(np.array([0])) is not None
+    assert grammars.masks(DrawTable(1, 0).draws(np.array([0]), np.array([1]))) is not None
 
 
 SLOW = "(a|b|c|d){1,3000}x(e|f){3,9000}"

@@ -21,6 +21,8 @@ SPECIALISED = {  # integers of a model, or of a kernel that has one token
     ("_route", "first"),
     ("_route", "num_experts"),
     ("_rms_norm", "addend_size"),  # tokens times the width, which is a multiple of 16
+    *((name, "stride") for name in ("_norm_rope_store", "_convolve", "_keep_inputs", "_gated_norm", "_gate")),
+    *((name, "row_stride") for name in ("_convolve", "_keep_inputs", "_step", "_scan")),
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -180,10 +182,31 @@ def launch_attention(capability: int) -> None:
     from models.backends.portable.tuned import attention_tiles
     from tests.unit.models.backends.hopper.attention_step import Step
 
-    step = Step.build([300, 5000], (32, 8), 128, tokens=[200, 1]).to(torch.device("cpu"), torch.bfloat16)
-    attention = PagedAttention([step.pool], 32, attention_tiles((capability // 10, capability % 10)))
-    attention.plan(replace(step.layout, num_prefill_rows=1))
-    attention.run(0, step.q)
+    for heads, head_dim in (((32, 8), 128), ((24, 4), 256)):
+        step = Step.build([300, 5000], heads, head_dim, tokens=[200, 1]).to(torch.device("cpu"), torch.bfloat16)
+        attention = PagedAttention([step.pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
+        attention.plan(replace(step.layout, num_prefill_rows=1))
+        attention.run(0, step.q)
+
+
+def launch_hybrid() -> None:
+    """27B: a quarter of each head is rotated; rows of prompts, and a decode row."""
+    from models.backends.ops import DeltaHeads, DeltaState, StateRows
+    from models.backends.portable import delta, text
+
+    pool, slots = (bf16(4, 16, 4, 256), bf16(4, 16, 4, 256)), torch.zeros(2, dtype=torch.int64)
+    text.norm_rope_store(
+        NewHeads(bf16(2, 56 * 256)[:, : 32 * 256], torch.zeros(256), torch.zeros(256), 1e-6, torch.zeros(2, 64), slots), pool
+    )
+    text.rms_norm(bf16(2, 5120), torch.zeros(5120), 1e-6, bf16(2, 2, 5120))
+    delta.gate(bf16(2, 24 * 256), bf16(2, 24 * 256))
+    delta.gate(bf16(2, 512), bf16(2, 1))
+    weights = bf16(10_240, 4), torch.zeros(48), torch.zeros(48), bf16(128)
+    state = DeltaState(torch.zeros(3, 48, 128, 128), bf16(3, 3, 10_240))
+    for num_tokens in (3, 100):
+        heads = DeltaHeads(bf16(num_tokens, 16_384), bf16(num_tokens, 96), *weights, 1e-6, 16, 128)
+        starts = torch.tensor([0, num_tokens - 1, num_tokens], dtype=torch.int32)
+        delta.delta_rule(heads, state, StateRows(torch.arange(2), starts, 1))
 
 
 def launch_all(capability: int) -> None:
@@ -192,6 +215,7 @@ def launch_all(capability: int) -> None:
     launch_sampling()
     launch_exchange()
     launch_attention(capability)
+    launch_hybrid()
     launch_experts(capability, is_float8=False)
     if capability >= FLOAT8_FROM:
         launch_float8()
