@@ -25,6 +25,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.draws import BYTES_PER_DRAW
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
@@ -45,7 +46,7 @@ INT64 = 8
 STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
+STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its place; of a row its number and its start; what is known of it
 
 
 def build_runner(
@@ -70,10 +71,11 @@ def build_runner(
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
     is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", text.layer_parameters // tp.size
-    step_sizes = backend.step_sizes.for_layers(of_rank, config.max_num_batched_tokens, text.moe is not None, is_float8)
+    spec, max_tokens = model.cache_spec, config.max_num_batched_tokens
+    token_bytes = spec.paged.bytes_per_token
+    step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, text.moe is not None, is_float8, token_bytes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
-    spec = model.cache_spec
     memory = plan_memory(config, spec, needs, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // tp.size)
@@ -89,7 +91,7 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
-    staging = Staging(staging_bytes(config, max_blocks), device)
+    staging = Staging(staging_bytes(config, num_draws, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
     token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
@@ -230,7 +232,7 @@ def warm_up(decoder: JpegDecoder) -> None:
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
-def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
-    """Upper bound of what one step stages: per token, per row, and every row's int32 pages."""
+def staging_bytes(config: EngineConfig, num_draws: int, max_blocks: int) -> int:
+    """Upper bound of what one step stages: per token, per draw, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
-    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_ROW * config.max_num_seqs + pages + MIB
+    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_DRAW * num_draws + pages + MIB

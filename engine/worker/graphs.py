@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import Draws, Int64s
+from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, Int64s
 from engine.worker.staging import Staging, staged_bytes
 from models.attention.paged import FixedAttention, Int32s, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
@@ -31,7 +31,7 @@ from models.step_sizes import StepSizes
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels of their own
 PAGE_BYTES = 4
-BYTES_BEHIND_PAGES = 112  # of a token: how it is drawn, what is known of it
+BYTES_BEHIND_PAGES = BYTES_PER_DRAW + 16  # of a token: how it is drawn, what is known of it
 SLACK = 4096  # for their alignment
 LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 

@@ -4,25 +4,23 @@ None means that the client left it to the checkpoint's defaults. Fields that are
 """
 
 import functools
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server.api.chat.media import MediaIoKwargs, ProcessorKwargs
-from server.api.chat.parts import FIRST, Message, ToolList
+from server.api.chat.parts import FIRST, Message, TextPart, ToolList
 from server.api.chat.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
-MAX_PROMPTS = 128
-MAX_ANSWERS = 16
+MAX_PROMPTS, MAX_ANSWERS = 128, 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
+TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 # What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
@@ -78,6 +76,15 @@ class StructuredOutputs(Open):
     grammar: Pattern | None = None
     json_object: bool | None = None
     structural_tag: JsonObject | None = None
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: Annotated[Annotated[list[TextPart], FIRST] | str, OneOf()]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 def _stop_list(value: object) -> object:
@@ -137,6 +144,7 @@ class GenerationRequest(Open):
     truncation_side: Literal["left", "right"] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
+    prediction: Prediction | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -333,8 +341,3 @@ class DetokenizeRequest(GenerationRequest):
         super().check_together(vocab_size)
         if max(self.tokens) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
-
-
-def json_of(tools: list[Tool]) -> bytes:
-    """Tools as templates see them: without what was not said."""
-    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()
