@@ -30,7 +30,7 @@ LAST_SHIFT = np.uint64(31)
 
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
-BYTES_PER_DRAW = 4 * NUM_PARAMS + 7 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset
+BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset, first
 PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
 
 
