@@ -22,7 +22,8 @@ MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
-    "engine": 132_200,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too
+    "engine": 134_800,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too; 2,500 for hosted.py
+    "engine/llm": 26_500,  # the engine within a Python program
     "engine/grammar": 14_900,
     "engine/scheduler": 87_200,
     "engine/worker": 122_300,
@@ -55,10 +56,11 @@ SERVER_MAY_IMPORT = {
     "models.config",
     "models.geometry",
 }
+COMPOSITION_ROOTS = {"engine/serve.py", "engine/hosted.py", "engine/llm/session.py"}  # the last two have the api in the caller's process
 ENVIRONMENT_ALLOWED = {"engine/config.py"}
 GETATTR_ALLOWED = {"models/config.py"}
 BROAD_EXCEPT_ALLOWED = {
-    "engine/replicas.py": "the process's boundary: what was started is stopped, and the cause is raised again",
+    "engine/hosted.py": "the process's boundary: what was started is stopped, and the cause is raised again",
     "server/http/app.py": "the process's boundary: told to the launcher and raised again",
     "server/processor/intake.py": "a request's boundary: becomes its client's error, and is logged if it is no client's fault",
     "server/processor/main.py": "the process's boundary: told to the launcher and raised again",
@@ -113,7 +115,7 @@ def test_the_server_imports_only_what_it_may() -> None:
 def test_only_the_launcher_sees_everything() -> None:
     """Red if an engine module other than the composition roots imports the server."""
     for path in (ROOT / "engine").rglob("*.py"):
-        if relative(path) not in ("engine/serve.py", "engine/replicas.py"):
+        if relative(path) not in COMPOSITION_ROOTS:
             assert not [name for name in imports(path) if name.split(".")[0] == "server"], relative(path)
 
 

@@ -127,9 +127,11 @@ class Endpoint(ABC):
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address.encode()).digest()
-            return await self._submit(body)
+            stream, job = await self.submit(body)
+            return self.reply(stream, job, body)
 
-    async def _submit(self, body: Body) -> ASGIApp:
+    async def submit(self, body: Body) -> tuple[Stream, Job]:
+        """The body is the processor's from then on. RequestError; then it is given up."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
@@ -148,7 +150,7 @@ class Endpoint(ABC):
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
-        return self.reply(stream, job, body)
+        return stream, job
 
     def _limit_time(self, job: Job, body: Body) -> None:
         """From the last byte of the body on."""
