@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,7 +98,7 @@ class Session:
             raise errors.exceptions[0] from None
         return [answers[index] for index in range(len(items))]
 
-    async def _grow(self, ask: Ask) -> AsyncIterator["Growing"]:
+    async def _grow(self, ask: Ask) -> AsyncGenerator["Growing", None]:
         async with self._asked(ask) as (stream, _, events):
             growing = Growing(str(next(self._ids)), ask.prompt, stream)
             async for event in self._events(stream, events):
