@@ -184,6 +184,15 @@ def test_a_program_that_does_not_close(end: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.extended
+def test_many_small_requests_are_no_slower_than_over_http() -> None:
+    """Red if a program that holds the engine waits longer than one that speaks HTTP to it."""
+    command = [sys.executable, "-m", "bench.inside", "--requests", "1000"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    rates = {name: float(rate) for name, rate in re.findall(r"(\w+) +([\d.]+) requests/s", run.stdout)}
+    assert rates["inside"] >= rates["HTTP"]
+
+
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
     """Red if the page's program for captions does not run, or a line of its answer is no JSON."""
     paths = drawn(tmp_path)
