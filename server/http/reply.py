@@ -193,7 +193,11 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _timings(self) -> dict[str, object]:
-        return {"timings": timings_json(self._stages, self._options.started)} if self._options.timings else {}
+        if not self._options.timings:
+            return {}
+        last = max(choice.last_time for choice in self._choices.values())
+        generation = max(0.0, last - self._record.first_token) if self._has_first_token else 0.0
+        return {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
 
 
 class GatheredReply(Answer):
