@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer
 
 from models.demo import CHECKPOINT
@@ -312,6 +313,26 @@ async def test_a_conversation_survives_a_reload_and_can_be_changed(page: Page) -
     assert await page.evaluate("[turns.length, localStorage.length, document.getElementById('welcome').hidden]") == [0, 0, False]
 
 
+@needs_browser
+async def test_progress_of_an_upload_and_the_servers_speed(page: Page, tmp_path: Path) -> None:
+    """Red if a slow line looks like a slow model: while a picture is sent that is said, and the speed is by the server's clock."""
+    await ask(page, "Count to 20.")
+    assert (await page.evaluate(NUMBERS))[-1]["Speed"].endswith(" tokens/s")
+    noise = np.random.default_rng(1).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")  # 480 KB, 640 KB as it is sent
+    await page.choose_files("#files", [tmp_path / "noise.png"])
+    await page.wait("document.querySelectorAll('#attached .thumb').length === 1")
+    conditions = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
+    await page.call("Network.emulateNetworkConditions", **conditions)
+    await page.evaluate(
+        "var phases = new Set(); new MutationObserver(() => phases.add(document.querySelector('.theirs:last-child .phase')?.textContent))"
+        ".observe(el.log, {childList: true, subtree: true, characterData: true}); true"
+    )
+    await ask(page, "Describe picture 1.")
+    phases = await page.evaluate("[...phases]")
+    assert "Reading" in phases and [phase for phase in phases if phase and phase.startswith("Sending ")], phases
+
+
 MARKED = r"""# Title
 **bold** and *slanted*, `code <b>` and [a link](https://example.org/x), [no link](javascript:alert(1))
 <img src=x onerror=alert(1)>
@@ -361,6 +382,8 @@ async def test_boxes_are_drawn_on_the_picture(tmp_path: Path) -> None:
             await page.click("#draw-shape")
             await ask(page, "Where?")
             await page.wait("document.querySelector('.boxed rect')")
+            widths = "['img', 'svg'].map(name => document.querySelector('.boxed ' + name).getBoundingClientRect().width)"
+            assert await page.evaluate(widths) == [224, 224]
             sides = "['x', 'y', 'width', 'height'].map(name => document.querySelector('.boxed rect').getAttribute(name))"
             assert await page.evaluate(sides) == ["100", "250", "400", "500"]
             assert await page.evaluate("document.querySelector('.boxed svg').getAttribute('viewBox')") == "0 0 1000 1000"
