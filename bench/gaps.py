@@ -76,13 +76,13 @@ class Bench:
         pools = allocate_pools(model.cache_spec.paged, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
         num_seqs, vocab_size = self._config.max_num_seqs, model_config.text.vocab_size
         sampling = backend.sampling(num_seqs, vocab_size)
-        sampler = Sampler(sampling, num_seqs, model_config, Path(), device)
+        sampler = Sampler(sampling, num_seqs, num_seqs, model_config, Path(), device)
         row_sizes = num_seqs, NUM_BLOCKS, self._config.block_size
         rows = Rows(*row_sizes, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
         sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters, self._config.max_num_batched_tokens)
-        graphs = make_graphs(model, backend, pools, rows, sizes, self._config.max_num_seqs, NUM_BLOCKS)
+        graphs = make_graphs(model, backend, pools, rows, sizes, self._config, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()
         self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)

@@ -37,9 +37,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, "name that the API shows and accepts, or several with commas between; default: the model as given"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
-    load_format: Annotated[
-        Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"
-    ] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
+        "auto"
+    )
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto': bfloat16 on GPUs, float32 on CPUs"] = "auto"
     quantization: Annotated[
         Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' follows the checkpoint"
@@ -55,18 +55,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "vllm"], "temperature and others that a request leaves out: the checkpoint's generation_config.json, or vLLM's own"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
-    dp: Annotated[
-        int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"
-    ] = 1
+    dp: Annotated[int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"] = 1
     ep: Annotated[bool, "split a mixture of experts over the --tp workers by whole experts, not by width"] = False
-    symmetric_memory: Annotated[
-        bool, "sum small steps over the --tp GPUs in symmetric memory if they support it; else by NCCL"
-    ] = True
+    symmetric_memory: Annotated[bool, "sum small steps over the --tp GPUs in symmetric memory if they support it; else by NCCL"] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
-    api_key: Annotated[
-        str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"
-    ] = None
+    api_key: Annotated[str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"] = (
+        None
+    )
     api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; lines that begin with # are comments"] = None
     metrics_port: Annotated[
         int | None, "serve /metrics on this port of --host, without a key, instead of on --port; 0 picks a free one"
@@ -82,9 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once"] = 30
-    wedge_timeout: Annotated[
-        int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"
-    ] = 120
+    wedge_timeout: Annotated[int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"] = 120
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
@@ -101,7 +95,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, "requests in the engine, running and waiting; beyond it, 503"] = 1024
     max_queue_seconds: Annotated[int | None, "longest wait for the first step, then 503; default: no limit"] = None
     request_timeout: Annotated[int | None, "longest time of a request in seconds, waiting and running; default: its field `timeout`"] = None
+    draft: Annotated[
+        Literal["off", "suffix", "auto"],
+        "'suffix' guesses tokens from what followed the same words before (in the request, its prediction, recent answers of its tenant)"
+        " and verifies several in one step; 'auto' is refused until its cost is measured",
+    ] = "off"
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
+    snapshot_share: Annotated[
+        float, "most of the KV pool that snapshots of recurrent states take (hybrid models): prefixes are reused up to one"
+    ] = 0.75
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[
         int, "host memory (pinned with GPUs) for embeddings evicted from the image cache, for each worker; 0: none"
@@ -122,9 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
-    body_timeout: Annotated[
-        int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"
-    ] = 30
+    body_timeout: Annotated[int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,
         "clients at once, three quarters of them from one address; beyond it the longest idle connection is closed; if none is idle, only"
@@ -140,6 +140,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
     decode_timeout: Annotated[int, "seconds that an image other than a baseline JPEG may take"] = 30
+    video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
+    max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
+    max_video_frames: Annotated[int, "frames that are seen of one video"] = 2048
+    max_video_file_frames: Annotated[int, "frames in a video file"] = 500_000
+    max_video_frame_pixels: Annotated[int, "pixels of a video's frame before resizing"] = 1 << 26
+    max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
+    video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
@@ -219,8 +226,12 @@ def find_problem(config: EngineConfig) -> str | None:
         return f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
     if config.dp > 1 and config.metrics_port is not None:
         return "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
+    if not 0 <= config.snapshot_share <= 1:
+        return "--snapshot-share must lie in [0, 1]"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
+    if config.draft == "auto":
+        return "--draft auto: that drafts which never hold cost at most 1 % is not measured yet; choose off or suffix"
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
         return "--min-pixels must not exceed --max-pixels"
     if config.max_num_seqs > config.max_num_batched_tokens:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.media import MediaRef, Region, VideoRef
 from engine.params import (
     ChatPrompt,
     Grammar,
@@ -36,17 +37,10 @@ API_ARENA = 0
 PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
+MAX_DRAFTS = 7  # of a chunk
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length"]
-
-
-class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`length` bytes at `offset` of a shared-memory arena."""
-
-    arena: int
-    offset: int
-    length: int
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -65,18 +59,6 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 # ---- api <-> processor -------------------------------------------------------------------------------------------------------------
 
 
-class MediaRef(msgspec.Struct, frozen=True):
-    """One image of a request: base64 text in the api arena, with JSON escapes, a URL, or the one that this client sent under `name`.
-    `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
-
-    payload: Region | None = None
-    url: str | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    name: bytes | None = None
-    cap: int | None = None  # most pixels, whatever the others say
-
-
 class Payload(msgspec.Struct, tag=True, frozen=True):
     """An image in a body that still arrives: it may be read already. A Submit follows, or an Abort with its body."""
 
@@ -89,7 +71,7 @@ class Submit(msgspec.Struct, tag=True):
 
     rid: int
     prompt: ChatPrompt | TextPrompt | TokenPrompt
-    media: list[MediaRef]
+    media: list[MediaRef | VideoRef]
     params: SamplingParams
     output: OutputOptions
     stages: Stages
@@ -103,6 +85,8 @@ class Submit(msgspec.Struct, tag=True):
     client: bytes = b""  # digest of key and address
     prompt_field: str = "messages"  # of the client's request, for errors
     deadline: float | None = None  # after which nobody waits for an answer
+    tenant: bytes = b""  # digest of a key that was checked and of the salt; empty: nobody's
+    prediction: str = ""  # of the answer, by the client
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
 
 
@@ -146,6 +130,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     pooled: bytes = b""  # float32, instead of text
     prompt_ids: list[int] = []  # of a request that was only counted, placeholders of images included
     index: int = 0  # of the answer
+    num_drafts: int = 0  # of the answer, with its last event
+    num_accepted: int = 0  # of these, that it has
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -159,8 +145,8 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one image: a baseline JPEG, or uint8 RGB (height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file" is any
-    other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
+    """The bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
+    is any other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
@@ -168,10 +154,11 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     width: int
     orientation: int = 1
     ticket: int = 0  # of its Prefetch, if there was one
+    num_frames: int = 1  # 2: a pair of a video's, one behind the other, already as large as its grid
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Placeholders `start : start + length` of one image. `hash` covers its bytes and all processing parameters."""
+    """Placeholders `start : start + length` of one image or frame pair. `hash` covers its bytes and all processing parameters."""
 
     hash: bytes
     start: int
@@ -205,6 +192,8 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
+    tenant: bytes = b""  # whose answers may be guessed from each other; empty: nobody's
+    prediction: Region | None = None  # int32 token ids, of the answers
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -236,6 +225,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the prompt has more than one
     index: int = 0
     pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
+    num_drafts: int = 0  # verified with these tokens
+    num_accepted: int = 0  # of these: the first tokens
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -294,9 +285,9 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. The
-    last of the tokens are guesses, `drafts`; the result has those that the model would have drawn, and one token more. Behind the last
-    token the row's states go into the blocks of `snapshot`."""
+    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. All
+    tokens but the first may be guesses, `drafts`, of a model without states; the result has those that the model would have drawn, and one
+    token more. Behind the last token the row's states go into the blocks of `snapshot`."""
 
     row: int
     start: int
@@ -306,6 +297,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     visual: list[VisualRef]
     drafts: tuple[int, ...] = ()
     snapshot: list[int] = []
+
+    @property
+    def is_decode(self) -> bool:
+        """Its tokens are the row's last one, and drafts."""
+        return self.sample and self.length == 1 + len(self.drafts) and not self.visual
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -330,8 +326,8 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Prefill chunks come before decode chunks,
-    which have one sampled token and no image."""
+    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Decode chunks come last. A row whose drafts
+    are in flight is not planned."""
 
     step: int
     saves: list[Save]

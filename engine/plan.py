@@ -27,7 +27,7 @@ LOGITS_BYTES = 24  # for each row and entry of the vocabulary, while rows are dr
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
 IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of what it and the KV pool have together
-ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
+ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # of the KV pool: for less, steps are made smaller
 SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
@@ -97,28 +97,35 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
     patches = config.max_num_encoder_tokens * vision.merge_size**2
     step = step_bytes(model, tp, config.max_num_batched_tokens)
-    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * config.max_num_seqs * text.vocab_size
+    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * max_draws(config, STEP_SIZES) * text.vocab_size
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     """Of a forward pass, at its peak."""
     text = model.text
-    of_token = 3 * text.intermediate_size // tp + 3 * text.hidden_size
+    of_token = 3 * text.intermediate_size // tp
     if text.moe is not None:
-        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size) + 3 * text.hidden_size
-    return VALUE_BYTES * of_token * num_tokens
+        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size)
+    if text.delta is not None:
+        of_token = max(of_token, text.delta.step_values // tp)
+    return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
 
 
-def step_graph_bytes(model: ModelConfig, sizes: StepSizes, max_num_seqs: int, num_batched_tokens: int, activations: int) -> int:
+def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
+    """Of a step: one of each row, or several of few rows that verify drafts."""
+    return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
+
+
+def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, activations: int) -> int:
     """At most: launches, shared inputs and logits, and the activations of the largest."""
-    chunks = sizes.chunks_by_rows(max_num_seqs)
-    num_graphs = len(sizes.up_to(sizes.decodes, max_num_seqs)) + sum(map(len, chunks.values()))
+    chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
+    num_graphs = len(decodes) + sum(map(len, chunks.values()))
     largest_chunk = max((each[-1] for each in chunks.values()), default=0)
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
-    num_logits = max(chunks, default=max_num_seqs) + sizes.large_step
+    num_logits = max([*chunks, decodes[-1]]) + sizes.large_step
     logits = 2 * 4 * num_logits * model.text.vocab_size  # shared, and those of the largest while it is captured
     embeddings = model.num_visual_levels * largest_chunk * model.text.hidden_size * VALUE_BYTES
-    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // num_batched_tokens
+    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // config.max_num_batched_tokens
 
 
 def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
@@ -153,7 +160,7 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
         weights=weight_bytes(model, tp, is_fp8),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
-        step_graphs=step_graph_bytes(model, sizes, config.max_num_seqs, config.max_num_batched_tokens, activations),
+        step_graphs=step_graph_bytes(model, sizes, config, activations),
         tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
         states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).bytes_per_row,
     )
@@ -167,7 +174,8 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConf
     """Makes steps smaller where the KV pool that flags say, or one of ENOUGH_TOKENS, would not fit. Keeps what differs from its default."""
     defaults = dict(zip(config.__struct_fields__[-len(config.__struct_defaults__) :], config.__struct_defaults__, strict=True))
     free = [name for name in SMALLEST if getattr(config, name) == defaults[name]]
-    while not _is_enough(config, make_plan(config, model, gpu_memory)):
+    snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
+    while not _is_enough(config, make_plan(config, model, gpu_memory), snapshots):
         name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
         if name is None or getattr(config, name) <= SMALLEST[name]:
             return config
@@ -175,8 +183,9 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConf
     return config
 
 
-def _is_enough(config: EngineConfig, plan: Plan) -> bool:
-    return plan.spare >= 0 and (fixed_kv_bytes(config, 1) is not None or plan.num_blocks * config.block_size >= ENOUGH_TOKENS)
+def _is_enough(config: EngineConfig, plan: Plan, snapshots: int) -> bool:
+    is_fixed = fixed_kv_bytes(config, 1) is not None
+    return plan.spare >= 0 and (is_fixed or (plan.num_blocks - snapshots) * config.block_size >= ENOUGH_TOKENS)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:

@@ -18,8 +18,8 @@ class AttentionLayout:
     """Which tokens attend to which KV pages in this step.
 
     Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
-    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: exactly one token each. All `*_cpu` tensors are int32
-    on the CPU.
+    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last token drawn, and up to seven guesses of what
+    follows; without guesses if the model has states. All `*_cpu` tensors are int32 on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets

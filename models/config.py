@@ -7,13 +7,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from models.cache import CacheSpec, PagedGroup
+from models.cache import CacheSpec, PagedGroup, StateGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
+from models.video import VideoGeometry
 
 # For folders without preprocessor_config.json: those of the published checkpoints.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
+DEFAULT_MIN_VIDEO_PIXELS = 4_096
+DEFAULT_MAX_VIDEO_PIXELS = 25_165_824
 
 FILE_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -30,6 +33,39 @@ class MoeConfig:
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int  # of one expert
+    shared_size: int = 0  # of one more that every token is given, by a weight of its own; 0: there is none
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated DeltaNet, which some layers have in place of attention: see `layers.delta`. Value heads share key heads in groups."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel_size: int  # of the convolution over time
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices, for each value of the hidden size."""
+        return self.conv_width + 2 * self.num_value_heads * (self.value_dim + 1)
+
+    @property
+    def step_values(self) -> int:
+        """Activations of a layer and token: its inputs, before and behind the convolution, changes and outputs of chunks of 64."""
+        width = self.num_value_heads * self.value_dim
+        return 2 * self.conv_width + 5 * width + 64 * self.num_value_heads
+
+    def state_bytes(self, tp: int, dtype_bytes: int) -> int:
+        """Of a layer and row: the recurrent state in float32 and the last inputs of the convolution, of one rank's heads."""
+        recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +81,47 @@ class TextConfig:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to head_dim / 2
+    rotary_dim: int  # values of a head that are rotated, its first ones
+    mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to rotary_dim / 2
     max_position_embeddings: int
     is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
     moe: MoeConfig | None = None
+    delta: DeltaConfig | None = None
+    delta_layers: frozenset[int] = frozenset()  # the layers that have it; the others have attention, with a gate on its output
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer's matrices, those that a token is multiplied by; without a router's."""
-        return self._matrices(self.intermediate_size if self.moe is None else self.moe.num_experts_per_tok * self.moe.intermediate_size)
+        """Of a layer's matrices, those that a token is multiplied by; without a router's. The mean over the layers."""
+        if self.moe is None:
+            return self._matrices(self.intermediate_size)
+        return self._matrices(self.moe.num_experts_per_tok * self.moe.intermediate_size + self.moe.shared_size)
 
     @property
     def stored_layer_parameters(self) -> int:
         """Of all of them, every expert's included."""
-        return self._matrices(self.intermediate_size if self.moe is None else self.moe.num_experts * self.moe.intermediate_size)
+        if self.moe is None:
+            return self._matrices(self.intermediate_size)
+        return self._matrices(self.moe.num_experts * self.moe.intermediate_size + self.moe.shared_size)
+
+    def ordinal(self, layer: int) -> int:
+        """Of a layer among those of its kind."""
+        num_delta = sum(other < layer for other in self.delta_layers)
+        return num_delta if layer in self.delta_layers else layer - num_delta
 
     def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
         """Of each of `tp` ranks. With more ranks than KV heads each has one."""
-        return CacheSpec(PagedGroup(self.num_layers, max(1, self.num_kv_heads // tp), self.head_dim, dtype_bytes))
+        num_paged = self.num_layers - len(self.delta_layers)
+        paged = PagedGroup(num_paged, max(1, self.num_kv_heads // tp), self.head_dim, dtype_bytes)
+        if self.delta is None:
+            return CacheSpec(paged)
+        return CacheSpec(paged, (StateGroup(len(self.delta_layers), self.delta.state_bytes(tp, dtype_bytes)),))
 
     def _matrices(self, inner: int) -> int:
-        return self.hidden_size * (2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * inner)
+        num_queries = self.num_heads if self.delta is None else self.num_heads * 3 / 2  # with the gate
+        attention = int(2 * (num_queries + self.num_kv_heads) * self.head_dim)
+        num_delta = len(self.delta_layers)
+        mixers = (self.num_layers - num_delta) * attention + (0 if self.delta is None else num_delta * self.delta.parameters)
+        return self.hidden_size * (mixers // self.num_layers + 3 * inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +165,12 @@ class ModelConfig:
     vision: VisionConfig
     architecture: Architecture
     geometry: VisionGeometry
+    video: VideoGeometry
     sampling: SamplingDefaults
     dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
     tie_word_embeddings: bool
     image_token_id: int
+    video_token_id: int | None  # None: the model takes no videos
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -124,7 +182,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Reads config.json, preprocessor_config.json and generation_config.json. ValueError names what is not supported."""
+        """Reads config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported."""
         config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
         _reject_unsupported(config)
@@ -136,13 +194,15 @@ class ModelConfig:
             vision=vision,
             architecture=architecture,
             geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
+            video=_video_geometry(folder, vision),
             sampling=_sampling(generation),
             dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             image_token_id=config["image_token_id"],
+            video_token_id=config.get("video_token_id"),
             vision_start_token_id=config["vision_start_token_id"],
             vision_end_token_id=config["vision_end_token_id"],
-            eos_token_ids=_as_ids(_first((generation, config, text), ("eos_token_id",), ())),
+            eos_token_ids=_all_ids(generation, config, text),
         )
 
 
@@ -172,13 +232,15 @@ def _renamed(kind: type, config: Mapping[str, Any], given: dict[str, Any]) -> di
     return {name: config[FILE_NAMES.get(name, name)] for name in names} | given
 
 
-def _as_ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+def _all_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every end token that a file names: a generation may end with another one than a text."""
+    found = [source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None]
+    return tuple(dict.fromkeys(token_id for value in found for token_id in ([value] if isinstance(value, int) else value)))
 
 
 def _reject_unsupported(config: Mapping[str, Any]) -> None:
     text, vision = config["text_config"], config["vision_config"]
-    if (config["model_type"] == "qwen3_vl_moe") != bool(_num_experts(text)):
+    if config["model_type"].endswith("_moe") != bool(_num_experts(text)):
         raise ValueError(f"text_config.num_experts does not go with model_type {config['model_type']!r}")
     for found, supported, name in (
         (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),
@@ -187,6 +249,8 @@ def _reject_unsupported(config: Mapping[str, Any]) -> None:
         (text.get("norm_topk_prob", True), True, "text_config.norm_topk_prob"),
         (text.get("decoder_sparse_step", 1), 1, "text_config.decoder_sparse_step"),
         (text.get("mlp_only_layers") or [], [], "text_config.mlp_only_layers"),
+        (text.get("attn_output_gate", _is_hybrid(text)), _is_hybrid(text), "text_config.attn_output_gate"),
+        (text.get("mamba_ssm_dtype", "float32"), "float32", "text_config.mamba_ssm_dtype"),
     ):
         if found != supported:
             raise ValueError(f"{name} must be {supported!r}, got {found!r}")
@@ -215,12 +279,42 @@ def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
 
 
 def _text(config: Mapping[str, Any], is_fp8: bool) -> TextConfig:
-    rope = _rope(config)
-    section = tuple(rope.get("mrope_section", (24, 20, 20)))
-    if len(section) != 3 or sum(section) != config["head_dim"] // 2:
-        raise ValueError(f"mrope_section must be three numbers that sum to half of head_dim, got {section}")
-    given = {"rope_theta": float(rope["rope_theta"]), "mrope_section": section, "is_fp8": is_fp8, "moe": _moe(config)}
+    rope, is_hybrid = _rope(config), _is_hybrid(config)
+    rotary_dim = int(config["head_dim"] * _first((rope, config), ("partial_rotary_factor",), 0.25 if is_hybrid else 1.0))
+    section = tuple(rope.get("mrope_section", (11, 11, 10) if is_hybrid else (24, 20, 20)))
+    if len(section) != 3 or sum(section) != rotary_dim // 2:
+        raise ValueError(f"mrope_section must be three numbers that sum to half of the rotary values ({rotary_dim}), got {section}")
+    given = {"rope_theta": float(rope["rope_theta"]), "rotary_dim": rotary_dim, "mrope_section": section}
+    given |= {"is_fp8": is_fp8, "moe": _moe(config), "delta": _delta(config), "delta_layers": _delta_layers(config)}
+    if given["moe"] is not None:
+        given["intermediate_size"] = config.get("intermediate_size", 0)  # of no layer
     return TextConfig(**_renamed(TextConfig, config, given))
+
+
+def _is_hybrid(config: Mapping[str, Any]) -> bool:
+    return "linear_num_value_heads" in config
+
+
+def _delta(config: Mapping[str, Any]) -> DeltaConfig | None:
+    if not _is_hybrid(config):
+        return None
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    delta = DeltaConfig(*(int(config[f"linear_{name}"]) for name in names))
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ValueError(f"linear_num_value_heads must be a multiple of linear_num_key_heads, got {delta}")
+    return delta
+
+
+def _delta_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    """By `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
+    if not _is_hybrid(config):
+        return frozenset()
+    num_layers, interval = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    regular = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
+    kinds = config.get("layer_types") or regular
+    if len(kinds) != num_layers or set(kinds) != {"linear_attention", "full_attention"}:
+        raise ValueError("text_config.layer_types must name linear_attention or full_attention for every layer, and each at least once")
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
@@ -230,7 +324,8 @@ def _num_experts(config: Mapping[str, Any]) -> int:
 def _moe(config: Mapping[str, Any]) -> MoeConfig | None:
     if not _num_experts(config):
         return None
-    moe = MoeConfig(_num_experts(config), config["num_experts_per_tok"], config["moe_intermediate_size"])
+    shared_size = int(config.get("shared_expert_intermediate_size") or 0)
+    moe = MoeConfig(_num_experts(config), config["num_experts_per_tok"], config["moe_intermediate_size"], shared_size)
     if not 0 < moe.num_experts_per_tok <= moe.num_experts:
         raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({moe.num_experts}), got {moe.num_experts_per_tok}")
     return moe
@@ -238,15 +333,40 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig | None:
 
 def _vision(config: Mapping[str, Any]) -> VisionConfig:
     rope = config.get("rope_parameters") or {}
-    given = {"num_heads": config["num_heads"], "deepstack_indexes": tuple(config["deepstack_visual_indexes"])}
+    given = {"num_heads": config["num_heads"], "deepstack_indexes": tuple(config.get("deepstack_visual_indexes") or ())}
     given["rope_theta"] = float(rope.get("rope_theta", 10_000.0))
     return VisionConfig(**_renamed(VisionConfig, config, given))
 
 
-def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:
+def _check_normalisation(preprocessor: Mapping[str, Any]) -> None:
     for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
         if any(value != 0.5 for value in preprocessor.get(key, ())):
             raise ValueError(f"{key} must be 0.5 for every channel, got {preprocessor[key]}")
+
+
+def _video_geometry(folder: Path, vision: VisionConfig) -> VideoGeometry:
+    """Of video_preprocessor_config.json, or the part of processor_config.json that takes its place."""
+    saved = _read_json(folder / "processor_config.json").get("video_processor")
+    settings = saved or _read_json(folder / "video_preprocessor_config.json")
+    _check_normalisation(settings)
+    size = settings.get("size") or {}
+    return VideoGeometry(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=int(_first((settings, size), ("min_pixels", "shortest_edge"), DEFAULT_MIN_VIDEO_PIXELS)),
+        max_pixels=int(_first((settings, size), ("max_pixels", "longest_edge"), DEFAULT_MAX_VIDEO_PIXELS)),
+        fps=float(_first((settings,), ("fps",), 2.0)),
+        min_frames=int(_first((settings,), ("min_frames",), 4)),
+        max_frames=int(_first((settings,), ("max_frames",), 768)),
+        num_frames=settings.get("num_frames"),
+        samples=bool(_first((settings,), ("do_sample_frames",), True)),
+        max_frame_tokens=int(_first((settings,), ("max_video_tokens",), 768)) if settings.get("cap_pixels_per_frame") else None,
+    )
+
+
+def _geometry(preprocessor: Mapping[str, Any], vision: VisionConfig) -> VisionGeometry:
+    _check_normalisation(preprocessor)
     size = preprocessor.get("size") or {}
     return VisionGeometry(
         patch_size=vision.patch_size,

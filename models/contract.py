@@ -27,8 +27,14 @@ class VisionLanguageModel(Protocol):
         """What this rank's layers cache of a sequence."""
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """uint8 images (H, W, 3) on the device, each resized to its grid (t, h, w) in patches -> its embeddings (1 + L, N, D), in a storage
-        of its own. One pass: the caller bounds the patches."""
+        """uint8 images (H, W, 3), or frame pairs (2, H, W, 3), on the device, each resized to its grid (t, h, w) in patches -> its
+        embeddings (1 + L, N, D), in a storage of its own. One pass of one kind: the caller bounds the patches."""
+
+    def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        """As `encode`, by all ranks at the same time: (1 + L, n, D), the tokens that `part_of` gives this rank of those of all images."""
+
+    def part_bytes(self, grids: Sequence[Grid]) -> int:
+        """Device memory that `encode_part` takes at its peak."""
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """(T, D) embeddings of token ids."""

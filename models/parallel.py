@@ -91,6 +91,7 @@ class TensorParallel:
                 tp.broadcast_(tp.all_reduce_(x))
                 tp.all_gather_columns(x)
             self.all_gather_rows(x, [count] * self.size)
+            self.all_to_all_rows(x.expand(self.size, -1, -1).flatten(0, 1), [count] * self.size, [count] * self.size)
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """(S, n) of each rank -> (S, size * n), in rank order."""
@@ -112,6 +113,12 @@ class TensorParallel:
         gathered = x.new_empty((self.size * longest, *x.shape[1:]))
         dist.all_gather_into_tensor(gathered, padded, group=self.group)
         return torch.cat([gathered[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
+
+    def all_to_all_rows(self, x: torch.Tensor, to: Sequence[int], of: Sequence[int]) -> torch.Tensor:
+        """Of x, (sum(to), ...), the next `to[rank]` rows go to each rank -> (sum(of), ...): `of[rank]` rows of each, in rank order."""
+        received = x.new_empty((sum(of), *x.shape[1:]))
+        dist.all_to_all_single(received, x.contiguous(), list(of), list(to), group=self.group)
+        return received
 
 
 def kv_heads_of(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

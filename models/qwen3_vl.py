@@ -14,16 +14,25 @@ from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
-from models.text import TextModel
+from models.text import MakeLayer, TextModel, attention_layer
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
+from models.vision.split import SplitAttention
 from models.vision.tower import VisionTower
 
 
 class Qwen3VL(nn.Module):
-    """See `VisionLanguageModel`. With experts or without, as the configuration says."""
+    """See `VisionLanguageModel`. With experts or without, as the configuration says; or with the layers of another decoder."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        backend: Backend,
+        dtype: torch.dtype,
+        make_layer: MakeLayer = attention_layer,
+        norm_offset: float = 0.0,
+    ) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
@@ -31,11 +40,14 @@ class Qwen3VL(nn.Module):
         self.device = device = backend.device
         self.ops = backend.ops
         setup = Setup(tp, self.ops, dtype, device)
-        attention = backend.varlen_attention(config.vision.num_heads, config.vision.head_dim)
+        heads, head_dim = config.vision.num_heads, config.vision.head_dim
+        attention = backend.varlen_attention(heads, head_dim)
+        if tp.size > 1 and heads % tp.size == 0:
+            attention = SplitAttention(attention, backend.varlen_attention(heads // tp.size, head_dim), tp, config.vision.merge_size**2)
         self.preprocessor = Preprocessor(config.geometry, self.ops, device)
         self.visual = VisionTower(config.vision, attention, setup)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
-        self.language_model = TextModel(config, setup)
+        self.language_model = TextModel(config, setup, make_layer, norm_offset)
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
@@ -55,6 +67,12 @@ class Qwen3VL(nn.Module):
         parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
+    def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        return self.visual.part(self._patches(images, grids), grids)
+
+    def part_bytes(self, grids: Sequence[Grid]) -> int:
+        return self.visual.part_bytes(sum(t * h * w for t, h, w in grids), self.tp.size)
+
     def quantize_(self) -> None:
         self.language_model.quantize_()
 
@@ -66,10 +84,14 @@ class Qwen3VL(nn.Module):
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        patches_PX = self.visual.empty_patches(grids)
-        for image, grid, out_PX in zip(images, grids, patches_PX.split([t * h * w for t, h, w in grids]), strict=True):
-            self.preprocessor.write_patches(image, grid, out_PX)
-        return patches_PX
+        """(F, P, X): of images one frame, of pairs two."""
+        frames = [image if image.ndim == 4 else image[None] for image in images]
+        patches_FPX = self.visual.empty_patches(grids, len(frames[0]))
+        parts = patches_FPX.split([t * h * w for t, h, w in grids], dim=1)
+        for frames_FHWC, grid, out_FPX in zip(frames, grids, parts, strict=True):
+            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=True):
+                self.preprocessor.write_patches(frame_HWC, grid, out_PX)
+        return patches_FPX
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TD: torch.Tensor = self.language_model.embed_tokens(ids_T)

@@ -10,8 +10,8 @@ from models.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAMES
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`model` is `module:class`, which workers import. `weight_files` are patterns of paths below the folder; an index is followed instead,
-    where there is one."""
+    """`model` is `module:name` of what makes one (see `models.contract`), which workers import. `weight_files` are patterns of paths below
+    the folder; an index is followed instead, where there is one."""
 
     model: str
     weight_files: tuple[str, ...] = ("model*.safetensors",)
@@ -33,9 +33,14 @@ class Architecture:
         return names
 
 
+# A layer has one mixer of tokens, whatever its kind. The head that predicts a second token is not used.
+QWEN3_5 = Architecture("models.qwen3_5:qwen3_5", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": Architecture("models.qwen3_vl:Qwen3VL"),
     "qwen3_vl_moe": Architecture("models.qwen3_vl:Qwen3VL"),
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
     "cosmos3_omni": Architecture("models.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
 

@@ -8,24 +8,32 @@ The noise is a function of the row's key and the token id. Probabilities are sum
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 MASS_BITS = 40  # of a token's probability over the best one's: the sum over a vocabulary fits into 63 bits
 OFF = 2.0  # a `top_p` that keeps everything
 IN_PROMPT = 1 << 30  # added to the count of a token of the prompt
+INTEGERS = ("top_k", "key")  # of `RowParams`: int32, the others are float32
+T = TypeVar("T")
+
+
+class RowParams(NamedTuple, Generic[T]):
+    """By what one row draws, or tensors (S,) for S rows: four bytes a value. Kernels take them in this order."""
+
+    inverse_temperature: T  # 0 for a greedy row, whose other parameters are off
+    top_p: T  # OFF
+    log_min_p: T  # minus infinity where off
+    top_k: T  # 0 where off
+    key: T  # 32 random bits of this draw
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """S rows, all tensors (S,) on the device."""
+    """S rows on the device."""
 
-    inverse_temperature: torch.Tensor  # float32; 0 for a greedy row, whose other parameters are off
-    top_p: torch.Tensor  # float32; OFF
-    log_min_p: torch.Tensor  # float32; minus infinity where off
-    top_k: torch.Tensor  # int32; 0 where off
-    key: torch.Tensor  # int32: 32 random bits of this draw
+    rows: RowParams[torch.Tensor]
     wide: torch.Tensor | None  # int64 (W,): filtered rows that are not cut by a top-k up to `SamplingOps.max_top_k` first
     largest_top_k: int  # of the other rows
     is_greedy: bool  # all rows are

@@ -1,21 +1,29 @@
-"""The decoder of Qwen3-VL: embedding, layers, DeepStack, final norm."""
+"""A decoder: embedding, layers, DeepStack, final norm. By default the layers of Qwen3-VL."""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from models.attention.paged import AttentionBackend, FusedAttention
-from models.backends.ops import Residual
+from models.backends.ops import Residual, StateRows
 from models.batch import ForwardBatch
-from models.config import ModelConfig
-from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm
+from models.config import ModelConfig, TextConfig
+from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm, SelfAttention
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
+
+MakeLayer = Callable[[int, TextConfig, Setup], DecoderLayer]
+
+
+def attention_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
+    return DecoderLayer(SelfAttention(layer, config, setup), config, setup)
 
 
 class TextModel(nn.Module):
     """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
 
-    def __init__(self, config: ModelConfig, setup: Setup) -> None:
+    def __init__(self, config: ModelConfig, setup: Setup, make_layer: MakeLayer = attention_layer, norm_offset: float = 0.0) -> None:
         super().__init__()
         text = config.text
         self.ops = setup.ops
@@ -24,9 +32,9 @@ class TextModel(nn.Module):
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
         self.rope = MRope(text, setup.ops, setup.device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
-        self._layers = [DecoderLayer(i, text, setup) for i in range(text.num_layers)]
+        self._layers = [make_layer(i, text, setup) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup, norm_offset)
 
     def quantize_(self) -> None:
         for layer in self._layers:
@@ -42,7 +50,11 @@ class TextModel(nn.Module):
         slots_T = batch.attention.slot_mapping_T
         real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
-        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T)
+        states, rows = None, None
+        if batch.states:
+            assert batch.row_starts is not None
+            states, rows = batch.states[0], StateRows(batch.rows, batch.row_starts, batch.attention.num_prefill_rows)
+        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T, states, rows)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)

@@ -50,6 +50,8 @@ def fill(model: VisionLanguageModel, source: Mapping[str, Stored], progress: Pro
             raise ValueError(f"tensor {slot.name} has shape {shape}, the configuration says {slot.shape}")
         if slot.target.numel():
             slot.target.copy_(source[slot.name][slot.index])
+            if slot.offset:
+                slot.target.add_(slot.offset)
         done += slot.target.nbytes
         progress(done, total)
 

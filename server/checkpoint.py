@@ -6,14 +6,18 @@ from pathlib import Path
 
 from models.config import ModelConfig, SamplingDefaults
 from models.geometry import VisionGeometry
+from models.video import VideoGeometry
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: Path
     geometry: VisionGeometry
+    video: VideoGeometry
     sampling: SamplingDefaults
     image_token_id: int
+    video_token_id: int | None  # None: the model takes no videos
+    vision_token_ids: tuple[int, int]  # before and behind a frame pair
     vocab_size: int
     hidden_size: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
@@ -35,8 +39,11 @@ def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bo
     return Checkpoint(
         folder=folder,
         geometry=model.geometry,
+        video=model.video,
         sampling=PLAIN_SAMPLING if is_plain else model.sampling,
         image_token_id=model.image_token_id,
+        video_token_id=model.video_token_id,
+        vision_token_ids=(model.vision_start_token_id, model.vision_end_token_id),
         vocab_size=model.text.vocab_size,
         hidden_size=model.text.hidden_size,
         num_values_per_image_token=model.num_visual_levels * model.vision.out_hidden_size,

@@ -26,6 +26,7 @@ class RequestError(ValueError):
 
 
 invalid_image = functools.partial(RequestError, 422, code="invalid_image")
+invalid_video = functools.partial(RequestError, 422, code="invalid_video")
 
 
 def error_type(status: int) -> str:

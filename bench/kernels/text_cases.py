@@ -7,6 +7,7 @@ import torch
 
 from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
+from engine.messages import MAX_DRAFTS
 from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
 from models.backends.ops import KVPool, NewHeads, Normed, Ops, Residual
@@ -44,6 +45,10 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
         rows = len(lengths)
         yield attention(config, fixed(backend, pools, text.num_heads, 0, rows), [1] * rows, lengths, device)
+    for rows in (1, 16):
+        for new in (1, 2, 4, 8):  # of a row that verifies drafts: up to 1.25 times the time of one token
+            backend_of_rows = fixed(backend, pools, text.num_heads, 0, max(2, new * rows))  # 2: not a kernel for one token alone
+            yield attention(config, backend_of_rows, [new] * rows, [1024] * rows, device)
     for new in (9, 64):
         yield attention(config, fixed(backend, pools, text.num_heads, new, 0), [new], [28_000], device)
 
@@ -108,11 +113,12 @@ def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, tor
 def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], lengths: list[int], device: torch.device) -> Case:
     """Rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache holds the keys.
 
-    A row of one token is a decode row.
+    A row of up to 1 + MAX_DRAFTS tokens is a decode row.
     """
     text = config.text
     pages = [-(-length // PAGE) for length in lengths]
-    num_chunks, num_decodes = sum(count > 1 for count in new), new.count(1)
+    num_chunks = sum(count > 1 + MAX_DRAFTS for count in new)
+    num_decodes = len(new) - num_chunks
     layout = AttentionLayout(
         qo_indptr_cpu=indptr(new),
         kv_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
@@ -128,7 +134,7 @@ def attention(config: ModelConfig, backend: AttentionBackend, new: list[int], le
     decodes = lengths[num_chunks:]
     chunk = [f"{new[0]} of {lengths[0]}"] if num_chunks else []
     shape = " + ".join([*chunk, *(f"{decodes.count(length)} x {length}" for length in dict.fromkeys(decodes))])
-    name = "mixed" if num_chunks and num_decodes else "prefill" if num_chunks else "decode"
+    name = "mixed" if num_chunks and num_decodes else "prefill" if num_chunks else "decode" if new[-1] == 1 else f"{new[-1]} tokens a row:"
     calls = [lambda layer=layer: backend.run(layer, q_THK) for layer in (0, 1)]
     return Case(f"{name} attention", shape, 4 * pairs * text.num_heads * text.head_dim, cached + 2 * q_THK.nbytes, calls)
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from engine.messages import (
     DEPTH,
     TIMED_OUT,
+    Chunk,
     EngineOutputs,
     EngineRequest,
     ErrorInfo,
@@ -28,6 +29,8 @@ from engine.messages import (
 )
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
+from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.drafts.source import MAX_TEXT
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State
@@ -52,9 +55,16 @@ class SchedulerCore:
     """All requests of the engine. Single-threaded."""
 
     def __init__(
-        self, state: State, num_ranks: int, max_model_len: int, eos_token_ids: frozenset[int], max_queue_seconds: float | None = None
+        self,
+        state: State,
+        num_ranks: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        max_queue_seconds: float | None = None,
+        drafter: Drafter | None = None,
     ):
         self.state = state
+        self.drafter = drafter
         self._num_ranks = num_ranks
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
@@ -78,8 +88,8 @@ class SchedulerCore:
         """Plans."""
         return len(self._in_flight)
 
-    def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32]) -> None:
-        """One that could never run is answered with an error at once. `prompt_ids` are copied."""
+    def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], prediction: npt.NDArray[np.int32] | None = None) -> None:
+        """One that could never run is answered with an error at once. The ids are copied."""
         problem = self._find_problem(wire, len(prompt_ids))
         if problem is not None:
             error = ErrorInfo(400, problem, code="context_length_exceeded")
@@ -92,6 +102,8 @@ class SchedulerCore:
         siblings: list[Request] = []
         for index in range(wire.n):
             siblings.append(self._make_request(wire, prompt_ids, siblings, index))
+            if self.drafter is not None and prediction is not None:
+                siblings[-1].prediction = prediction[:MAX_TEXT].copy()
         self._recall_links(siblings[0])
         self._requests[wire.rid] = list(siblings)
         for request in siblings:
@@ -131,13 +143,17 @@ class SchedulerCore:
             self._fail(request, pixels.error)
 
     def forget_all(self, images: bool) -> None:
-        """Empties the prefix cache and, if `images`, the embeddings, but for what requests hold."""
+        """Empties the prefix cache, recent answers and, if `images`, the embeddings, but for what requests hold."""
         self.state.blocks.forget_all()
+        if self.drafter is not None:
+            self.drafter.recent.forget()
         if images:
             self.state.images.forget_unpinned()
 
     def next_step(self) -> PlannedStep | None:
         """Plans a step that the caller must send to every rank; None if nothing can run now."""
+        if self.drafter is not None:
+            self.drafter.offer(self.state)
         step = policy.plan(self.state)
         if step is not None:
             self._last_progress = now = time.monotonic()
@@ -182,6 +198,7 @@ class SchedulerCore:
         if not self._requests:
             assert not self._in_flight and not self.state.running and not self.state.waiting and not self.state.stopping
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
+            assert self.drafter is None or not self.drafter.num_sources
 
     def stats(self) -> EngineStats:
         state = self.state
@@ -282,27 +299,42 @@ class SchedulerCore:
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
+            if chunk.drafts:
+                self._note_drafts(request, chunk, len(ids) - 1, len(kept))
             _note_stages(request, chunk.sample, results)
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if chunk.sample and num_sampled - 1 in drawn.slow_draws:
                 self._fail(request, TOO_SLOW)
             elif kept:
-                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""))
+                drafts = len(chunk.drafts), min(len(ids) - 1, len(kept))
+                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""), drafts)
 
     def _deliver(
-        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None, pooled: bytes
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        reason: FinishReason | None,
+        pooled: bytes,
+        drafts: tuple[int, int],
     ) -> None:
+        """`drafts`: how many were verified, and how many of these are the first tokens."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         prompt_logprobs = request.prompt_logprobs if request.num_known == request.num_prompt + len(token_ids) else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        numbers = logprobs, prompt_logprobs
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, request.index, pooled))
+        numbers = logprobs, prompt_logprobs, request.index, pooled
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, *drafts))
         if reason is not None:
             self._end(request)
+
+    def _note_drafts(self, request: Request, chunk: Chunk, num_accepted: int, num_kept: int) -> None:
+        self.state.counters.note_drafts(len(chunk.drafts), min(num_accepted, num_kept))
+        if self.drafter is not None:
+            self.drafter.note(request, num_accepted)
 
     def _give_up(self, step: PlannedStep) -> None:
         """A step was not computed: its requests get an error, and those whose plans in flight use blocks or images that it should have
@@ -337,6 +369,8 @@ class SchedulerCore:
     def _release_if_landed(self, request: Request) -> None:
         if request.num_in_flight == 0:
             self.state.release(request)
+            if self.drafter is not None:
+                self.drafter.release(request)
             siblings = self._requests[request.rid]
             siblings.remove(request)
             if len(request.hasher.links) >= MIN_REMEMBERED_LINKS:

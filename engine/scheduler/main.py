@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
@@ -21,6 +22,7 @@ from engine.messages import (
     Forget,
     Heartbeat,
     Pixels,
+    Region,
     StepPlan,
     StepResult,
     ToScheduler,
@@ -28,6 +30,7 @@ from engine.messages import (
 )
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
+from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
@@ -87,15 +90,22 @@ class Scheduler:
 
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
         config = self._child.config
-        blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size)
+        blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
-        return SchedulerCore(state, config.tp, self._child.runtime.max_model_len, self._eos_token_ids, config.max_queue_seconds)
+        drafter = Drafter(limits.verify_rows) if limits.verify_rows else None
+        if config.draft != "off" and drafter is None:
+            logger.warning("--draft %s: this model or backend cannot verify drafts, so there are none", config.draft)
+        longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
+        return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 
     def _receive(self, core: SchedulerCore) -> None:
         """Waits for a message and takes all that have come. After an idle second the state checks itself once."""
-        message = self._inbox.recv(timeout=HEARTBEAT_S)
+        message = self._inbox.recv_ready()
+        while message is None and core.drafter is not None and core.drafter.use_spare_time():
+            message = self._inbox.recv_ready()
+        message = message or self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:
             if isinstance(message, Heartbeat):
@@ -104,8 +114,8 @@ class Scheduler:
                 self._quiet_since, self._checked = now, False
             match message:
                 case EngineRequest():
-                    region = message.prompt
-                    core.add(message, np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32))
+                    prediction = None if message.prediction is None else self._ids(message.prediction)
+                    core.add(message, self._ids(message.prompt), prediction)
                 case Pixels():
                     core.take_pixels(message)
                 case Abort():
@@ -120,6 +130,9 @@ class Scheduler:
         if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and not self._checked:
             core.check()
             self._checked = True
+
+    def _ids(self, region: Region) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)
 
     def _send(self, step: PlannedStep) -> None:
         """The same bytes to every rank."""
@@ -147,6 +160,7 @@ class Scheduler:
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
     """As configured, or as the worker's device has it."""
     sizes = worker.step_sizes
+    can_verify = config.draft != "off" and not worker.snapshot_blocks  # recurrent states would have gone too far
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -157,6 +171,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         step_sizes=sizes,
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
+        verify_rows=sizes.verify_rows if can_verify else 0,
     )
 
 

@@ -11,6 +11,7 @@ from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan,
 from engine.scheduler.blocks import BlockHasher
 
 MIN_SNAPSHOT_TOKENS = 256  # between snapshots
+ANSWER_OPENING = 8  # tokens with which a template opens an answer, at most: a next turn need not repeat what opened the thoughts
 
 
 class Status(enum.Enum):
@@ -49,6 +50,9 @@ class Request:
     num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, drafts not counted
     drafts: tuple[int, ...] = ()  # guesses of what follows the last known token
+    is_held: bool = False  # drafts are to follow the tokens on the way
+    prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # the client's, of the output
+    last_step: int = 0  # that computed some of it
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it
     blocks: list[int] = field(default_factory=list)
@@ -87,8 +91,8 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """False if enough are drawn already, or if drafts must wait for the results."""
-        return self.num_output < self.max_tokens and not (self.drafts and self.num_drawn)
+        """False if enough are drawn already, or if drafts, or those to come, must wait for the results."""
+        return self.num_output < self.max_tokens and not (self.num_drawn and (self.drafts or self.is_held))
 
     @property
     def is_decoding(self) -> bool:
@@ -151,9 +155,9 @@ class Request:
 
 
 def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int) -> tuple[int, ...]:
-    """Where the states of a prompt are kept, at ends of blocks: before its last token, and behind images that other questions may follow;
-    of images close to each other, behind the last one."""
+    """Where the states of a prompt are kept, at ends of blocks: before the answer is opened, and behind images that other questions may
+    follow; of images close to each other, behind the last one."""
     ends = [span.end // block_size * block_size for span in images]
-    last = (num_prompt - 1) // block_size * block_size
+    last = max(0, num_prompt - ANSWER_OPENING) // block_size * block_size
     spaced = [end for end, later in pairwise([*ends, last]) if later - end >= MIN_SNAPSHOT_TOKENS]
     return (*spaced, last)

@@ -31,6 +31,7 @@ class Limits:
     step_sizes: StepSizes
     prefix_cache: bool = True
     snapshot_blocks: int = 0  # of a snapshot of a row's recurrent states; 0: the model has none
+    verify_rows: int = 0  # query rows of a step with drafts; 0: no drafts
 
 
 @dataclass(slots=True)
@@ -44,6 +45,19 @@ class Counters:
     images_skipped: int = 0
     images_restored: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A row's drafts were verified; its answer has so many of them."""
+        self.drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_draft_tokens += num_accepted
+        self.accepted_by_position += [0] * (num_drafts - len(self.accepted_by_position))
+        for position in range(num_accepted):
+            self.accepted_by_position[position] += 1
 
 
 @dataclass(slots=True)
@@ -90,6 +104,7 @@ class State:
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
+        request.drafts, request.is_held = (), False
         self.add(request)
         self.counters.preemptions += 1
 
@@ -163,6 +178,7 @@ class State:
         request.num_drawn += chunk.sample
         request.first_needed += num_images
         request.num_in_flight += 1
+        request.last_step = self.num_steps
 
     def note_plan(self, plan: StepPlan) -> None:
         self.num_steps += 1

@@ -17,7 +17,7 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.plan import Needs, early_image_bytes, step_graph_bytes
+from engine.plan import Needs, early_image_bytes, max_draws, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
@@ -25,6 +25,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
+from engine.worker.sampling.draws import BYTES_PER_DRAW
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.attention.paged import allocate_pools
@@ -45,7 +46,7 @@ INT64 = 8
 STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-STAGED_PER_ROW = 16 * INT64  # sampling parameters, row and logits indexes
+STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its place; of a row its number and its start; what is known of it
 
 
 def build_runner(
@@ -61,18 +62,20 @@ def build_runner(
         tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
         model = load_model(child, model_config, tp, backend, dtype)
         tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sampling_ops = backend.sampling(config.max_num_seqs, text.vocab_size)
-        sampler = Sampler(sampling_ops, config.max_num_seqs, model_config, Path(child.runtime.model_folder), device)
+        num_draws = max_draws(config, backend.step_sizes)
+        sampling_ops = backend.sampling(num_draws, text.vocab_size)
+        sampler = Sampler(sampling_ops, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
             sampler.grammars.load()  # seconds, for which streams would have to wait
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
     is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", text.layer_parameters // tp.size
-    step_sizes = backend.step_sizes.for_layers(of_rank, config.max_num_batched_tokens, text.moe is not None, is_float8)
+    spec, max_tokens = model.cache_spec, config.max_num_batched_tokens
+    token_bytes = spec.paged.bytes_per_token
+    step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, text.moe is not None, is_float8, token_bytes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
-    spec = model.cache_spec
     memory = plan_memory(config, spec, needs, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // tp.size)
@@ -81,13 +84,14 @@ def build_runner(
     snapshots = Snapshots(pools, states) if states else None
     geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, states, snapshots)
-    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config.max_num_seqs, max_blocks)
+    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device))
-    staging = Staging(staging_bytes(config, max_blocks), device)
+    costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
+    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
+    staging = Staging(staging_bytes(config, num_draws, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
     token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
@@ -131,8 +135,7 @@ def measure_needs(
     weights = torch.cuda.memory_allocated(model.device)
     activations = profile_peak(model, backend, sampling, config, tower_stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
-    sizes = config.max_num_seqs, config.max_num_batched_tokens
-    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, *sizes, activations)
+    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, config, activations)
     return Needs(
         weights=weights,
         runtime=free - free_bytes(model.device) - weights,
@@ -212,15 +215,14 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(
-    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, max_num_seqs: int, max_blocks: int
+    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
-    num_heads = model.config.text.num_heads // model.tp.size
-    max_decodes = max_num_seqs + sizes.large_step
-    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, max_decodes, max_blocks)
+    num_heads, num_draws = model.config.text.num_heads // model.tp.size, max_draws(config, sizes)
+    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, num_draws + sizes.large_step, max_blocks)
     if make_attention is None:
         return None
-    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, max_num_seqs)
+    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, config.max_num_seqs, num_draws)
 
 
 def warm_up(decoder: JpegDecoder) -> None:
@@ -230,7 +232,7 @@ def warm_up(decoder: JpegDecoder) -> None:
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
-def staging_bytes(config: EngineConfig, max_blocks: int) -> int:
-    """Upper bound of what one step stages: per token, per row, and every row's int32 pages."""
+def staging_bytes(config: EngineConfig, num_draws: int, max_blocks: int) -> int:
+    """Upper bound of what one step stages: per token, per draw, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
-    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_ROW * config.max_num_seqs + pages + MIB
+    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_DRAW * num_draws + pages + MIB

@@ -1,14 +1,15 @@
 """CUDA graphs of steps with few tokens: decode rows, alone or beside a chunk of prompts.
 
 Without one a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands if a
-rank's part of the model is small. A graph has a fixed shape: so many prompt tokens, then so many decode rows, whose input is the rows' last
-tokens. A smaller step is padded: prompt tokens with a row of its own, decode rows with rows of one token. Padding reads and writes the
-scratch row and the scratch block, which nobody reads.
+rank's part of the model is small. A graph has a fixed shape: so many prompt tokens, then so many tokens of decode rows. How many of these
+a row has is part of the step, not of the graph: one for 8 tokens takes 8 rows that decode, or two with 3 drafts each. A smaller step is
+padded: prompt tokens with a row of its own, others with rows of one token and empty rows. Padding reads and writes the scratch row and the
+scratch block, which nobody reads.
 
 All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
 shape, with what has no fixed length behind:
 
-    ids_P | rows_R | positions_3T | slots_T | logits_indices_S | row_starts | plan of the attention | pages ... | how to draw, new rows ...
+    ids_P | places_D | rows_R | positions_3T | slots_T | logits_indices_S | row_starts | plan of the attention | pages ... | how to draw ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import Draws, Int64s
+from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, Int64s
 from engine.worker.staging import Staging, staged_bytes
 from models.attention.paged import FixedAttention, Int32s, MakeFixed
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
@@ -30,16 +31,16 @@ from models.step_sizes import StepSizes
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels of their own
 PAGE_BYTES = 4
-BYTES_BEHIND_PAGES = 96  # of a row: how it draws, and its last token if it is new
+BYTES_BEHIND_PAGES = BYTES_PER_DRAW + 16  # of a token: how it is drawn, what is known of it
 SLACK = 4096  # for their alignment
 LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 
 
 class Shape(NamedTuple):
-    """What a graph computes: prompt tokens first, then decode rows."""
+    """What a graph computes: prompt tokens first, then those of decode rows."""
 
     num_prefill_tokens: int
-    num_decode_rows: int
+    num_decode_tokens: int
 
 
 UNPADDED = Shape(0, 1)  # there are no fewer tokens
@@ -54,12 +55,12 @@ class Graph:
 
     replay: Replay
     attention: FixedAttention
-    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every decode row
+    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every token of decode rows
 
 
 class StepGraphs:
-    """Replays small steps. `make_attention(*shape, rows)` gives an attention backend for a shape whose prompt tokens are of exactly `rows`
-    rows."""
+    """Replays small steps, of up to `max_draws` tokens of decode rows. `make_attention(*shape, rows)` gives an attention backend for a
+    shape whose prompt tokens are of exactly `rows` rows."""
 
     def __init__(
         self,
@@ -69,17 +70,18 @@ class StepGraphs:
         sizes: StepSizes,
         scratch_block: int,
         max_num_seqs: int,
+        max_draws: int,
         record: Record | None = None,
     ):
         self._model = model
         self._make_attention = make_attention
         self._rows = rows
         self._record = record or CudaRecorder()
-        self._device = rows.last_token_R.device
-        self._scratch_row = rows.last_token_R.shape[0] - 1
+        self._device = rows.last_tokens.device
+        self._scratch_row = rows.scratch_row
         self._scratch_block = scratch_block
         self._padding_slot = scratch_block * rows.block_size
-        self._decode_sizes = sizes.up_to(sizes.decodes, max_num_seqs)
+        self._decode_sizes = sizes.up_to(sizes.decodes, max_draws)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
@@ -97,19 +99,19 @@ class StepGraphs:
         backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
         fixed = max(staged_bytes(_fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
-        num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_token_R) + SLACK
+        num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_tokens) + SLACK
         self._staging = Staging(num_bytes, self._device)
         for shape, backend in backends.items():
             self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)
 
-    def cover(self, num_prompts: int, num_prompt_tokens: int, num_decodes: int) -> bool:
-        """Whether a shape is large enough for so many."""
+    def cover(self, num_prompts: int, num_prompt_tokens: int, num_decode: int) -> bool:
+        """Whether a shape is large enough for so many; the last are tokens of decode rows."""
         if not num_prompts:
-            return True
-        if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes:
+            return num_decode <= self._decode_sizes[-1]
+        if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes or num_decode > max(self._chunk_sizes):
             return False
-        return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decodes)][-1]
+        return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decode)][-1]
 
     def bytes_beside(self, num_prompt_tokens: int) -> int:
         """What a step with a graph takes of memory that is not its graph's: see `_embed`."""
@@ -120,30 +122,30 @@ class StepGraphs:
         """Whether there is a graph for the step."""
         if step.pooled or (step.scored and len(step.ids)):
             return False
-        return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.decode_rows))
+        return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.places))
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
         """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them. Beside the graph the
         device copies once and launches only what new rows and `_embed` take. No more steps may be in flight than `Staging` allows for."""
-        shape = self._shape_for(len(step.ids), len(step.decode_rows))
+        shape = self._shape_for(len(step.ids), len(step.places))
         graph, padded = self._graphs[shape], self._pad(step, shape)
         self._staging.begin()
         ids_P, *_ = [self._staging.put(array) for array in _fixed_arrays(padded, graph.attention)]
         self._staging.put(padded.attention.pages.numpy())
-        draws, admitted = step.draws.stage(self._staging), self._staging.put(step.admitted)
+        draws, known = step.draws.stage(self._staging), self._staging.put(step.known)
         self._staging.copy()
-        self._rows.remember(admitted)
+        self._rows.remember(known)
         if len(step.ids):
             self._embed(ids_P[: len(step.ids)], step.visual)
         graph.replay()
-        first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.decode_rows))
+        first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.places))
         return graph.logits_SV[first : first + len(step.logits_indices)], draws
 
     def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:
             return Shape(0, _round_up(self._decode_sizes, num_decode))
-        rows = _round_up(self._chunk_sizes, num_decode)
-        return Shape(_round_up(self._chunk_sizes[rows], num_prefill), rows)
+        padded = _round_up(self._chunk_sizes, num_decode)
+        return Shape(_round_up(self._chunk_sizes[padded], num_prefill), padded)
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
         """Fills the graph's prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
@@ -154,40 +156,44 @@ class StepGraphs:
 
     def _pad(self, step: HostStep, shape: Shape) -> HostStep:
         """The step with the tokens and rows of `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
-        tokens, decodes = shape
-        num_prefill, num_decode = len(step.ids), len(step.decode_rows)
-        ids_P, first_decode = np.zeros(tokens, dtype=np.int64), _num_prefill_rows(shape)
-        rows_R = np.full(first_decode + decodes, self._scratch_row, dtype=np.int64)
-        num_prompts = step.attention.num_prefill_rows
-        ids_P[:num_prefill], rows_R[:num_prompts] = step.ids, step.rows[:num_prompts]
-        rows_R[first_decode : first_decode + num_decode] = step.decode_rows
-        places = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # of the step's tokens
-        slots_T = np.full(tokens + decodes, self._padding_slot, dtype=np.int64)
-        positions_3T = np.zeros((3, tokens + decodes), dtype=np.int64)
-        slots_T[places], positions_3T[:, places] = step.attention.slot_mapping_T.numpy(), step.positions
+        tokens, size = shape
+        num_prefill, num_decode = len(step.ids), len(step.places)
+        ids_P, places_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._scratch_row, dtype=np.int64)
+        ids_P[:num_prefill], places_D[:num_decode] = step.ids, step.places
+        num_prompts, first_decode = step.attention.num_prefill_rows, _num_prefill_rows(shape)
+        rows_R = np.full(first_decode + size, self._scratch_row, dtype=np.int64)
+        rows_R[:num_prompts] = step.rows[:num_prompts]
+        rows_R[first_decode : first_decode + len(step.rows) - num_prompts] = step.rows[num_prompts:]
+        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # the step's tokens
+        slots_T = np.full(tokens + size, self._padding_slot, dtype=np.int64)
+        positions_3T = np.zeros((3, tokens + size), dtype=np.int64)
+        slots_T[real], positions_3T[:, real] = step.attention.slot_mapping_T.numpy(), step.positions
         last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_decode
-        logits_indices_S = np.arange(tokens - last, tokens + decodes)
+        logits_indices_S = np.arange(tokens - last, tokens + size)
         logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
         layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
-        return replace(step, ids=ids_P, rows=rows_R, positions=positions_3T, attention=layout, logits_indices=logits_indices_S)
+        step = replace(step, ids=ids_P, places=places_D, rows=rows_R, positions=positions_3T)
+        return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """The layout with the rows of `shape`: one takes the missing tokens, further ones are empty; then decode rows of one token."""
+        """The layout with the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; behind the decode rows come
+        rows of one token, and empty ones."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
         lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
-        ones = np.ones(shape.num_decode_rows - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the decode rows
+        behind = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the decode rows
+        behind[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
         page_counts = -(-lengths // self._rows.block_size)
         scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
 
-        def spliced(values: Int32s, index: int, between: Int32s, behind: Int32s) -> Int32s:
-            return np.concatenate((values[:index], between, values[index:], behind))
+        def spliced(values: Int32s, index: int, between: Int32s, last: Int32s) -> Int32s:
+            return np.concatenate((values[:index], between, values[index:], last))
 
-        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, self._scratch_block * ones)
+        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(behind.sum(), self._scratch_block, dtype=np.int32))
         return AttentionLayout(
-            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, ones)),
-            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, ones)),
-            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, ones)),
+            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, behind)),
+            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, behind)),
+            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, behind)),
             pages=torch.from_numpy(pages),
             slot_mapping_T=layout.slot_mapping_T,
             num_prefill_rows=rows + len(lengths),
@@ -197,7 +203,7 @@ class StepGraphs:
         padded = self._pad(HostStep.empty(), shape)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in _fixed_arrays(padded, attention)]
-        ids_P, rows_R, positions_3T, slots_T, logits_indices_S, row_starts, *plan = fixed
+        ids_P, places_D, rows_R, positions_3T, slots_T, logits_indices_S, row_starts, *plan = fixed
         pages = self._staging.rest(torch.int32)
         self._staging.put(padded.attention.pages.numpy())
         self._staging.copy()
@@ -206,7 +212,7 @@ class StepGraphs:
         visual = (VisualSlice(0, len(ids_P), 0, self._embedding),) if len(ids_P) else ()
 
         def forward() -> torch.Tensor:
-            drawn = self._rows.last_token_R[rows_R[_num_prefill_rows(shape) :]]
+            drawn = self._rows.last_tokens[places_D]
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
             batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, row_starts, padding_slot)
@@ -248,8 +254,8 @@ def _num_prompt_ends(shape: Shape) -> int:
 def _fixed_arrays(padded: HostStep, attention: FixedAttention) -> list[npt.NDArray[np.integer]]:
     """What a graph reads but for the pages, in the order of its memory."""
     layout = padded.attention
-    step: tuple[Int64s, ...] = padded.ids, padded.rows, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
-    return [*step, layout.qo_indptr_cpu.numpy(), *attention.plan_arrays(layout)]
+    step: tuple[Int64s, ...] = padded.ids, padded.places, padded.rows, padded.positions, layout.slot_mapping_T.numpy()
+    return [*step, padded.logits_indices, layout.qo_indptr_cpu.numpy(), *attention.plan_arrays(layout)]
 
 
 def _round_up(sizes: Iterable[int], count: int) -> int:

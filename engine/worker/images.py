@@ -1,6 +1,6 @@
 """The worker's side of the image cache: tensors by id. What is encoded, evicted, saved and restored comes with the plan.
 
-Every rank encodes its share of a step's images (the tower is data-parallel) and then receives all of them.
+Of several ranks, each encodes its share of a step's images, all together encode the largest if that pays, and all receive all of them.
 
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
@@ -22,7 +22,9 @@ from engine.messages import Encode, Prefetch, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
 from models.contract import VisionLanguageModel
+from models.geometry import Grid
 from models.parallel import TensorParallel
+from models.vision.shares import Shares, SplitCosts, part_of, share_out
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class ImageCache:
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
     host: torch.Tensor | None = None
+    split_costs: SplitCosts | None = None  # None: no image is encoded by all ranks together
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
     _early: EarlyImage | None = None
@@ -110,10 +113,12 @@ class ImageCache:
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
         """Encodes an image for a plan that names its ticket, in place of the one before. Without memory nothing is done: the plan may find
-        some."""
+        some. Nor for one that all ranks will encode together."""
         if self._early is not None and self.stream is not None:
             self.stream.synchronize()  # perhaps the tower still reads its pixels
         self._early = None
+        if self._share_out([prefetch.grid]).together:
+            return
         with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
             read = self.reader.read_copy(prefetch.source)
             if read is not None:
@@ -129,14 +134,18 @@ class ImageCache:
 
         Images go in groups: while the device encodes one, the host and the decoder read the next.
         """
-        share = self._share(encodes, self.tp.rank)
+        shares = self._share_out([encode.grid for encode in encodes])
+        share = [encodes[image] for image in shares.alone[self.tp.rank]]
         own, encoded = self._encode_if_possible(share)
+        if shares.together:
+            part, encoded = self._encode_part([encodes[image] for image in shares.together], encoded)
+            own.append(part)
         if own:
             self._let_current_stream_wait()
         if self.tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
         elif encodes:
-            self._gather(encodes, own)
+            self._gather(encodes, shares, own)
         return encoded
 
     def _encode_if_possible(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
@@ -154,10 +163,12 @@ class ImageCache:
         starved = tuple(encode.image_id for encode in share)
         return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
 
-    def gather_bytes(self, encodes: Sequence[Encode]) -> int:
-        """What it takes each rank at its peak to give all ranks the embeddings of these images."""
+    def shared_bytes(self, encodes: Sequence[Encode]) -> int:
+        """What it takes each rank at its peak to encode images with all ranks, and to give these all embeddings."""
         num_tokens = sum(self._num_tokens(encode) for encode in encodes)
-        return GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self.model.dtype.itemsize
+        grids = [encode.grid for encode in encodes]
+        together = self.model.part_bytes([grids[image] for image in self._share_out(grids).together])
+        return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self.model.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
         """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
@@ -201,15 +212,40 @@ class ImageCache:
         watch.mark()
         return [done[encode.image_id] for encode in share], Encoded(failed, kept, read_ms, (*watches, watch))
 
+    def _encode_part(self, encodes: Sequence[Encode], encoded: Encoded) -> tuple[torch.Tensor, Encoded]:
+        """This rank's tokens of the images that all ranks encode, and what that leaves behind beside `encoded`. What cannot be read is
+        black, so that all ranks go on. The tower waits for the step before, whose collectives would run beside its own."""
+        failed, starved = list(encoded.failed), encoded.starved
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            started = time.monotonic()
+            try:
+                pixels = self.reader.read([encode.source for encode in encodes])
+                failed += [encode.image_id for encode, image in zip(encodes, pixels, strict=True) if image is None]
+            except (torch.OutOfMemoryError, MemoryError):
+                logger.error("there is no memory to read %d images: their requests fail", len(encodes))
+                pixels, starved = [None] * len(encodes), (*starved, *(encode.image_id for encode in encodes))
+            read_ms = encoded.read_ms + 1e3 * (time.monotonic() - started)
+            black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self.model.device)
+            images, num_frames = [black if image is None else image for image in pixels], max(e.source.num_frames for e in encodes)
+            if num_frames > 1:
+                images = [image if image.ndim == 4 else image.expand(num_frames, *image.shape) for image in images]
+            watch = self._stopwatch()
+            part_LND = self.model.encode_part(images, [encode.grid for encode in encodes])
+            watch.mark()
+        return part_LND, Encoded(failed, [*encoded.pixels, *images], read_ms, (*encoded.watches, watch), starved)
+
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self.model.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """The share in its order, in growing groups, so that the device starts early."""
+        """The share in its order, images before frame pairs, in growing groups of one kind, so that the device starts early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
-        for encode in share:
-            if group and (num_tokens >= limit or num_tokens + self._num_tokens(encode) > MAX_GROUP_TOKENS):
+        for encode in sorted(share, key=lambda e: e.source.num_frames):
+            is_full = num_tokens >= limit or num_tokens + self._num_tokens(encode) > MAX_GROUP_TOKENS
+            if group and (is_full or encode.source.num_frames != group[0].source.num_frames):
                 yield group
                 group, num_tokens, limit = [], 0, min(GROWTH * limit, GROUP_TOKENS)
             group.append(encode)
@@ -217,30 +253,29 @@ class ImageCache:
         if group:
             yield group
 
-    def _gather(self, encodes: Sequence[Encode], own: Sequence[torch.Tensor]) -> None:
-        """All ranks' embeddings to all ranks, in one collective over rows (N, 1 + L, D)."""
-        shares = [self._share(encodes, rank) for rank in range(self.tp.size)]
-        counts = [sum(self._num_tokens(encode) for encode in share) for share in shares]
-        blank = self._zeros(0)
-        rows = self.tp.all_gather_rows(torch.cat([blank, *own], dim=1).transpose(0, 1), counts)
-        start = 0
-        for encode in (encode for share in shares for encode in share):
-            end = start + self._num_tokens(encode)
-            self.tensors[encode.image_id] = rows[start:end].transpose(0, 1).contiguous()  # a view would keep all rows alive
-            start = end
+    def _gather(self, encodes: Sequence[Encode], shares: Shares, own: Sequence[torch.Tensor]) -> None:
+        """All ranks' embeddings to all ranks, in one collective over rows (N, 1 + L, D): of each rank its share, then its part."""
+        sizes = [self._num_tokens(encode) for encode in encodes]
+        num_together = sum(sizes[image] for image in shares.together)
+        parts = [len(part_of(num_together, rank, self.tp.size)) for rank in range(self.tp.size)]
+        counts = [[*(sizes[image] for image in share), part] for share, part in zip(shares.alone, parts, strict=True)]
+        rows = self.tp.all_gather_rows(torch.cat([self._zeros(0), *own], dim=1).transpose(0, 1), [sum(count) for count in counts])
+        pieces = iter(rows.split([size for count in counts for size in count]))
+        together = []
+        for share in shares.alone:
+            for image in share:
+                self._keep(encodes[image], next(pieces))
+            together.append(next(pieces))
+        for image, piece in zip(shares.together, torch.cat(together).split([sizes[image] for image in shares.together]), strict=True):
+            self._keep(encodes[image], piece)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which has read this rank's own ones
 
-    def _share(self, encodes: Sequence[Encode], rank: int) -> list[Encode]:
-        """The images that `rank` encodes, the same for every rank that asks: the largest first, each to the least loaded rank."""
-        loads = [0] * self.tp.size
-        share = []
-        for encode in sorted(encodes, key=lambda e: (-self._num_tokens(e), e.image_id)):
-            target = loads.index(min(loads))
-            loads[target] += self._num_tokens(encode)
-            if target == rank:
-                share.append(encode)
-        return share
+    def _keep(self, encode: Encode, rows_NLD: torch.Tensor) -> None:
+        self.tensors[encode.image_id] = rows_NLD.transpose(0, 1).contiguous()  # a view would keep all rows alive
+
+    def _share_out(self, grids: Sequence[Grid]) -> Shares:
+        return share_out([math.prod(grid) for grid in grids], self.tp.size, self.split_costs)
 
     def _let_current_stream_wait(self) -> None:
         """For all that the tower's stream was given until now."""

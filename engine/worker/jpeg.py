@@ -36,7 +36,8 @@ class ImageReader:
         return None if pixels is None else (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3) on the device, upright; None for each source that cannot be decoded: its request fails, not the engine.
+        """uint8 (height, width, 3), of a frame pair (2, height, width, 3), on the device, upright; None for each source that cannot be
+        decoded: its request fails, not the engine.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
@@ -75,7 +76,8 @@ class ImageReader:
 
     def _rgb(self, source: ImageSource, payload: memoryview) -> torch.Tensor:
         flat = torch.frombuffer(payload, dtype=torch.uint8)
-        return flat.view(source.height, source.width, 3).to(self._device, non_blocking=True)
+        shape = (source.height, source.width, 3) if source.num_frames == 1 else (source.num_frames, source.height, source.width, 3)
+        return flat.view(shape).to(self._device, non_blocking=True)
 
     @staticmethod
     def _checked(pixels: torch.Tensor | None, source: ImageSource) -> torch.Tensor | None:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.plan import Needs, Plan, divide, fixed_kv_bytes
+from engine.messages import SamplingParams
+from engine.plan import Needs, Plan, divide, fixed_kv_bytes, max_draws
+from engine.worker.sampling.draws import draws_of
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
 from models.batch import AttentionLayout, ForwardBatch
 from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
-from models.sampling import DrawParams, SamplingOps
+from models.sampling import SamplingOps
 from models.state import RowStates
 
 logger = logging.getLogger(__name__)
@@ -105,7 +107,8 @@ def profile_peak(
     side = int(config.max_num_encoder_tokens**0.5)
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
     with torch.cuda.stream(tower_stream):
-        image = torch.randint(256, (side * unit, side * unit, 3), dtype=torch.uint8, device=device)
+        pair = (model_config.vision.temporal_patch_size, side * unit, side * unit, 3)  # takes a little more than an image
+        image = torch.randint(256, pair, dtype=torch.uint8, device=device)
         model.encode([image], [model_config.geometry.grid(side * unit, side * unit)])
     encode_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
@@ -113,20 +116,14 @@ def profile_peak(
     num_blocks, spec = -(-num_tokens // config.block_size), model.cache_spec
     pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
     attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
-    batch = _one_long_row(num_tokens, num_blocks, config.max_num_seqs, spec, device)
+    batch = _one_long_row(num_tokens, num_blocks, max_draws(config, backend.step_sizes), spec, device)
     attention.plan(batch.attention)
     logits_SV = model.logits(model(batch, attention))
-    sampling.draw(logits_SV, _sorted_draws(len(logits_SV), device))
+    rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
+    sampling.draw(logits_SV, draws_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
     torch.cuda.synchronize(device)
     pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
     return torch.cuda.max_memory_allocated(device) - before + encode_bytes - pool_bytes
-
-
-def _sorted_draws(num_rows: int, device: torch.device) -> DrawParams:
-    """Rows that each need their whole vocabulary in order."""
-    ones, zeros = torch.ones(num_rows, device=device), torch.zeros(num_rows, dtype=torch.int32, device=device)
-    wide = torch.arange(num_rows, device=device)
-    return DrawParams(ones, 0.9 * ones, (0 * ones).log(), zeros, zeros, wide, largest_top_k=0, is_greedy=False)
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

@@ -1,5 +1,11 @@
 """What a worker remembers of each running sequence, and how a plan's chunks become the input of a forward pass. Rows are permanent slots:
-their last sampled token stays on the device, so a plan carries no token values."""
+their last sampled token stays on the device, so a plan carries no token values but guesses.
+
+A step's layout is rows of q tokens. Parts of prompts come first; their ids come from the host. A decode row is the last token drawn, and
+its drafts if there are any; the device finds their ids in a table:
+
+    last token of each permanent row | scratch | drafts of the step
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import Admit, Chunk
+from engine.messages import MAX_DRAFTS, Admit, Chunk
+from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
 from engine.worker.sampling.pooling import PooledRow
 from engine.worker.sampling.prompt import ScoredChunk, Scoring
@@ -34,30 +41,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A step on the host: P tokens of prompts, then D decode rows, whose input is the last token drawn."""
+    """A step on the host: P tokens of prompts, then D of decode rows."""
 
     ids: Int64s  # (P,)
-    rows: Int64s  # (R,) permanent rows of the prompts, then of the D decode rows
+    places: Int64s  # (D,) where in `Rows.last_tokens` the others' ids are
+    rows: Int64s  # (R,) permanent rows
     positions: Int64s  # (3, P + D)
     attention: AttentionLayout  # with pages and slots on the CPU
     visual: tuple[VisualSlice, ...]
     logits_indices: Int64s  # (S,) ascending
     draws: HostDraws  # S, or none if the caller draws
-    admitted: Int64s  # (2, A): rows that are new, and their last known tokens
+    known: Int64s  # (2, A): places in `Rows.last_tokens` and what comes there: last tokens of new rows, drafts
     scored: tuple[ScoredChunk, ...] = ()
     pooled: tuple[PooledRow, ...] = ()
-
-    @property
-    def decode_rows(self) -> Int64s:
-        """(D,) permanent rows."""
-        return self.rows[self.attention.num_prefill_rows :]
 
     @classmethod
     def empty(cls) -> "HostStep":
         nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
         layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
         pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
-        return cls(nothing, nothing, positions, layout, (), nothing, HostDraws.empty(), pairs)
+        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostDraws.empty(), pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class StepInputs:
 
 
 class Rows:
-    """Block tables on the host; last tokens and recurrent states on the device, with one scratch row more for padded graphs."""
+    """Block tables on the host; last tokens and recurrent states on the device, with one scratch row more for what nobody reads."""
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class Rows:
         snapshots: Snapshots | None = None,  # of the states, if there are any
     ):
         self.block_size = block_size
-        self.last_token_R = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.scratch_row = max_num_seqs
+        self.last_tokens = torch.zeros(max_num_seqs + 1 + MAX_DRAFTS * max_num_seqs, dtype=torch.int64, device=device)
         self.states = states
         self._snapshots = snapshots
         self._geometry = geometry
@@ -123,23 +127,28 @@ class Rows:
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
         """A plan's chunks as arrays."""
-        num_decodes = sum(is_decode(chunk) for chunk in chunks)
-        prefills, decodes = chunks[: len(chunks) - num_decodes], chunks[len(chunks) - num_decodes :]
+        num_prefills = len(chunks) - sum(chunk.is_decode for chunk in chunks)
+        prefills, decodes = chunks[:num_prefills], chunks[num_prefills:]
         ids, positions = self._tokens(prefills, decodes)
-        ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
-        sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
-        ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
-        drawing_rows, drawn_positions = np.asarray(ends_of_rows, dtype=np.int64).reshape(-1, 2).T
-        last_known = [self._row(admit.row).known_ids[-1] for admit in admits]
+        has_drafts = positions.shape[1] - len(ids) > len(decodes)
+        rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
+        logits_indices, draws = self._drawn(chunks, has_drafts)
+        known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
+        places = rows[num_prefills:]
+        if has_drafts:
+            assert not self.states, "a state would be behind the drafts, whether they hold or not"
+            known += enumerate((token for chunk in decodes for token in chunk.drafts), self.scratch_row + 1)
+            places = self._places(decodes)
         return HostStep(
             ids=ids,
-            rows=np.asarray([chunk.row for chunk in chunks], dtype=np.int64),
+            places=places,
+            rows=rows,
             positions=positions,
-            attention=self._layout(chunks, len(prefills)),
+            attention=self._layout(chunks, num_prefills),
             visual=_visual_slices(prefills, images),
-            logits_indices=ends[sampled] - 1,
-            draws=self._draws.draws(drawing_rows, drawn_positions),
-            admitted=np.asarray([[admit.row for admit in admits], last_known], dtype=np.int64),
+            logits_indices=logits_indices,
+            draws=draws,
+            known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
             scored=self._scored(prefills),
             pooled=self._pooled(chunks),
         )
@@ -148,30 +157,34 @@ class Rows:
         """Brings a step to the device for a forward pass without a graph."""
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
-        ids_T = staging.put(np.concatenate((step.ids, np.zeros_like(step.decode_rows))))
+        ids_T, places_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.places)))), staging.put(step.places)
         positions_3T, rows_R = staging.put(step.positions), staging.put(step.rows)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         tokens = step.logits_indices
         wanted = np.unique(np.concatenate((tokens, *(chunk.tokens for chunk in step.scored)))) if step.scored else tokens
         logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
         scoring = Scoring.stage(step.scored, wanted, staging) if step.scored else None
-        draws, admitted = step.draws.stage(staging), staging.put(step.admitted)
+        draws, known = step.draws.stage(staging), staging.put(step.known)
         row_starts = staging.put(layout.qo_indptr_cpu.numpy()) if self.states else None
         staging.copy()
-        self.remember(admitted)
-        if len(step.decode_rows):
-            ids_T[num_prefill:] = self.last_token_R[rows_R[layout.num_prefill_rows :]]
+        self.remember(known)
+        if len(step.places):
+            ids_T[num_prefill:] = self.last_tokens[places_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states, row_starts)
         return StepInputs(batch, draws, places, scoring)
 
-    def remember(self, admitted: torch.Tensor) -> None:
-        """Last tokens of new rows (`HostStep.admitted` on the device), before anything reads them."""
-        if admitted.shape[1]:
-            self.last_token_R[admitted[0]] = admitted[1]
+    def remember(self, known: torch.Tensor) -> None:
+        """`HostStep.known` on the device, before anything reads it."""
+        if known.shape[1]:
+            self.last_tokens[known[0]] = known[1]
 
-    def deliver(self, tokens_S: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
-        """Gives rows their drawn tokens. Returns host memory in which they will be."""
-        self.last_token_R[rows_S] = tokens_S
+    def deliver(self, tokens_S: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Gives rows the last of their tokens that count. Returns host memory in which all will be."""
+        rows_S = draws.rows_S
+        if draws.drafts is not None:
+            _, is_last_S = draws.drafts.keep(tokens_S)
+            rows_S = torch.where(is_last_S, rows_S, self.scratch_row)
+        self.last_tokens[rows_S] = tokens_S
         return to_host(tokens_S)
 
     def _append_blocks(self, row: int, blocks: Sequence[int]) -> None:
@@ -184,12 +197,34 @@ class Rows:
         assert found is not None, f"row {row} was never admitted"
         return found
 
+    def _drawn(self, chunks: Sequence[Chunk], has_drafts: bool) -> tuple[Int64s, HostDraws]:
+        """Tokens of the step behind which is drawn, and how."""
+        ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
+        sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
+        ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
+        rows, positions = np.asarray(ends_of_rows, dtype=np.int64).reshape(-1, 2).T
+        last = ends[sampled] - 1
+        if not has_drafts:
+            return last, self._draws.draws(rows, positions)
+        drafts = HostDrafts(tuple(chunk.drafts for chunk in chunks if chunk.sample))
+        counts = drafts.counts
+        before_end = np.repeat(counts.cumsum(), counts) - np.arange(counts.sum()) - 1
+        rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
+        return last - before_end, self._draws.draws(rows, positions - before_end, drafts)
+
+    def _places(self, decodes: Sequence[Chunk]) -> Int64s:
+        """Of the tokens of decode rows in the table."""
+        places, first_draft = [], self.scratch_row + 1
+        for chunk in decodes:
+            places += [chunk.row, *range(first_draft, first_draft + len(chunk.drafts))]
+            first_draft += len(chunk.drafts)
+        return np.asarray(places, dtype=np.int64)
+
     def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
         """Ids of the prefills' tokens, and M-RoPE positions of all."""
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
         for chunk in prefills:
-            assert not chunk.drafts, "this worker verifies no drafts"
             row = self._row(chunk.row)
             end = chunk.start + chunk.length
             ids.append(row.known_ids[chunk.start : end])
@@ -199,7 +234,10 @@ class Rows:
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
         last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in decodes], dtype=np.int64)
-        positions.append(np.broadcast_to(last, (3, len(decodes))))
+        counts = [chunk.length for chunk in decodes]
+        if sum(counts) > len(decodes):
+            last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))
+        positions.append(np.broadcast_to(last, (3, len(last))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
 
     def _scored(self, prefills: Sequence[Chunk]) -> tuple[ScoredChunk, ...]:
@@ -213,8 +251,14 @@ class Rows:
         return tuple(scored for scored in found if scored is not None)
 
     def _pooled(self, chunks: Sequence[Chunk]) -> tuple[PooledRow, ...]:
-        sampled = ((index, self._row(chunk.row).pooled_ids) for index, chunk in enumerate(chunks) if chunk.sample)
-        return tuple(PooledRow(index, draw, ids) for draw, (index, ids) in enumerate(sampled) if ids is not None)
+        found, draw = [], 0
+        for index, chunk in enumerate(chunks):
+            if chunk.sample:
+                ids = self._row(chunk.row).pooled_ids
+                if ids is not None:
+                    found.append(PooledRow(index, draw, ids))
+                draw += 1 + len(chunk.drafts)
+        return tuple(found)
 
     def _layout(self, chunks: Sequence[Chunk], num_prefill_rows: int) -> AttentionLayout:
         rows = np.asarray([chunk.row for chunk in chunks])
@@ -236,11 +280,6 @@ class Rows:
             slot_mapping_T=torch.from_numpy(slots),
             num_prefill_rows=num_prefill_rows,
         )
-
-
-def is_decode(chunk: Chunk) -> bool:
-    """A row whose one input token is the last one drawn. Plans put these last."""
-    return chunk.sample and chunk.length == 1 and not chunk.visual
 
 
 def _visual_slices(prefills: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> tuple[VisualSlice, ...]:

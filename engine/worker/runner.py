@@ -17,7 +17,7 @@ from engine.worker.graphs import StepGraphs
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.memory import StepMemory
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import Draws
+from engine.worker.sampling.draws import Draws, HostDraws
 from engine.worker.sampling.pooling import pool
 from engine.worker.sampling.prompt import PromptScores, score_prompts
 from engine.worker.sampling.sampler import Sampled, Sampler
@@ -30,6 +30,7 @@ from models.parallel import TensorParallel
 logger = logging.getLogger(__name__)
 
 NOTHING_DRAWN = Sampled(torch.empty(0, dtype=torch.int64), None)
+NO_DRAWS = HostDraws.empty()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,22 @@ class LaunchedStep:
     watch: Stopwatch
     out_of_memory: bool = False
     slow_draws: tuple[int, ...] = ()
+    draws: HostDraws = NO_DRAWS
 
     def result(self) -> StepResult:
         """Waits for the device."""
         self.watch.wait()
+        token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_draw()
+        num_tokens: list[int] = []
+        if self.rank == 0 and self.draws.drafts is not None:
+            kept = [*self.draws.kept(token_ids)]
+            token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
+            num_tokens = [len(run) for run in kept]
         return StepResult(
             rank=self.rank,
             step=self.step,
-            token_ids=self.sampled.tokens_S.tolist() if self.rank == 0 else [],
+            token_ids=token_ids,
+            num_tokens=num_tokens,
             failed_images=self.encoded.failed,
             starved_images=self.encoded.starved,
             launched=self.launched,
@@ -61,7 +70,7 @@ class LaunchedStep:
             decode_ms=self.encoded.read_ms,
             encode_ms=sum(watch.elapsed_ms() for watch in self.encoded.watches),
             forward_ms=self.watch.elapsed_ms(),
-            logprobs=self.sampled.logprobs_per_draw(),
+            logprobs=logprobs,
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
             pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
             out_of_memory=self.out_of_memory,
@@ -86,7 +95,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._memory = StepMemory(self.model.device)
-        self._on_gpu = self.rows.last_token_R.is_cuda
+        self._on_gpu = self.rows.last_tokens.is_cuda
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -120,23 +129,23 @@ class Runner:
         sampled, scores, pooled = self._draw(step, plan.chunks)
         scores = scores and scores.to_host()
         watch.mark()
-        slow_draws = self.sampler.grammars.note(step.draws.rows, sampled.tokens_S, watch)
+        slow_draws = self.sampler.grammars.note(step.draws, sampled.tokens_S, watch)
         if self._on_gpu:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, slow_draws=slow_draws)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, False, slow_draws, step.draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Decodes with a graph take
+        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Decode rows with a graph take
         nothing."""
         if self.agreement is None:
             return True
-        prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
-        num_tokens, num_decodes = sum(prompts), len(plan.chunks) - len(prompts)
-        if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_decodes):
+        prompts = [chunk.length for chunk in plan.chunks if not chunk.is_decode]
+        num_tokens, num_decode = sum(prompts), sum(chunk.length for chunk in plan.chunks if chunk.is_decode)
+        if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_decode):
             needed = self.graphs.bytes_beside(num_tokens)
         else:
-            needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decodes)
-        needed += self.images.gather_bytes(plan.encodes)
+            needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decode)
+        needed += self.images.shared_bytes(plan.encodes)
         if not needed:
             return True
         return self.agreement.all_can(needed <= self._memory.free_bytes())
@@ -179,11 +188,11 @@ class Runner:
         if not len(draws.rows_S):
             return NOTHING_DRAWN, scores, pooled
         if self.tp.rank == 0:
-            sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws.rows))
+            sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
-        return sampled.on_host(self.rows.deliver(sampled.tokens_S, draws.rows_S)), scores, pooled
+        return sampled.on_host(self.rows.deliver(sampled.tokens_S, draws)), scores, pooled
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
         if self.graphs is not None and self.graphs.fits(step):

@@ -11,6 +11,7 @@ from models.layers.fp8 import GroupScaled, Weight
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
 
 PIXEL_OFFSET = 128  # patches hold pixel - 128
+DELTA_CHUNK = 64
 TAP_BITS = 22  # weights of a resampling are integers that sum to 1 << TAP_BITS
 
 
@@ -60,14 +61,47 @@ Activation = torch.Tensor | Normed | GroupScaled  # (T, X)
 
 @dataclass(frozen=True, slots=True)
 class NewHeads:
-    """New heads, to be normalised, rotated and stored."""
+    """New heads, to be normalised, rotated and stored. `cos_sin_TK` rotates the first values of a head, as many as it has columns."""
 
-    qkv_TX: torch.Tensor
+    qkv_TX: torch.Tensor  # a slice of columns, maybe
     q_weight_K: torch.Tensor
     k_weight_K: torch.Tensor
     eps: float
     cos_sin_TK: torch.Tensor
     slots_T: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Which of a step's tokens are whose: row r has tokens `starts_R1[r] : starts_R1[r + 1]`, none or more; rows `num_prefill_rows :` have
+    few. All tokens are somebody's."""
+
+    rows_R: torch.Tensor  # (R,) int64: permanent rows, whose states they go on from
+    starts_R1: torch.Tensor  # (R + 1,) int32
+    num_prefill_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Inputs and weights of `layers.delta`, of heads of one rank. Value head h belongs to key head h * key heads / value heads."""
+
+    inputs_TX: torch.Tensor  # queries and keys of the key heads, values and z of the value heads
+    gates_TX: torch.Tensor  # b, then a, of the value heads
+    conv_CW: torch.Tensor
+    a_log_H: torch.Tensor  # float32
+    dt_bias_H: torch.Tensor  # float32
+    norm_V: torch.Tensor
+    eps: float
+    num_key_heads: int
+    key_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """Of all permanent rows, changed in place. A row that begins has zeros."""
+
+    recurrent_RHKV: torch.Tensor  # float32
+    inputs_RWC: torch.Tensor  # the last inputs of the convolution, the latest one last
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +129,7 @@ class Ops(Protocol):
     def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
         """residual += x @ weight.T."""
 
-    def swiglu(self, x_TX: Activation, weight_NX: Weight) -> Activation:
+    def swiglu(self, x_TX: Activation, weight_NX: Weight) -> torch.Tensor | GroupScaled:
         """silu(first half) * second half of x @ weight.T."""
 
     def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
@@ -126,6 +160,13 @@ class Ops(Protocol):
         `qkv_TX` (T, (H + 2 * KV heads) * K) may be overwritten; `cos_sin_TK`: see `rotary_rows`; token t goes to slot block * page_size +
         offset = `slots_T[t]`. Values that are not finite are stored as 0: kernels multiply what lies behind a row's end by 0.
         """
+
+    def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
+        """x *= sigmoid(gate), in float32; each gate is that of X / G neighbouring values. `gate_TG` may be a slice of columns."""
+
+    def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:
+        """(T, H * V): norm(o) * silu(z) of `layers.delta`, from the rows' states, which go on. Rows of prompts are computed in chunks
+        of `DELTA_CHUNK` that begin with their first tokens, others token by token: cuts change how sums are rounded, batches do not."""
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         """A uint8 image with its height (axis 0) or width (1) resampled."""

@@ -12,12 +12,13 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """`target.copy_(tensor[index])` for the checkpoint's tensor `name`, which must have this full shape. `target` is a view."""
+    """`target.copy_(tensor[index]).add_(offset)` for the checkpoint's tensor `name`, which must have this shape. `target` is a view."""
 
     name: str
     shape: tuple[int, ...]
     index: Index
     target: torch.Tensor
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

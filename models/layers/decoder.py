@@ -1,16 +1,20 @@
 """What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from models.attention.paged import AttentionBackend, FusedAttention
-from models.backends.ops import NewHeads, Normed, Residual
+from models.backends.ops import NewHeads, Normed, Residual, StateRows
 from models.config import TextConfig
+from models.layers.checkpoint import CheckpointTensor
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
-from models.layers.moe import SparseMoe
+from models.layers.moe import MLP, SparseMoe
 from models.parallel import kv_heads_of
+from models.state import RowStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,98 +26,137 @@ class LayerContext:
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
     real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
+    states: RowStates | None = None  # of the layers that keep some
+    rows: StateRows | None = None  # which tokens are whose, for these
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension; whole on every rank."""
+    """Root mean square norm over the last dimension; whole on every rank. A checkpoint's weights are `offset` less than what multiplies:
+    the sum is kept in float32, as in transformers."""
 
-    def __init__(self, size: int, eps: float, setup: Setup) -> None:
+    def __init__(self, size: int, eps: float, setup: Setup, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = setup.parameter(size)
+        self.eps, self.offset = eps, offset
+        self.weight = setup.parameter(size, dtype=torch.float32 if offset else None)
 
     def forward(self, residual: Residual) -> Normed:
         """The normalised stream, for the products of one layer."""
         return Normed(residual, self.weight, self.eps)
 
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(f"{prefix}.weight", tuple(self.weight.shape), (slice(None),), self.weight.data, self.offset)
 
-class SelfAttention(nn.Module):
-    """Projections around the paged attention; this rank's heads."""
 
-    def __init__(self, layer: int, config: TextConfig, setup: Setup) -> None:
+class Mixer(nn.Module, ABC):
+    """What mixes the tokens of a row, in a layer's first half."""
+
+    @abstractmethod
+    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
+        """(T, X): what `add_` takes. What the layer caches of the tokens is in its cache."""
+
+    @abstractmethod
+    def store(self, x_TD: Normed, context: LayerContext) -> None:
+        """Only that: nobody wants the layer's output."""
+
+    @abstractmethod
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
+        """residual += the last product."""
+
+    @abstractmethod
+    def quantize_(self) -> None:
+        """Makes its large matrices float8."""
+
+
+class SelfAttention(Mixer):
+    """Projections around the paged attention; this rank's heads. If `is_gated`, each head's output is multiplied by the sigmoid of a gate,
+    whose rows follow those of the head's query in the checkpoint."""
+
+    def __init__(self, layer: int, config: TextConfig, setup: Setup, norm_offset: float = 0.0, is_gated: bool = False) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = config.ordinal(layer)
         self.ops = setup.ops
         width, head_dim = config.num_heads * config.head_dim, config.head_dim
         first_kv, num_kv = kv_heads_of(config.num_kv_heads, setup.tp)
         kv_rows = config.num_kv_heads * head_dim, first_kv * head_dim, num_kv * head_dim
-        parts = even_part("q_proj", width, setup.tp), Part("k_proj", *kv_rows), Part("v_proj", *kv_rows)
+        queries = [even_part("q_proj", width, setup.tp)]
+        gates: list[Part] = []
+        if is_gated:
+            queries, gates = ([_head_rows(queries[0], head_dim, i, half) for i in range(queries[0].rows // head_dim)] for half in (0, 1))
+        parts = *queries, Part("k_proj", *kv_rows), Part("v_proj", *kv_rows), *gates
+        self._gate_width = sum(part.rows for part in gates)
         self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.is_fp8, setup)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.is_fp8, setup)
-
-    def new_heads(self, x_TD: Normed, context: LayerContext) -> NewHeads:
-        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        return NewHeads(self.ops.linear(x_TD, self.qkv_proj.weight), *norms, context.cos_sin_TK, context.slots_T)
-
-    def store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
-        """Writes the tokens' keys and values into the cache. Returns their queries (T, H, K), normalised and rotated."""
-        return self.ops.norm_rope_store_(heads, context.attention.pool(self.layer))
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * K): what `o_proj` takes."""
-        heads = self.new_heads(x_TD, context)
-        if context.fused is not None:
+        heads, gate_TX = self._new_heads(x_TD, context)
+        if context.fused is not None and gate_TX is None:
             return context.fused.run_fused(self.layer, heads).flatten(1)
-        return context.attention.run(self.layer, self.store(heads, context)).flatten(1)
+        attended_TX = context.attention.run(self.layer, self._store(heads, context)).flatten(1)
+        if gate_TX is not None:
+            self.ops.gate_(attended_TX, gate_TX)
+        return attended_TX
 
+    def store(self, x_TD: Normed, context: LayerContext) -> None:
+        self._store(self._new_heads(x_TD, context)[0], context)
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: TextConfig, setup: Setup) -> None:
-        super().__init__()
-        self.ops = setup.ops
-        parts = [even_part(name, config.intermediate_size, setup.tp) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.is_fp8, setup)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, config.is_fp8, setup)
-
-    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
-        """residual += the output."""
-        self.down_proj.add_(residual, self.ops.swiglu(x_TD, self.gate_up_proj.weight))
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
+        self.o_proj.add_(residual, mixed_TX)
 
     def quantize_(self) -> None:
-        quantize_(self.gate_up_proj)
-        quantize_(self.down_proj)
+        quantize_(self.qkv_proj)
+        quantize_(self.o_proj)
+
+    def _new_heads(self, x_TD: Normed, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
+        """And their gates (T, H * K), if they have such."""
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        qkv_TX, gate_TX = self.ops.linear(x_TD, self.qkv_proj.weight), None
+        if self._gate_width:
+            qkv_TX, gate_TX = qkv_TX.tensor_split((-self._gate_width,), dim=1)
+        return NewHeads(qkv_TX, *norms, context.cos_sin_TK, context.slots_T), gate_TX
+
+    def _store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
+        """Writes the tokens' keys and values into the cache. Returns their queries (T, H, K), normalised and rotated."""
+        return self.ops.norm_rope_store_(heads, context.attention.pool(self.layer))
+
+
+def _head_rows(queries: Part, head_dim: int, head: int, half: int) -> Part:
+    """The query (half 0) or the gate (1) of a head, of a matrix with both for each."""
+    return Part(queries.name, 2 * queries.total_rows, 2 * (queries.start + head * head_dim) + half * head_dim, head_dim)
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm transformer layer."""
+    """A pre-norm transformer layer around what mixes its tokens."""
 
-    def __init__(self, layer: int, config: TextConfig, setup: Setup) -> None:
+    def __init__(self, mixer: Mixer, config: TextConfig, setup: Setup, norm_offset: float = 0.0) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup)
-        self.self_attn = SelfAttention(layer, config, setup)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup, norm_offset)
+        self.self_attn = mixer
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup, norm_offset)
         moe = config.moe
-        self.mlp = MLP(config, setup) if moe is None else SparseMoe(config.hidden_size, moe, config.is_fp8, setup)
+        self.mlp: MLP | SparseMoe
+        if moe is None:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.is_fp8, setup)
+        else:
+            shared = MLP(config.hidden_size, moe.shared_size, config.is_fp8, setup) if moe.shared_size else None
+            self.mlp = SparseMoe(config.hidden_size, moe, config.is_fp8, setup, shared)
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
-        """residual += attention, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
-        attended_TX, real_T = self.self_attn(self.input_layernorm(residual), context), context.real_T
+        """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
+        mixed_TX, real_T = self.self_attn(self.input_layernorm(residual), context), context.real_T
         if wanted_S is not None:
             real_T = None if real_T is None else real_T[wanted_S]
-            attended_TX = attended_TX[wanted_S]
+            mixed_TX = mixed_TX[wanted_S]
             residual.keep_(wanted_S)
-        self.self_attn.o_proj.add_(residual, attended_TX)
+        self.self_attn.add_(residual, mixed_TX)
         self.mlp.add_(residual, self.post_attention_layernorm(residual), real_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
-        """The keys and values alone: of a last layer whose output nobody wants."""
-        self.self_attn.store(self.self_attn.new_heads(self.input_layernorm(residual), context), context)
+        """What is cached of the tokens alone: of a last layer whose output nobody wants."""
+        self.self_attn.store(self.input_layernorm(residual), context)
 
     def quantize_(self) -> None:
-        quantize_(self.self_attn.qkv_proj)
-        quantize_(self.self_attn.o_proj)
+        self.self_attn.quantize_()
         self.mlp.quantize_()

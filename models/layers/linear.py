@@ -38,8 +38,8 @@ class Setup:
     dtype: torch.dtype
     device: torch.device
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
     def matrix(self, rows: int, columns: int, is_fp8: bool) -> Weight:
         return BlockScaled.empty(rows, columns, self.device) if is_fp8 else self.parameter(rows, columns)

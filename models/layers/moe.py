@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints."""
+"""SwiGLU, and a mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,9 +10,28 @@ from models.backends.ops import Experts, Normed, Residual
 from models.config import MoeConfig
 from models.layers.checkpoint import CheckpointTensor, Index, OneOf
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
-from models.layers.linear import Setup, add_sum_, quantize_
+from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part, quantize_
 
 ALL = slice(None)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, inner: int, is_fp8: bool, setup: Setup) -> None:
+        super().__init__()
+        self.ops = setup.ops
+        parts = [even_part(name, inner, setup.tp) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = FusedColumnParallelLinear(hidden_size, parts, is_fp8, setup)
+        self.down_proj = RowParallelLinear(inner, hidden_size, is_fp8, setup)
+
+    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
+        """residual += the output."""
+        self.down_proj.add_(residual, self.ops.swiglu(x_TD, self.gate_up_proj.weight))
+
+    def quantize_(self) -> None:
+        quantize_(self.gate_up_proj)
+        quantize_(self.down_proj)
 
 
 class StackedExperts(nn.Module):
@@ -88,28 +107,44 @@ class StackedExperts(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """The sum of the experts that the router chooses for a token, by weights that sum to one. Every rank has all tokens, so one sum over
-    the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
+    """The sum of the experts that the router chooses for a token, by weights that sum to one, and of the shared one, by its gate. Every
+    rank has all tokens, so one sum over the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup, shared_expert: MLP | None = None) -> None:
         super().__init__()
         self.ops = setup.ops
         self.tp = setup.tp
         self.num_chosen = moe.num_experts_per_tok
         self.gate = nn.ParameterDict({"weight": setup.parameter(moe.num_experts, hidden_size)})
         self.experts = StackedExperts(hidden_size, moe, is_fp8, setup)
+        self.shared_expert = shared_expert
+        if shared_expert is not None:
+            self.shared_expert_gate = nn.ParameterDict({"weight": setup.parameter(1, hidden_size)})
 
     def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
         """residual += the output."""
         mine = self.experts
         experts = Experts(self.gate["weight"], mine.gate_up, mine.down, mine.first, mine.count, self.num_chosen)
-        if self.tp.size == 1:
+        if self.tp.size == 1 and self.shared_expert is None:
             self.ops.add_experts_(residual, x_TD, experts, real_T)
+            return
+        parts_STD = self._shared(x_TD, self.ops.sparse_swiglu(x_TD, experts, real_T))
+        if self.tp.size == 1:
+            residual.add_(parts_STD)
         else:
-            parts_STD = self.ops.sparse_swiglu(x_TD, experts, real_T)
             add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)
 
+    def _shared(self, x_TD: Normed, parts_STD: torch.Tensor) -> torch.Tensor:
+        """The same parts; the first is more by what the shared expert gives, if there is one."""
+        if (shared := self.shared_expert) is not None:
+            inner_TX = self.ops.swiglu(x_TD, shared.gate_up_proj.weight)
+            self.ops.gate_(inner_TX, self.ops.linear(x_TD, self.shared_expert_gate["weight"]))
+            parts_STD[0] += self.ops.linear(inner_TX, shared.down_proj.weight)
+        return parts_STD
+
     def quantize_(self) -> None:
-        """Makes the experts' matrices float8; the router's stays as it is."""
+        """Makes the experts' matrices float8; the router's and the gate's stay as they are."""
         quantize_(self.experts, "gate_up")
         quantize_(self.experts, "down")
+        if self.shared_expert is not None:
+            self.shared_expert.quantize_()

@@ -1,4 +1,5 @@
-"""Rotary tables, float32 (rows, K): K / 2 cosines, then K / 2 sines: interleaved M-RoPE rows of a step, axial rows of a patch grid."""
+"""Rotary tables, float32 (rows, K), for K values of a head, K / 2 cosines, then K / 2 sines: interleaved M-RoPE rows of a step, axial
+rows of a patch grid."""
 
 import torch
 
@@ -11,12 +12,12 @@ class MRope:
 
     def __init__(self, config: TextConfig, ops: Ops, device: torch.device) -> None:
         self._ops = ops
-        half = config.head_dim // 2
+        half = config.rotary_dim // 2
         axis = torch.zeros(half, dtype=torch.int64)
         for dim in (1, 2):
             axis[dim : 3 * config.mrope_section[dim] : 3] = dim
         self._axis_of_pair = axis.to(device)
-        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim).to(device)
+        self._inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim).to(device)
 
     def rows(self, positions_3T: torch.Tensor) -> torch.Tensor:
         """(3, T) integer positions -> (T, K) float32; formula of transformers' `Qwen3VLTextRotaryEmbedding`."""

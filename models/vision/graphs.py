@@ -21,15 +21,15 @@ SIGHTINGS_WHEN_BUSY = 6  # to capture takes the host longer than a step: streams
 MAX_SEEN = 256
 KEPT_SHARE = 3  # inputs and outputs of a graph take less than a third of its activations
 
-Key = tuple[Grid, ...]
+Key = tuple[int, tuple[Grid, ...]]  # frames, grids
 
 
 @dataclass(frozen=True, slots=True)
 class TowerGraph:
-    """One captured encode. It reads `patches_PX` and `tables` and writes `levels`, all at fixed addresses."""
+    """One captured encode. It reads `patches_FPX` and `tables` and writes `levels`, all at fixed addresses."""
 
     graph: torch.cuda.CUDAGraph
-    patches_PX: torch.Tensor
+    patches_FPX: torch.Tensor
     tables: Tables
     levels: torch.Tensor
 
@@ -46,17 +46,17 @@ class TowerGraphs:
         # later be that of the step graphs, which run at the same time.
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def __call__(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """(1 + L, N, D), a tensor of the caller's own."""
-        key = tuple(grids)
+        key = len(patches_FPX), tuple(grids)
         graph = self._graphs.get(key)
         if graph is None:
-            self._note(key, len(patches_PX))
-            levels: torch.Tensor = self._tower(patches_PX, grids)
+            self._note(key, patches_FPX.shape[1])
+            levels: torch.Tensor = self._tower(patches_FPX, grids)
             return levels
         self._graphs.move_to_end(key)
         self._tower.plan(grids)  # which the graph reads from buffers that other encodes use, too
-        graph.patches_PX.copy_(patches_PX)
+        graph.patches_FPX.copy_(patches_FPX)
         graph.graph.replay()
         return graph.levels.clone()
 
@@ -76,7 +76,7 @@ class TowerGraphs:
         except RuntimeError as problem:  # no memory, which has several names: a matter of speed alone
             logger.warning("an encode was not captured: %s", problem)
             return True
-        while sum(len(graph.patches_PX) for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
+        while sum(graph.patches_FPX.shape[1] for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
             self._graphs.popitem(last=False)
         return True
 
@@ -87,16 +87,17 @@ class TowerGraphs:
                 self._seen.popitem(last=False)
 
     def _capture(self, key: Key) -> TowerGraph:
-        tables = self._tower.tables(key)
-        self._tower.plan(key)
-        patches_PX = self._tower.empty_patches(key)
+        num_frames, grids = key
+        tables = self._tower.tables(grids)
+        self._tower.plan(grids)
+        patches_FPX = self._tower.empty_patches(grids, num_frames)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # the decoder's threads may allocate meanwhile
             try:
-                levels = self._tower.compute(patches_PX, tables)
+                levels = self._tower.compute(patches_FPX, tables)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return TowerGraph(graph, patches_PX, tables, levels)
+        return TowerGraph(graph, patches_FPX, tables, levels)

@@ -1,5 +1,5 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Whole on every rank; images of one call share every GEMM and
-attention launch.
+"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Weights are whole on every rank; images of one call share
+every GEMM and attention launch.
 
 The residual stream carries products only: the biases that end in it are constants, whose running sum ("offset") is added where the stream
 is read. A product then joins the stream in its own GEMM.
@@ -19,13 +19,14 @@ from models.layers.checkpoint import CheckpointTensor
 from models.layers.linear import Linear, Setup
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import PIXEL_SCALE
+from models.vision.split import SplitAttention
 from models.vision.tables import MAX_CACHED_PATCHES, GridTables, PositionGrid, TableCache, Tables, grid_tables
 
 LAYER_NORM_EPS = 1e-6
 
 
 class PatchEmbed(nn.Module):
-    """The Conv3d of the checkpoint as a GEMM. A still image is two equal frames, so their kernels are summed."""
+    """The Conv3d of the checkpoint as GEMMs, one a frame (F). A still image is equal frames, so their kernels are summed."""
 
     def __init__(self, config: VisionConfig, setup: Setup) -> None:
         super().__init__()
@@ -39,9 +40,11 @@ class PatchEmbed(nn.Module):
         """(D, C * patch ** 2), summed at the first call: weights do not change once they are loaded."""
         return self.weight.sum(0)
 
-    def add_(self, patches_PX: torch.Tensor, x_PD: torch.Tensor) -> None:
-        """x += the embedding of patches of pixels - 128, without `offset`."""
-        x_PD.addmm_(patches_PX, self._frame_weight.t(), alpha=1 / PIXEL_SCALE)
+    def add_(self, patches_FPX: torch.Tensor, x_PD: torch.Tensor) -> None:
+        """x += the embedding of patches of pixels - 128, without `offset`. A single frame stands for all."""
+        weights = self.weight if len(patches_FPX) > 1 else self._frame_weight[None]
+        for patches_PX, weight in zip(patches_FPX, weights, strict=True):
+            x_PD.addmm_(patches_PX, weight.t(), alpha=1 / PIXEL_SCALE)
 
     def offset(self) -> torch.Tensor:
         """(D,) float32: the bias, and what is left of the normalisation ((x - 128) + 0.5) / 127.5."""
@@ -177,10 +180,23 @@ class VisionTower(nn.Module):
         biases = torch.stack([bias for block in self._blocks for bias in block.biases()])
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
 
-    def forward(self, patches_PX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Patches of images of these grids -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
+    def forward(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Patches of images or frame pairs of these grids -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
         self.plan(grids)
-        return self.compute(patches_PX, self.tables(grids))
+        return self.compute(patches_FPX, self.tables(grids))
+
+    def part(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """The same of this rank's tokens alone; all ranks call it, with all patches."""
+        assert isinstance(self.attention, SplitAttention)
+        own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
+        return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK))
+
+    def part_bytes(self, num_patches: int, num_ranks: int) -> int:
+        """What `part` takes at its peak, its input included."""
+        frame = self.config.in_channels * self.config.patch_size**2
+        of_all = self.config.temporal_patch_size * frame + self.config.hidden_size
+        of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # exchanged: sent and received
+        return num_patches * (of_all * self.merger.norm.weight.itemsize + of_own // num_ranks)
 
     def plan(self, grids: Sequence[Grid]) -> None:
         """Host work before `compute`; not part of a captured graph."""
@@ -200,16 +216,16 @@ class VisionTower(nn.Module):
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize
 
-    def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
-        """(P, C * patch ** 2) of images of these grids."""
+    def empty_patches(self, grids: Sequence[Grid], num_frames: int) -> torch.Tensor:
+        """(F, P, C * patch ** 2) of images of these grids, or of as many frames as a kernel sees."""
         width = self.config.in_channels * self.config.patch_size**2
-        return self.merger.norm.weight.new_empty((sum(t * h * w for t, h, w in grids), width))
+        return self.merger.norm.weight.new_empty((num_frames, sum(t * h * w for t, h, w in grids), width))
 
-    def compute(self, patches_PX: torch.Tensor, tables: Tables) -> torch.Tensor:
+    def compute(self, patches_FPX: torch.Tensor, tables: Tables) -> torch.Tensor:
         """As `forward`, for what was planned. Device work only."""
         cos_sin_PK = tables.cos_sin_PK
         x_PD = torch.cat(tables.position_PD)
-        self.patch_embed.add_(patches_PX, x_PD)
+        self.patch_embed.add_(patches_FPX, x_PD)
         num_tokens = len(x_PD) // self.config.merge_size**2
         levels = x_PD.new_empty((1 + len(self.deepstack_merger_list), num_tokens, self.config.out_hidden_size))
         for i, block in enumerate(self._blocks):

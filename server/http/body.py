@@ -55,7 +55,8 @@ class Body:
         """Images that are complete are decoded meanwhile, at most `limit` in all. The region may not move any more."""
         complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
         for reference in complete:
-            self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
+            if not reference.mime.lower().startswith("video/"):
+                self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
         self.num_announced += len(complete)
 
     def give_up(self) -> None:

@@ -26,12 +26,14 @@ MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Pixels go to `room`, made as large as `size`; without room, only the header is read."""
+    """Pixels go to `room`, made as large as `size`, which is turned as the image is unless it `is_upright`; without room, only the header
+    is read."""
 
     encoded: tuple[int, int]  # offset, length
     cpu_seconds: int
     room: tuple[int, int] | None = None
     size: tuple[int, int] = (0, 0)
+    is_upright: bool = False
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +60,9 @@ def answer(arena: ArenaView, job: Job) -> Decoded:
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + job.cpu_seconds, resource.RLIM_INFINITY))
     data = arena.view(*job.encoded)
     try:
-        return Decoded(*(read_size(data) if job.room is None else decode_rgb(data, arena.view(*job.room), job.size)))
+        if job.room is None:
+            return Decoded(*read_size(data))
+        return Decoded(*decode_rgb(data, arena.view(*job.room), job.size, job.is_upright))
     except RequestError as error:
         return Decoded(error=error.info)
 

@@ -122,17 +122,17 @@ class Fetcher:
             timeout=aiohttp.ClientTimeout(None, sock_connect=config.download_connect_timeout, sock_read=config.download_connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "engine"},
+            headers={"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "engine"},
         )
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def download(self, url: str, write: Write) -> None:
+    async def download(self, url: str, write: Write, max_bytes: int | None = None) -> None:
         """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422; or what `write` raises."""
         try:
             async with asyncio.timeout(self._timeout):
-                await self._follow(url, write)
+                await self._follow(url, write, max_bytes or self._max_bytes)
         except ForbiddenAddress:
             raise not_allowed("its host has no globally routable address") from None
         except TimeoutError:
@@ -144,7 +144,7 @@ class Fetcher:
                 raise not_allowed("its host has no globally routable address") from None
             raise unavailable("it could not be fetched") from None
 
-    async def _follow(self, url: str, write: Write) -> None:
+    async def _follow(self, url: str, write: Write, max_bytes: int) -> None:
         target = self._check(parse_url(url))
         for _ in range(1 + MAX_REDIRECTS):
             async with self._session.get(target, allow_redirects=False) as response:
@@ -154,7 +154,7 @@ class Fetcher:
                     continue
                 if response.status != 200:
                     raise unavailable(f"its server answered with status {response.status}")
-                await self._read(response, write)
+                await self._read(response, write, max_bytes)
                 return
         raise unavailable(f"it redirects more than {MAX_REDIRECTS} times")
 
@@ -170,22 +170,19 @@ class Fetcher:
             _check_literal(host)
         return url
 
-    async def _read(self, response: aiohttp.ClientResponse, write: Write) -> None:
-        if response.content_length is not None and response.content_length > self._max_bytes:
-            raise self._too_large()
+    async def _read(self, response: aiohttp.ClientResponse, write: Write, max_bytes: int) -> None:
+        if response.content_length is not None and response.content_length > max_bytes:
+            raise too_large(max_bytes)
         num_bytes, started = 0, time.monotonic()
         async for piece in response.content.iter_chunked(READ_BYTES):
             num_bytes += len(piece)
-            if num_bytes > self._max_bytes:
-                raise self._too_large()
+            if num_bytes > max_bytes:
+                raise too_large(max_bytes)
             if num_bytes < self._bytes_per_s * (time.monotonic() - started - GRACE_S):
                 raise TimeoutError
             write(piece)
 
-    def _too_large(self) -> RequestError:
-        return RequestError(413, f"it is larger than {self._max_bytes} bytes", code="media_too_large")
-
-    def read_local(self, url: str) -> bytes:
+    def read_local(self, url: str, max_bytes: int | None = None) -> bytes:
         """The content of a file URL below the allowed folder; runs in a pool thread. RequestError 400, 413 or 422."""
         if not self._folders:
             raise not_allowed("file URLs are not allowed on this server")
@@ -207,18 +204,23 @@ class Fetcher:
         except (OSError, ValueError):
             raise unavailable("it could not be read") from None
         try:
-            return self._read_regular(descriptor)
+            return _read_regular(descriptor, max_bytes or self._max_bytes)
         finally:
             os.close(descriptor)
 
-    def _read_regular(self, descriptor: int) -> bytes:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise unavailable("it is not a regular file")
-        if status.st_size > self._max_bytes:
-            raise self._too_large()
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(self._max_bytes)
+
+def too_large(max_bytes: int) -> RequestError:
+    return RequestError(413, f"it is larger than {max_bytes} bytes", code="media_too_large")
+
+
+def _read_regular(descriptor: int, max_bytes: int) -> bytes:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise unavailable("it is not a regular file")
+    if status.st_size > max_bytes:
+        raise too_large(max_bytes)
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
+        return file.read(max_bytes)
 
 
 def open_within(folder: Path, path: Path) -> int:

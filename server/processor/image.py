@@ -10,8 +10,7 @@ The event loop allocates; pool threads fill. Nothing is given back while a threa
 import asyncio
 import contextlib
 import math
-from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -24,11 +23,13 @@ from models.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
 from server.processor.base64_text import decode_base64, decode_data_url
-from server.processor.decoders import Decoders, Size
+from server.processor.decoders import Decoders, Size, VideoDecoders
 from server.processor.early import EarlyReads
 from server.processor.fetch import Fetcher
-from server.processor.inspect import Allowance, Header, Inspector
+from server.processor.inspect import Allowance, Header, Inspector, VideoPlan
 from server.processor.named import NamedImages
+from server.processor.prompt import Visual
+from server.processor.recent import Recent
 from server.processor.room import Room, wire
 from server.processor.threads import result_of, run, settled
 from server.region import Region
@@ -36,6 +37,7 @@ from server.region import Region
 FIRST_DOWNLOAD_BYTES = 1 << 20
 AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop itself takes up when a device waits for it: in a third of a millisecond
 NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is decoded once more
+NUM_REMEMBERED_VIDEOS, NUM_REMEMBERED_PAIRS = 512, 1 << 15
 
 
 class ImageTools:
@@ -50,27 +52,37 @@ class ImageTools:
         self.named = NamedImages()
         self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self.decoders = Decoders(config, room.arena)
+        self.video_decoders = VideoDecoders(config, room.arena)
+        self.max_video_bytes = config.max_video_bytes
         self.num_decoded = 0  # images that became RGB here
-        self._files: OrderedDict[bytes, tuple[Header, Size]] = OrderedDict()  # by digest, least recently used first
+        self.known: Recent[bytes, tuple[Header, Size]] = Recent(NUM_REMEMBERED)  # files by digest: header, and size upright
+        self.known_videos: Recent[bytes, tuple[VideoPlan, list[bytes]]] = Recent(NUM_REMEMBERED_VIDEOS)  # by file and processing
+        self.known_pairs: Recent[tuple[bytes, bytes, Size], bytes] = Recent(NUM_REMEMBERED_PAIRS)  # hashes, by two frames and their size
 
     async def close(self) -> None:
         self.media_pool.shutdown(wait=False, cancel_futures=True)
         await self.decoders.close()
+        await self.video_decoders.close()
         await self.fetcher.close()
 
-    def known(self, digest: bytes) -> tuple[Header, Size] | None:
-        """Of a file that was decoded before: its header, and its size upright."""
-        found = self._files.get(digest)
-        if found is not None:
-            self._files.move_to_end(digest)
-        return found
-
-    def note_decoded(self, digest: bytes, header: Header, size: Size) -> None:
-        self.num_decoded += 1
-        self._files[digest] = (header, size)
-        self._files.move_to_end(digest)
-        if len(self._files) > NUM_REMEMBERED:
-            self._files.popitem(last=False)
+    async def fetch(self, ref: MediaRef, hold: Callable[[Region], Region], max_bytes: int | None = None) -> Region:
+        """What lies at a URL, or was sent under a name; `hold` owns the region before it is filled. RequestError, ArenaFull or
+        ArenaTooSmall."""
+        url = ref.url or ""
+        scheme = url.partition(":")[0].lower()
+        if scheme in ("http", "https"):
+            encoded = hold(self.room.take(FIRST_DOWNLOAD_BYTES))
+            await self.fetcher.download(url, encoded.append, max_bytes)
+            return encoded
+        if ref.url is None:
+            data = self.named.get(ref.name or b"")
+            if data is None:
+                raise RequestError(400, "nothing is known by this uuid (any more): send it with its URL", code="unknown_uuid")
+        else:
+            data = await run(self.media_pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
+        encoded = hold(self.room.take(len(data)))
+        encoded.append(data)
+        return encoded
 
 
 class Image:
@@ -81,15 +93,16 @@ class Image:
     source: ImageSource
     grid: Grid
     num_tokens: int
-    # When it is encoded:
-    _encoded: Region
-    _header: Header
-    _digest: bytes = b""  # of the encoded bytes
+    # After `encode`:
+    encoded: Region
+    header: Header
+    digest: bytes = b""  # of the encoded bytes
 
-    def __init__(self, tools: ImageTools, ref: MediaRef):
+    def __init__(self, tools: ImageTools, ref: MediaRef, is_frame: bool = False):
         self._tools = tools
         self._ref = ref
-        self.num_bytes = 0 if ref.payload is None else _decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
+        self._is_frame = is_frame  # which nobody encodes alone
+        self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
         self._index = 0  # in its request
         self._ticket = 0  # under which rank 0 reads it already
         self._regions: list[Region] = []  # to give back
@@ -101,32 +114,44 @@ class Image:
         if self._ref.payload is not None and self._task is None:
             with contextlib.suppress(ArenaFull, ArenaTooSmall):
                 self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
-            self._task = _start(self._encode())
+            self._task = start_task(self._encode())
 
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
         """As image `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
-        self._index, self._ref = index, ref
+        self._index = index
         with self._named():
-            if self._task is not None:
-                with contextlib.suppress(ArenaFull):  # there may be room by now
-                    await self._task
-            if not self._digest:
-                async with allowance.downloads if self._ref.payload is None else contextlib.nullcontext():
-                    await self._encode()
-            allowance.take(self._header)
+            await self.encode(ref, allowance)
             if ref.name is not None:
-                self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(self._encoded.view)))
+                self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(self.encoded.view)))
             await self._settle()
 
-    def span(self, start: int) -> ImageSpan:
-        """Its placeholders begin at token `start`."""
-        return ImageSpan(self.hash, start, self.num_tokens, self.grid, self.source)
+    async def encode(self, ref: MediaRef, allowance: Allowance) -> None:
+        """The first part of `load`, for an image or a frame that is checked otherwise."""
+        self._ref = ref
+        if self._task is not None:
+            with contextlib.suppress(ArenaFull):  # there may be room by now
+                await self._task
+        if not self.digest:
+            async with allowance.downloads if ref.payload is None else contextlib.nullcontext():
+                await self._encode()
+        allowance.take(self.header)
 
-    def make_pixels(self) -> asyncio.Task[None]:
+    @property
+    def visual(self) -> Visual:
+        return Visual([self.num_tokens])
+
+    def spans(self, starts: list[int]) -> list[ImageSpan]:
+        """Its placeholders begin at this token."""
+        return [ImageSpan(self.hash, starts[0], self.num_tokens, self.grid, self.source)]
+
+    def make_pixels(self, item: int = 0) -> asyncio.Task[None]:
         """RGB of a file, once. Waits for room: the request may have streamed text. Errors as with `load`; cancelled by `release`."""
         assert self.source.encoding == "file"
-        self._task = _start(self._make_pixels())
+        self._task = start_task(self._make_pixels())
         return self._task
+
+    def source_of(self, item: int) -> ImageSource:
+        return self.source
 
     async def release(self) -> None:
         """Gives all memory back as soon as no thread works on it."""
@@ -149,20 +174,20 @@ class Image:
         if payload is not None:
             digest, header = await result_of(self._job or self._take_payload(payload))
         else:
-            await self._fetch()
+            self.encoded = await tools.fetch(self._ref, self._hold)
             digest, header = await run(tools.media_pool, lambda: self._identify(self._look()))
-        self._encoded.trim()
+        self.encoded.trim()
         if header is None:
-            known = tools.known(digest)
-            header = known[0] if known is not None else await tools.decoders.read_header(self._encoded)
+            known = tools.known.get(digest)
+            header = known[0] if known is not None else await tools.decoders.read_header(self.encoded)
             tools.inspector.check_size(header.height, header.width)
-        self._digest, self._header = digest, header
+        self.digest, self.header = digest, header
 
     def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header | None]]":
         """Base64 of a body is decoded into our arena and looked at. ArenaFull or ArenaTooSmall."""
         tools = self._tools
         text = tools.bodies.view(payload.offset, payload.length)
-        encoded = self._encoded = self._hold(tools.room.take(_decoded_bytes(payload)))
+        encoded = self.encoded = self._hold(tools.room.take(decoded_bytes(payload)))
         room = np.frombuffer(encoded.room, np.uint8)
 
         def unpack() -> Header | None:
@@ -181,48 +206,30 @@ class Image:
 
     def _look(self) -> Header | None:
         """The header of a plain JPEG, which rank 0 is told of before anything else is done."""
-        data, tools = self._encoded.view, self._tools
+        data, tools = self.encoded.view, self._tools
         header = tools.inspector.plain_header(data)
-        if header is not None:
+        if header is not None and not self._is_frame:
             self._ticket = tools.early.announce(data, self._jpeg_source(header))
         return header
 
     def _identify(self, header: Header | None) -> tuple[bytes, Header | None]:
         """Digest and header, in a pool."""
-        return self._tools.inspector.identify(self._encoded.view, header is not None), header
-
-    async def _fetch(self) -> None:
-        tools, ref = self._tools, self._ref
-        url = ref.url or ""
-        scheme = url.partition(":")[0].lower()
-        if scheme in ("http", "https"):
-            self._encoded = self._hold(tools.room.take(FIRST_DOWNLOAD_BYTES))
-            await tools.fetcher.download(url, self._encoded.append)
-        else:
-            if ref.url is None:
-                data = tools.named.get(ref.name or b"")
-                if data is None:
-                    raise RequestError(400, "no image is known by this uuid (any more): send it with its URL", code="unknown_uuid")
-            else:
-                read = decode_data_url if scheme == "data" else tools.fetcher.read_local
-                data = await run(tools.media_pool, lambda: read(url))
-            self._encoded = self._hold(tools.room.take(len(data)))
-            self._encoded.append(data)
+        return self._tools.inspector.identify(self.encoded.view, header is not None), header
 
     async def _settle(self) -> None:
         """encoded -> jpeg, file or rgb"""
-        header, inspector = self._header, self._tools.inspector
+        header, inspector = self.header, self._tools.inspector
         geometry = self._geometry = inspector.geometry_of(self._ref)
         self._stored = inspector.size_for_workers(geometry, header.height, header.width)  # checks its grid before anything is decoded
         self._tools.early.geometry = geometry
-        self.hash = inspector.identity(self._digest, geometry)
-        known = self._tools.known(self._digest)
+        self.hash = inspector.identity(self.digest, geometry)
+        known = self._tools.known.get(self.digest)
         if header.stays_encoded:
             size = header.height, header.width
             self.source = self._jpeg_source(header)
         elif known is not None:
             _, size = known
-            self.source = ImageSource("file", wire(self._encoded), *inspector.size_for_workers(geometry, *size))
+            self.source = ImageSource("file", wire(self.encoded), *inspector.size_for_workers(geometry, *size))
         else:
             self._tools.decoders.check(header)
             self.num_bytes = 3 * math.prod(self._stored)
@@ -231,7 +238,7 @@ class Image:
         self.num_tokens = geometry.num_tokens(self.grid)
 
     def _jpeg_source(self, header: Header) -> ImageSource:
-        return ImageSource("jpeg", wire(self._encoded), header.height, header.width, header.orientation, self._ticket)
+        return ImageSource("jpeg", wire(self.encoded), header.height, header.width, header.orientation, self._ticket)
 
     async def _make_pixels(self) -> None:
         """file -> rgb"""
@@ -240,12 +247,13 @@ class Image:
 
     async def _decode(self, pixels: Region) -> Size:
         self._hold(pixels)
-        header, tools = self._header, self._tools
-        size = await tools.decoders.decode(header, self._encoded, pixels, self._stored)
+        header, tools = self.header, self._tools
+        size = await tools.decoders.decode(header, self.encoded, (pixels.offset, pixels.capacity), self._stored)
         pixels.used = 3 * math.prod(self._stored)
-        self._regions.remove(self._encoded)
-        tools.room.give_back(self._encoded)
-        tools.note_decoded(self._digest, header, size)
+        self._regions.remove(self.encoded)
+        tools.room.give_back(self.encoded)
+        tools.num_decoded += 1
+        tools.known.put(self.digest, (header, size))
         self.source = ImageSource("rgb", wire(pixels), *tools.inspector.size_for_workers(self._geometry, *size))
         return size
 
@@ -260,17 +268,12 @@ class Image:
             raise RequestError(info.status, message, PROMPT, info.code, info.retry_after) from error
 
 
-async def release_all(images: Iterable[Image]) -> None:
-    """Of all of them, whether or not one is still worked on."""
-    await asyncio.gather(*(image.release() for image in images))
-
-
-def _decoded_bytes(payload: WireRegion) -> int:
+def decoded_bytes(payload: WireRegion) -> int:
     """At most."""
     return 3 * (payload.length // 4 + 1)
 
 
-def _start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+def start_task(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(work)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if somebody asks for it
     return task

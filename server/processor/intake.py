@@ -8,6 +8,7 @@
 import asyncio
 import contextlib
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -31,17 +32,20 @@ from engine.messages import (
     Payload,
     Submit,
     TokenPrompt,
+    VideoRef,
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import GrammarLoads, answer_grammar
-from server.processor.image import Image, release_all
+from server.processor.image import Image
 from server.processor.inspect import Allowance
 from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
-from server.processor.request import Answer, Request, Way
+from server.processor.request import Answer, Medium, Request, Way, release_all
 from server.processor.room import wire
+from server.processor.video import FrameList, VideoFile
+from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
@@ -91,13 +95,11 @@ class Intake(Way):
             return
         self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
-        images = [
-            early.pop(ref.payload.offset) if ref.payload and ref.payload.offset in early else Image(self.tools, ref) for ref in submit.media
-        ]
+        media = [self._medium(ref, early) for ref in submit.media]
         functions = [tool["function"] for tool in _tools_of(submit)]
         schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
-        request = Request(submit, images, answers)
+        request = Request(submit, media, answers)
         self.requests[submit.rid] = request
         request.task = asyncio.create_task(self._prepare(request))
         self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))
@@ -113,6 +115,19 @@ class Intake(Way):
                 self.scheduler.send(Abort(message.rid))
             elif request.task is not None:
                 request.task.cancel()
+
+    def _medium(self, ref: MediaRef | VideoRef, early: dict[int, Image]) -> Medium:
+        if isinstance(ref, VideoRef):
+            if ref.file is not None and not ref.holds_frames:
+                return VideoFile(self.tools, ref)
+            return FrameList(self.tools, ref, [self._image(frame, early, is_frame=True) for frame in ref.frames])
+        return self._image(ref, early)
+
+    def _image(self, ref: MediaRef, early: dict[int, Image], is_frame: bool = False) -> Image:
+        """A new one, or that which came while the body arrived."""
+        if ref.payload is not None and ref.payload.offset in early:
+            return early.pop(ref.payload.offset)
+        return Image(self.tools, ref, is_frame)
 
     def _note_arrival(self, rid: int) -> None:
         if rid not in self._early:
@@ -140,34 +155,36 @@ class Intake(Way):
 
     async def _build(self, request: Request) -> EngineRequest:
         """Images load in the pools while the prompt is rendered and tokenised."""
-        submit, images = request.submit, request.images
-        for image in images:
-            image.start()
+        submit, media = request.submit, request.media
+        for medium in media:
+            if isinstance(medium, Image):
+                medium.start()
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
-        is_large = self._prompts.size(submit.prompt) >= LARGE_MESSAGES_BYTES
-        ids = [] if is_large else self._encode(submit)
+        is_large = self._prompts.size(submit.prompt) + len(submit.prediction) >= LARGE_MESSAGES_BYTES
+        ids, predicted = ([], []) if is_large else self._encode(submit)
         try:
             async with asyncio.TaskGroup() as group:
-                for i, (image, ref) in enumerate(zip(images, submit.media, strict=True)):
-                    group.create_task(image.load(i, ref, allowance))
+                for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
+                    group.create_task(_load(medium, i, ref, allowance))
                 group.create_task(self._compile(request))
                 if is_large:
-                    ids = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
+                    ids, predicted = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
-            if isinstance(failures.exceptions[0], ArenaFull) and sum(image.num_bytes for image in images) > self.tools.room.arena.size:
+            if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
         if submit.output.echo:
             for answer in request.answers:
                 answer.echo = self._prompts.text_of(submit.prompt)
-        prompt = self._prompts.expand(ids, [image.num_tokens for image in images])
+        prompt = self._prompts.expand(ids, [medium.visual for medium in media])
         num_prompt = len(prompt.ids)
         if submit.is_counted_only:
             request.counted = prompt.ids.tolist()
         elif num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
-        region = request.prompt = self.tools.room.take(4 * num_prompt)
-        region.append(prompt.ids.tobytes())
+        region = request.prompt = self._put(prompt.ids)
+        if predicted:
+            request.prediction = self._put(array("i", predicted))
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
@@ -180,10 +197,11 @@ class Intake(Way):
         if submit.pooled_words is not None:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
+        submit.stages.video_frames = sum(medium.num_frames for medium in media if not isinstance(medium, Image))
         return EngineRequest(
             rid=submit.rid,
             prompt=wire(region),
-            images=[image.span(start) for image, start in zip(images, prompt.starts, strict=True)],
+            images=[span for medium, starts in zip(media, prompt.starts, strict=True) for span in medium.spans(starts)],
             params=msgspec.structs.replace(submit.params, **changes),
             stages=submit.stages,
             cache_salt=submit.cache_salt,
@@ -191,13 +209,24 @@ class Intake(Way):
             priority=submit.priority,
             deadline=submit.deadline,
             grammar=self._grammar_of(request),
+            tenant=submit.tenant,
+            prediction=None if request.prediction is None else wire(request.prediction),
         )
 
-    def _encode(self, submit: Submit) -> list[int]:
+    def _put(self, ids: "array[int]") -> Region:
+        region = self.tools.room.take(4 * len(ids))
+        region.append(ids.tobytes())
+        return region
+
+    def _encode(self, submit: Submit) -> tuple[list[int], list[int]]:
+        """The prompt and, if drafts are made of it, the prediction."""
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
-            return submit.prompt.ids
+            return submit.prompt.ids, []
         limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
-        return self._prompts.encode(submit.prompt, len(submit.media), limit, is_framed=submit.pooled_words is not None)
+        are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
+        ids = self._prompts.encode(submit.prompt, are_videos, limit, is_framed=submit.pooled_words is not None)
+        is_used = bool(submit.prediction) and self.config.draft != "off"
+        return ids, self._prompts.predicted(submit.prediction, limit) if is_used else []
 
     async def _compile(self, request: Request) -> None:
         """Puts the grammar of the answer, if any, into the arena. RequestError 400."""
@@ -247,6 +276,14 @@ class Intake(Way):
     def _tell_api(self, event: Event | None, body: int | None) -> None:
         if event is not None or body is not None:
             self.api.send(Events([event] if event else [], [] if body is None else [body]))
+
+
+async def _load(medium: Medium, index: int, ref: MediaRef | VideoRef, allowance: Allowance) -> None:
+    if isinstance(medium, Image):
+        assert isinstance(ref, MediaRef)
+        await medium.load(index, ref, allowance)
+    else:
+        await medium.load(index, allowance)
 
 
 def _tools_of(submit: Submit) -> list[dict[str, Any]]:

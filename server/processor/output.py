@@ -1,7 +1,7 @@
 """What the scheduler says, on its way out: tokens become text, wanted pixels are made.
 
     EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
-                 ├──▶ wanted ──▶ image.make_pixels ──▶ Pixels ──▶ scheduler
+                 ├──▶ wanted ──▶ medium.make_pixels ──▶ Pixels ──▶ scheduler
                  └──▶ released ──▶ memory is given back
 """
 
@@ -56,12 +56,14 @@ class Output(Way):
             return
         if request.submit.params.max_tokens == 0:  # nothing but the echo is asked for: the one token that was drawn is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
+        answer.num_drafts += output.num_drafts
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
             text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             answer.num_tokens += 1
+            answer.num_accepted += i < output.num_accepted
             logprobs = request.logprobs_of(output, i)
             if is_stopped:
                 self._stop_early(request, answer, output)
@@ -126,12 +128,12 @@ class Output(Way):
             self.tasks.create_task(self._answer(wanted, request))
 
     async def _answer(self, wanted: WantedPixels, request: Request) -> None:
-        image = request.images[wanted.index]
-        task = image.make_pixels()
+        medium, item = request.item(wanted.index)
+        task = medium.make_pixels(item)
         await asyncio.wait([task])
         if not task.cancelled():
             failure = task.exception()
-            source, error = (image.source, None) if failure is None else (None, request.error_of(failure))
+            source, error = (medium.source_of(item), None) if failure is None else (None, request.error_of(failure))
             self.scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
@@ -168,6 +170,8 @@ def _full_event(
         stop_reason=stop_reason,
         index=output.index,
         pooled=output.pooled,
+        num_drafts=answer.num_drafts,
+        num_accepted=answer.num_accepted,
     )
 
 

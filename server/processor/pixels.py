@@ -1,5 +1,6 @@
 """Pillow reads headers and decodes what is no plain JPEG. All errors of its codecs become RequestErrors in our own words."""
 
+import hashlib
 import io
 import math
 import struct
@@ -41,9 +42,9 @@ def read_orientation(data: memoryview) -> int:
         return _orientation(image)
 
 
-def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> tuple[int, int]:
-    """Writes the first frame, upright, RGB and resized to `size` (height, width; turned as the image is) to `target`. Returns its own
-    size, upright. RequestError 422."""
+def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], is_upright: bool = False) -> tuple[int, int]:
+    """Writes the first frame, upright, RGB and resized to `size` (height, width; turned as the image is, unless it `is_upright`) to
+    `target`. Returns its own size, upright. RequestError 422."""
     with _open(data) as image:
         stored, kind = (image.height, image.width), image.format
         try:
@@ -54,13 +55,22 @@ def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int]) -> t
                 image.close()  # at most two copies at a time
             rgb = upright if upright.mode == "RGB" else upright.convert("RGB")
             own = rgb.height, rgb.width
-            height, width = size if own == stored else size[::-1]
+            height, width = size if own == stored or is_upright else size[::-1]
             if own != (height, width):
                 rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
             target[: height * width * 3] = rgb.tobytes()
         except Exception as error:
             raise invalid_image(f"it cannot be decoded as {kind}") from error
         return own
+
+
+def pair_hash(parameters: bytes, size: tuple[int, int], pixels: memoryview) -> bytes:
+    """sha256 of two frames of this size (height, width) and how they are processed, over length-framed fields."""
+    digest = hashlib.sha256()
+    for field in (b"pair", parameters, b"%dx%d" % size, pixels):
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()
 
 
 def _open(data: memoryview) -> Image.Image:

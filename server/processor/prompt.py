@@ -9,7 +9,8 @@ import json
 import re
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 
 from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
 from engine.params import MAX_BAD_WORD_TOKENS
+from models.video import time_text
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
 
@@ -29,6 +31,7 @@ Messages = list[dict[str, object]]
 
 # For templates that look for text in every role's parts but for images only in a user's.
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 
 MAX_TOKENS = 1 << 20  # of a prompt that is only counted
 USUAL_CHARACTERS = 6  # a token; texts have fewer
@@ -42,18 +45,56 @@ def too_long(limit: int, num_tokens: str) -> RequestError:
     return RequestError(400, words, PROMPT, "context_length_exceeded")
 
 
-class ExpandedPrompt:
-    """int32 ids with the placeholder of image i repeated `lengths[i]` times from `starts[i]` on."""
+@dataclass(frozen=True, slots=True)
+class Visual:
+    """What a medium becomes in a prompt: placeholders of an image, or of each frame pair of a video, with its time in seconds."""
 
-    def __init__(self, ids: Sequence[int], image_token_id: int, lengths: Sequence[int]):
+    lengths: list[int]
+    times: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """Token ids: of an image's, a video's (None: the model takes none), and of what stands around a frame pair's."""
+
+    image: int
+    video: int | None
+    ends: tuple[int, int]
+
+    def of(self, visual: Visual) -> int:
+        if visual.times is None:
+            return self.image
+        assert self.video is not None
+        return self.video
+
+    def shown(self, ids: Sequence[int]) -> list[bool]:
+        """Of each medium that the ids show, in order: whether it is a video."""
+        return [token_id != self.image for token_id in ids if token_id == self.image or token_id == self.video]
+
+
+class ExpandedPrompt:
+    """int32 ids in which the one placeholder of each medium became all of its items'. Those of item k of medium i begin at `starts[i][k]`.
+
+    A frame pair stands between two ends behind its time, which `write` makes ids of: within the ends that the template itself has written,
+    as in transformers 5.10 and later."""
+
+    def __init__(self, ids: Sequence[int], placeholders: Placeholders, visuals: Sequence[Visual], write: Callable[[str], list[int]]):
         self.ids = array("i")
-        self.starts: list[int] = []
+        self.starts: list[list[int]] = []
         position = 0
-        for length in lengths:
-            slot = ids.index(image_token_id, position)
+        for visual in visuals:
+            placeholder = placeholders.of(visual)
+            slot = ids.index(placeholder, position)
             self.ids.extend(ids[position:slot])
-            self.starts.append(len(self.ids))
-            self.ids.extend(array("i", [image_token_id]) * length)
+            starts = []
+            for k, length in enumerate(visual.lengths):
+                if visual.times is not None:
+                    self.ids.extend([*write(time_text(visual.times[k])), placeholders.ends[0]])
+                starts.append(len(self.ids))
+                self.ids.extend(array("i", [placeholder]) * length)
+                if visual.times is not None:
+                    self.ids.append(placeholders.ends[1])
+            self.starts.append(starts)
             position = slot + 1
         self.ids.extend(ids[position:])
 
@@ -65,7 +106,7 @@ class PromptBuilder:
         self.tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal.encode_special_tokens = True  # special tokens in its input are text
-        self._image_token_id = checkpoint.image_token_id
+        self._placeholders = Placeholders(checkpoint.image_token_id, checkpoint.video_token_id, checkpoint.vision_token_ids)
         self._special_variables = checkpoint.special_tokens
         self.template = checkpoint.chat_template
         self._template = _environment().from_string(checkpoint.chat_template)
@@ -82,9 +123,10 @@ class PromptBuilder:
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else 0
 
-    def encode(self, prompt: Prompt, num_images: int, limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
-        """Ids with one placeholder per image; `is_framed`: a chat within the tokens that the tokenizer puts around a text. RequestError 400
-        if the template refuses the messages or does not show every image, or, early, for a text of far more tokens than `limit`."""
+    def encode(self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
+        """Ids with one placeholder per medium, which is an image or a video; `is_framed`: a chat within the tokens that the tokenizer puts
+        around a text. RequestError 400 if the template refuses the messages or does not show every medium, or, early, for a text of far
+        more tokens than `limit`."""
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt, limit)
@@ -92,11 +134,12 @@ class PromptBuilder:
             ids = prompt.ids
         else:
             ids = self._encode_text(prompt.text, limit)
-        num_shown = ids.count(self._image_token_id)
-        if num_shown > num_images and not is_chat:
+        shown = self._placeholders.shown(ids)
+        if len(shown) > len(are_videos) and not is_chat:
             raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
-        if num_shown != num_images:
-            raise RequestError(400, "The chat template of this model does not show every image of these messages.", PROMPT)
+        if shown != list(are_videos):
+            kind = "image" if sum(shown) == sum(are_videos) else "video"
+            raise RequestError(400, f"The chat template of this model does not show every {kind} of these messages.", PROMPT)
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
@@ -105,6 +148,11 @@ class PromptBuilder:
 
     def _ids_of(self, word: str) -> tuple[int, ...]:
         return tuple(self._literal.encode(word, add_special_tokens=False).ids)
+
+    def predicted(self, text: str, limit: int) -> list[int]:
+        """Ids of what an answer is expected to be, at most `limit`. What looks like a special token is text."""
+        encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
+        return list(encoding.ids[:limit])
 
     def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
@@ -161,8 +209,8 @@ class PromptBuilder:
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def expand(self, ids: Sequence[int], lengths: Sequence[int]) -> ExpandedPrompt:
-        return ExpandedPrompt(ids, self._image_token_id, lengths)
+    def expand(self, ids: Sequence[int], visuals: Sequence[Visual]) -> ExpandedPrompt:
+        return ExpandedPrompt(ids, self._placeholders, visuals, self._encode_piece)
 
     def _render(self, messages: Messages, tools: object, begins_answer: bool, template_kwargs: dict[str, bool]) -> str:
         try:
@@ -175,8 +223,11 @@ class PromptBuilder:
     def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
         content = message["content"]
         if isinstance(content, list):
-            image = {"type": "image", "image": "", "text": IMAGE_TEXT}
-            content = [image if part["type"] == "image" else self._protect(part, shield) for part in content]
+            media: dict[object, dict[str, object]] = {
+                "image": {"type": "image", "image": "", "text": IMAGE_TEXT},
+                "video": {"type": "video", "video": "", "text": VIDEO_TEXT},
+            }
+            content = [media.get(part["type"]) or self._protect(part, shield) for part in content]
         else:
             content = self._protect_text(str(content), shield)
         return {name: content if name == "content" else self._protect(value, shield) for name, value in message.items()}

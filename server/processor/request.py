@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -12,13 +12,22 @@ import numpy as np
 from engine.ipc import Outbox
 from engine.messages import EngineRequest, ErrorInfo, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.image import Image, ImageTools, release_all
+from server.processor.image import Image, ImageTools
 from server.processor.logprobs import of_prompt, of_token
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
+from server.processor.video import Video
 from server.region import Region
 
 SLICE = 256  # tokens of a prompt whose log-probabilities are told at once: 6 ms with 20 likely ones beside each
+
+
+Medium = Image | Video
+
+
+async def release_all(media: Iterable[Medium]) -> None:
+    """Of all of them, whether or not one is still worked on."""
+    await asyncio.gather(*(medium.release() for medium in media))
 
 
 @dataclass(slots=True)
@@ -27,6 +36,8 @@ class Answer:
     text: OutputText
     echo: str = ""  # what it begins with
     num_tokens: int = 0
+    num_drafts: int = 0  # verified for it
+    num_accepted: int = 0  # of these, that it has
     is_ended: bool = False  # its last event is out
 
 
@@ -35,11 +46,12 @@ class Request:
     """From Submit until its memory is given back."""
 
     submit: Submit
-    images: list[Image]
+    media: list[Medium]
     answers: list[Answer]
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
     grammar: Region | None = None
+    prediction: Region | None = None  # token ids
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
@@ -47,6 +59,15 @@ class Request:
     scores: PromptLogprobs | None = None  # of the prompt, for all answers
     backlog: deque[RequestOutput] = field(default_factory=deque)  # what waits behind log-probabilities of the prompt
     writer: asyncio.Task[None] | None = None  # tells them, slice by slice
+
+    def item(self, index: int) -> tuple[Medium, int]:
+        """The medium that item `index` of the request is of, and its index there."""
+        for medium in self.media:
+            num_items = len(medium.visual.lengths)
+            if index < num_items:
+                return medium, index
+            index -= num_items
+        raise IndexError(index)
 
     def end(self, answer: Answer) -> None:
         answer.is_ended = True
@@ -76,8 +97,8 @@ class Request:
 
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
-        await release_all(self.images)
-        for region in (self.prompt, self.grammar):
+        await release_all(self.media)
+        for region in (self.prompt, self.grammar, self.prediction):
             if region is not None:
                 room.give_back(region)
 

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.config import ModelConfig
-from tests.unit.models.reference import image_processor
+from models.video import DEFAULT_SOURCE_FPS, time_text
+from tests.unit.models.reference import image_processor, video_pixels
+
+Videos = Sequence[list[Image.Image]]
 
 
 class Reference:
@@ -21,9 +25,12 @@ class Reference:
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def text(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], max_tokens: int, ignore_eos: bool = False) -> str:
-        """The greedy answer. Image parts of `messages` are `{"type": "image"}`, in the order of `images`."""
-        inputs = self._inputs(messages, images)
+    def text(
+        self, messages: list[dict[str, Any]], images: Sequence[Image.Image], max_tokens: int, ignore_eos: bool = False, videos: Videos = ()
+    ) -> str:
+        """The greedy answer. Image parts of `messages` are `{"type": "image"}`, in the order of `images`; so are those of videos, which are
+        frames of no known rate."""
+        inputs = self._inputs(messages, images, videos=videos)
         self._model.model.rope_deltas = None
         options: dict[str, Any] = (
             {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
@@ -46,7 +53,9 @@ class Reference:
         found: list[float] = logits[ids].tolist()
         return found
 
-    def _inputs(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool = False) -> dict[str, torch.Tensor]:
+    def _inputs(
+        self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool = False, videos: Videos = ()
+    ) -> dict[str, torch.Tensor]:
         """`is_framed`: with what the tokenizer puts around a text."""
         prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs: dict[str, torch.Tensor] = {}
@@ -56,9 +65,18 @@ class Reference:
             for grid in pixels["image_grid_thw"]:
                 prompt = prompt.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // self._config.vision.merge_size**2), 1)
             prompt = prompt.replace("<|placeholder|>", "<|image_pad|>")
+        if videos:
+            found = [video_pixels(self._config, torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))) for frames in videos]
+            inputs |= {"pixel_values_videos": torch.cat([p for p, _ in found]), "video_grid_thw": torch.tensor([grid for _, grid in found])}
+            for (_, (_, rows, columns)), frames in zip(found, videos, strict=True):
+                times = self._config.video.pair_times([i / DEFAULT_SOURCE_FPS for i in range(len(frames))])
+                pads = "<|placeholder|>" * (rows * columns // self._config.vision.merge_size**2)
+                pairs = "".join(f"{time_text(time)}<|vision_start|>{pads}<|vision_end|>" for time in times)
+                prompt = prompt.replace("<|video_pad|>", pairs, 1)
+            prompt = prompt.replace("<|placeholder|>", "<|video_pad|>")
         ids = torch.tensor([self._tokenizer.encode(prompt, add_special_tokens=is_framed)])
         return inputs | {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == self._config.image_token_id).int(),
+            "mm_token_type_ids": (ids == self._config.image_token_id).int() + 2 * (ids == self._config.video_token_id).int(),
         }

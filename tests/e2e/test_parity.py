@@ -5,20 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.reference import Reference
-from tests.e2e.serving import Engine, image_part, picture, serve, text_part
+from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
 
 MAX_TOKENS = 32
 SIZES = [(64, 64), (96, 160), (200, 120), (256, 256), (70, 330)]
 
 Conversation = tuple[list[dict[str, Any]], list[int]]
+CLIP = [picture(seed, 70, 110) for seed in range(20, 25)]  # an odd number of frames
+LONGER_CLIP = CLIP[2:4] + [picture(seed, 70, 110) for seed in range(40, 43)]
 
 
 def conversations() -> list[Conversation]:
-    """Messages whose image parts are `{"type": "image"}`, with the seeds of their pictures: text, one, five, several turns."""
-    image = {"type": "image"}
+    """Messages whose image parts are `{"type": "image"}`, with the seeds of their pictures: text, one, five, several turns, a video (CLIP)
+    beside a picture."""
+    image, video = {"type": "image"}, {"type": "video"}
     five: list[dict[str, Any]] = [part for i in range(5) for part in (image, text_part(f"picture {i}"))]
     turns = [
         {"role": "system", "content": "You look at pictures."},
@@ -31,6 +35,7 @@ def conversations() -> list[Conversation]:
         ([{"role": "user", "content": [image, text_part("What is this?")]}], [1]),
         ([{"role": "user", "content": five}], [0, 1, 2, 3, 4]),
         (turns, [3, 0, 4]),
+        ([{"role": "user", "content": [text_part("First"), video, text_part("then"), image, text_part("What changes?")]}], [2]),
     ]
 
 
@@ -40,12 +45,18 @@ def with_pictures(conversation: Conversation) -> list[dict[str, Any]]:
     order = iter(seeds)
 
     def fill(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "video":
+            return video_part(CLIP)
         return image_part(picture(seed, *SIZES[seed])) if part["type"] == "image" and (seed := next(order)) >= 0 else part
 
     return [
         {**message, "content": [fill(part) for part in message["content"]]} if isinstance(message["content"], list) else message
         for message in messages
     ]
+
+
+def video_part(frames: list[Image.Image]) -> dict[str, Any]:
+    return {"type": "video", "video": [data_uri(frame) for frame in frames]}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +68,7 @@ def transformers_answers(folder: Path) -> list[str]:
     """Greedy, 32 tokens."""
     reference = Reference(folder)
     return [
-        reference.text(messages, [picture(seed, *SIZES[seed]) for seed in seeds], MAX_TOKENS, ignore_eos=True)
+        reference.text(messages, [picture(seed, *SIZES[seed]) for seed in seeds], MAX_TOKENS, True, [CLIP] * str(messages).count("'video'"))
         for messages, seeds in conversations()
     ]
 
@@ -82,8 +93,11 @@ def test_same_text_as_transformers(tiny: Path, expected: list[str], chunk: int, 
         assert answers(engine, at_once=True) == expected, "fresh, batched"
         encoded = engine.metric("engine_images_encoded_total")
         assert answers(engine, at_once=False) == expected, "cached, alone"
-        assert encoded == len({seed for _, seeds in conversations() for seed in seeds})
+        num_pairs = (len(CLIP) + 1) // 2
+        assert encoded == len({seed for _, seeds in conversations() for seed in seeds}) + num_pairs
         assert engine.metric("engine_images_encoded_total") == encoded, "a cached image was encoded again"
+        engine.text([video_part(LONGER_CLIP), text_part("And now?")])
+        assert engine.metric("engine_images_encoded_total") == encoded + 2, "a pair of another clip was encoded again"
 
 
 @pytest.fixture(scope="module")

@@ -186,11 +186,11 @@ def test_large_chunks_in_a_graph() -> None:
 MIXES = {(184, 0, 0): [1100, 0, 0], (100, 60, 24): [100, 3000, 24], (1, 0, 183): [9, 0, 20_000], (0, 184, 0): [0, 184, 0]}  # of prompts
 
 
-@pytest.mark.parametrize("decodes", [[1200] * 20, [1] * 20, [9000, *[30] * 19]])
+@pytest.mark.parametrize("decodes", [[1200] * 20, [1] * 20, [9000, *[30] * 19], [9000, 1005, 300, 60, 1, *[0] * 15]])
 def test_both_kernels_side_by_side(decodes: list[int]) -> None:
     """A step's prompts and decode rows in one graph, whose kernels overlap: what is read and written by either is never the other's or a
     later kernel's. Red if the graph goes on before both are done."""
-    tokens = [1] * len(decodes)
+    tokens = [8, 5, 4, 2, 1, *[0] * 15] if decodes[-1] == 0 else [1] * len(decodes)  # the former verify drafts
     built = [
         Step.build([*lengths, *decodes], (32, 8), 128, tokens=[*new, *tokens], seed=i) for i, (new, lengths) in enumerate(MIXES.items())
     ]

@@ -148,7 +148,7 @@ def test_graphs_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
     assert make_attention is not None
     scratch = runner.start(Prompt(prompt.ids[:1], [], []))
     runner.step([(scratch, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch.pages[0], 4)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch.pages[0], 4, 4)
     step_graphs.capture()
     session, found, ends = runner.start(prompt), [], []
     for count in [50, 130, *[1] * 40]:

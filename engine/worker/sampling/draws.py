@@ -4,16 +4,20 @@ A draw's key depends on the seed and the token's position only, so a seed gives 
 preemption.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.config import MIB
 from engine.messages import SamplingParams
+from engine.worker.sampling.drafts import Drafts, HostDrafts
 from engine.worker.staging import Staging
 from models.attention.paged import Int32s
-from models.sampling import OFF, DrawParams
+from models.sampling import INTEGERS, OFF, DrawParams, RowParams
 
 Int64s = npt.NDArray[np.int64]
 
@@ -24,6 +28,9 @@ SEED_FACTOR, POSITION_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A
 MIX = (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))
 LAST_SHIFT = np.uint64(31)
 
+NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
+NUM_WORDS = NUM_PARAMS + 3
+BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset, first
 PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
 
 
@@ -31,22 +38,36 @@ PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
 class Draws:
     """A step's draws on the device: S of them, of which A change their logits first and L report log-probabilities."""
 
-    rows_S: torch.Tensor  # int64, permanent rows that receive the tokens
+    rows_S: torch.Tensor  # int64, permanent rows
     params: DrawParams
     changes: int  # PENALTIES, EDITS and WORDS that any row needs
     changed_A: torch.Tensor  # int64 indices of draws
     positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
     reported_L: torch.Tensor  # int64 indices of draws
     num_top: tuple[int, ...]  # L: log-probabilities that each wants beside that of its token
+    drafts: Drafts | None  # None: a row has one draw
 
 
 @dataclass(frozen=True, slots=True)
 class HostDraws:
-    """The same on the host."""
+    """The same on the host. A row's draws follow each other."""
 
     rows: Int64s  # (S,)
     positions: Int64s  # (S,)
-    words: Int32s  # (8, S), see `DrawTable`
+    words: Int32s  # (NUM_WORDS, S), see `DrawTable`
+    drafts: HostDrafts | None = None
+
+    def per_row(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(first draw, row, drafts)."""
+        if self.drafts is None:
+            yield from zip(range(len(self.rows)), self.rows.tolist(), repeat(()), strict=False)
+        else:
+            firsts = self.drafts.counts.cumsum() - self.drafts.counts
+            yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.drafts.rows, strict=True)
+
+    def kept(self, tokens: Sequence[int]) -> Iterator[range]:
+        """Of each row, which of these draws count."""
+        return (range(i, i + 1) for i in range(len(tokens))) if self.drafts is None else self.drafts.kept(tokens)
 
     @classmethod
     def empty(cls) -> "HostDraws":
@@ -54,12 +75,13 @@ class HostDraws:
 
     def stage(self, staging: Staging) -> Draws:
         """Puts what the step needs into `staging`, whose `copy` comes later."""
-        rows_S, words = staging.put(self.rows), staging.put(self.words[:5])
-        inverse_temperature, top_p, log_min_p = words[:3].view(torch.float32)
-        (is_wide, changes, num_logprobs), is_random = self.words[5:], self.words[0].any()
+        rows_S, words = staging.put(self.rows), staging.put(self.words[:NUM_PARAMS])
+        named = zip(RowParams._fields, words, strict=True)
+        row_params = RowParams(*(word if name in INTEGERS else word.view(torch.float32) for name, word in named))
+        (is_wide, changes, num_logprobs), is_random = self.words[NUM_PARAMS:], self.words[0].any()
         wide = staging.put(is_wide.nonzero()[0]) if is_wide.any() else None
-        largest = int(self.words[3].max(where=is_wide == 0, initial=0)) if is_random else 0
-        params = DrawParams(inverse_temperature, top_p, log_min_p, words[3], words[4], wide, largest, not is_random)
+        largest = int(self.words[TOP_K].max(where=is_wide == 0, initial=0)) if is_random else 0
+        params = DrawParams(row_params, wide, largest, not is_random)
         changed_A = positions_A = reported_L = rows_S[:0]
         num_top: tuple[int, ...] = ()
         if changes.any():
@@ -68,19 +90,20 @@ class HostDraws:
         if num_logprobs.any():
             reported = num_logprobs.nonzero()[0]
             reported_L, num_top = staging.put(reported), tuple((num_logprobs[reported] - 1).tolist())
-        return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top)
+        drafts = None if self.drafts is None else self.drafts.stage(staging)
+        return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, drafts)
 
 
 class DrawTable:
     """Parameters of all rows. `max_top_k` is the backend's.
 
-    A column is a row's 1 / temperature, top_p, log(min_p) (float32), top_k, key of the draw, whether it is wide, its changes, and 0 or 1
-    more than the log-probabilities that it wants.
+    A column is a row's `RowParams`, the key left out, then whether it is wide, its changes, and 0 or 1 more than the log-probabilities
+    that it wants.
     """
 
     def __init__(self, max_num_seqs: int, max_top_k: int):
         self._max_top_k = max_top_k
-        self._words = np.zeros((8, max_num_seqs), dtype=np.int32)
+        self._words = np.zeros((NUM_WORDS, max_num_seqs), dtype=np.int32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -88,19 +111,34 @@ class DrawTable:
         is_random = params.temperature > 0
         inverse = 1 / max(params.temperature, MIN_TEMPERATURE) if is_random else 0.0
         top_p = params.top_p if is_random and params.top_p < 1 else OFF
-        min_p = params.min_p if is_random else 0.0
+        log_min_p = np.log(params.min_p) if is_random and params.min_p > 0 else -np.inf
         top_k = min(params.top_k, MAX_INT32) if is_random else 0
-        is_wide = top_k > self._max_top_k or (top_k == 0 and (top_p < 1 or min_p > 0))
+        is_wide = top_k > self._max_top_k or (top_k == 0 and (top_p != OFF or log_min_p != -np.inf))
         num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
-        self._words[:3, row].view(np.float32)[:] = inverse, top_p, np.log(min_p) if min_p > 0 else -np.inf
-        self._words[3:, row] = top_k, 0, is_wide, changes_of(params), num_logprobs
+        values = RowParams[float](inverse, top_p, log_min_p, top_k, 0)._asdict()
+        bits = [np.asarray(value, np.int32 if name in INTEGERS else np.float32).view(np.int32) for name, value in values.items()]
+        self._words[:, row] = *bits, is_wide, changes_of(params), num_logprobs
         self._seeds[row] = params.seed & MASK64
 
-    def draws(self, rows: Int64s, positions: Int64s) -> HostDraws:
+    def draws(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostDraws:
         """What these rows need to draw the tokens at these positions of their sequences."""
         words = self._words[:, rows]
-        words[4] = draw_keys(self._seeds[rows], positions)
-        return HostDraws(rows, positions, words)
+        words[KEY] = draw_keys(self._seeds[rows], positions)
+        return HostDraws(rows, positions, words, drafts)
+
+
+def draws_of(
+    params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
+) -> Draws:
+    """Draws by these parameters of rows 0, 1, ... of no worker, at a position for each draw."""
+    table, staging, rows = DrawTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
+    for row, one in enumerate(params):
+        table.set(row, one)
+    staging.begin()
+    rows = rows if drafts is None else np.repeat(rows, drafts.counts)
+    draws = table.draws(rows, np.asarray(positions), drafts).stage(staging)
+    staging.copy()
+    return draws
 
 
 def changes_of(params: SamplingParams) -> int:

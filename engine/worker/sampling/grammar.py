@@ -10,13 +10,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from engine.worker.sampling.draws import Int64s
+from engine.worker.sampling.draws import HostDraws
 from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
 from models.attention.paged import Int32s
@@ -50,6 +51,22 @@ class Session:
         elif token_id == self.after:
             self.after = None
 
+    def ahead(self, drafts: Sequence[int]) -> Iterator[bool]:
+        """Whether the grammar restricts the next token, then each one behind a draft, as if those before it had come, up to a draft that
+        cannot. A place may be filled while the iterator is there; at its end all is as before."""
+        after, is_over, num_taken = self.after, self.is_over, 0
+        yield self.restricts
+        for draft in drafts:
+            is_restricted = self.restricts
+            self.take(draft)
+            if is_restricted and self.is_over and not self.matcher.is_terminated():
+                break
+            num_taken += is_restricted
+            yield self.restricts
+        if drafts:
+            self.matcher.rollback(num_taken)
+            self.after, self.is_over = after, is_over
+
     def fill(self, words: torch.Tensor, place: int) -> None:
         """The tokens that may come next, into row `place` of a mask."""
         with self._watched():
@@ -62,7 +79,7 @@ class Session:
         self.is_slow = time.thread_time() - started > SLOW_S
 
 
-Drawn = tuple[list[Session | None], torch.Tensor, Stopwatch]  # tokens of a step that matchers have not taken
+Drawn = tuple[list[Session | None], HostDraws, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not taken
 Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `SamplingOps.mask_`
 
 
@@ -74,16 +91,16 @@ def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
 
 
 class Grammars:
-    """Grammars of all rows. `model_folder` has the tokenizer by which they were compiled."""
+    """Grammars of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer by which they were compiled."""
 
-    def __init__(self, model_folder: Path, max_num_seqs: int, vocab_size: int, device: torch.device):
+    def __init__(self, model_folder: Path, max_num_seqs: int, max_draws: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
         self._num_words = -(-vocab_size // 32)
         self._sessions: list[Session | None] = [None] * max_num_seqs
         self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the only tokens, as in a mask
         self._is_limited = [False] * max_num_seqs  # by the one or the other
         self._drawn: deque[Drawn] = deque()
-        self._staging = Staging(max_num_seqs * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
+        self._staging = Staging(max_draws * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, "grammars")
@@ -119,45 +136,52 @@ class Grammars:
 
         self._loader.submit(load)
 
-    def masks(self, rows: Int64s) -> Mask | None:
-        """What these rows may draw now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
-        found = [(index, self._sessions[row], self._allowed[row]) for index, row in enumerate(rows.tolist()) if self._is_limited[row]]
-        if not found:
+    def masks(self, draws: HostDraws) -> Mask | None:
+        """What may be drawn now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
+        if not any(map(self._is_limited.__getitem__, draws.rows.tolist())):
             return None
-        if any(session is not None for _, session, _ in found):
+        found = [
+            (first, self._sessions[row], self._allowed[row], drafts) for first, row, drafts in draws.per_row() if self._is_limited[row]
+        ]
+        if any(session is not None for _, session, _, _ in found):
             while self._drawn:
                 self._take(self._drawn.popleft())
-        following = {index: session for index, session, _ in found if session is not None and session.restricts}
-        limited = [(index, allowed) for index, _, allowed in found if index in following or allowed is not None]
+        limited: list[int] = []
+        words = torch.full((sum(1 + len(drafts) for *_, drafts in found), self._num_words), -1, dtype=torch.int32)
+        for first, session, allowed, drafts in found:
+            ahead = repeat(False, 1 + len(drafts)) if session is None else session.ahead(drafts)
+            for index, is_restricted in enumerate(ahead, first):
+                if is_restricted and session is not None:
+                    session.fill(words, len(limited))
+                if allowed is not None:
+                    words[len(limited)] &= torch.from_numpy(allowed)
+                if is_restricted or allowed is not None:
+                    limited.append(index)
         if not limited:
             return None
-        words = torch.full((len(limited), self._num_words), -1, dtype=torch.int32)
-        for place, (index, allowed) in enumerate(limited):
-            if index in following:
-                following[index].fill(words, place)
-            if allowed is not None:
-                words[place] &= torch.from_numpy(allowed)
         self._staging.begin()
-        index_A = self._staging.put(np.asarray([index for index, _ in limited], dtype=np.int64))
-        allowed_AW = self._staging.put(words.numpy())
+        index_A = self._staging.put(np.asarray(limited, dtype=np.int64))
+        allowed_AW = self._staging.put(words[: len(limited)].numpy())
         self._staging.copy()
         return index_A, allowed_AW
 
-    def note(self, rows: Int64s, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
-        """These rows draw tokens, which are on the host when `watch` is done. Returns the draws whose grammar was too slow and is followed
-        no further."""
-        sessions = [self._sessions[row] for row in rows.tolist()]
-        if not any(session is not None for session in sessions):
+    def note(self, draws: HostDraws, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
+        """Tokens are drawn, which are on the host when `watch` is done. Returns which of the draws' rows have a grammar that was too slow
+        and is followed no further."""
+        if not any(map(self._sessions.__getitem__, draws.rows.tolist())):
             return ()
-        self._drawn.append((sessions, tokens_S, watch))
+        sessions = [self._sessions[row] for _, row, _ in draws.per_row()]
+        self._drawn.append((sessions, draws, tokens_S, watch))
         return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
 
     def _take(self, drawn: Drawn) -> None:
-        sessions, tokens_S, watch = drawn
+        sessions, draws, tokens_S, watch = drawn
         watch.wait()
-        for session, token_id in zip(sessions, tokens_S.tolist(), strict=True):
+        tokens = tokens_S.tolist()
+        for session, kept in zip(sessions, draws.kept(tokens), strict=True):
             if session is not None:
-                session.take(token_id)
+                for index in kept:
+                    session.take(tokens[index])
 
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
         """Many requests share few grammars."""

@@ -7,12 +7,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from engine.config import MIB
 from engine.messages import SamplingParams, TokenLogprobs
-from engine.worker.sampling.draws import Draws, DrawTable
+from engine.worker.sampling.drafts import HostDrafts
+from engine.worker.sampling.draws import Draws, draws_of
 from engine.worker.sampling.grammar import Grammars, Mask
 from engine.worker.sampling.state import LogitState
-from engine.worker.staging import Staging
 from models.attention.paged import Int32s
 from models.config import ModelConfig
 from models.sampling import SamplingOps
@@ -59,11 +58,11 @@ class Sampled:
 
 
 class Sampler:
-    """The state of all rows. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+    """The state of all rows, for steps of up to `max_draws`. Only rank 0 draws: equal logits are not bit-equal on every rank."""
 
-    def __init__(self, ops: SamplingOps, max_num_seqs: int, config: ModelConfig, model_folder: Path, device: torch.device):
-        self.grammars = Grammars(model_folder, max_num_seqs, config.text.vocab_size, device)
-        self._ops = ops
+    def __init__(self, ops: SamplingOps, max_num_seqs: int, max_draws: int, config: ModelConfig, model_folder: Path, device: torch.device):
+        self.grammars = Grammars(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
+        self._ops, self._max_draws = ops, max_draws
         self._eos_ids = config.eos_token_ids
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
@@ -74,17 +73,16 @@ class Sampler:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs every stage, so that no request waits for a compiler."""
-        num_rows, vocab_size, device = self._state.shape
+        _, vocab_size, device = self._state.shape
+        guessed = HostDrafts(((0,),)) if self._max_draws > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
-        table, staging = DrawTable(num_rows, self._ops.max_top_k), Staging(MIB, device)
-        for row, params in enumerate(kinds[:num_rows]):
-            table.set(row, params)
-            self.admit(row, params, np.zeros(1, dtype=np.int32), 1)
-            staging.begin()
-            draws = table.draws(np.asarray([row]), np.asarray([1])).stage(staging)
-            staging.copy()
+        positions = range(1, 1 + guessed.counts[0])
+        for params in kinds:
+            self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
+            draws = draws_of([params], positions, self._ops.max_top_k, device, guessed)
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-            self.sample(torch.zeros((1, vocab_size), device=device), draws, (torch.zeros_like(draws.rows_S), everything))
+            logits_SV = torch.zeros((len(positions), vocab_size), device=device)
+            self.sample(logits_SV, draws, (torch.zeros_like(draws.rows_S[:1]), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
         """A token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""

@@ -7,9 +7,12 @@ device, as the host knows their ids a step late.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from engine.messages import MAX_DRAFTS
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
+from engine.worker.sampling.drafts import NONE, Drafts
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
 from models.attention.paged import Int32s
 from models.sampling import IN_PROMPT, SamplingOps
@@ -18,20 +21,28 @@ from models.transfers import to_device
 FOREVER = 2**31 - 1
 ANY = -1  # in front of a word that is shorter than the longest
 NOTHING = -2  # in front of an output that is shorter than a word
+EDIT = (MAX_LOGIT_EDITS,)
+RECORD = np.dtype([  # what a row has: fields of four bytes an element
+    ("penalties", "f4", (3,)), ("edited", "i4", EDIT), ("values", "f4", EDIT), ("until", "i4", EDIT),
+    ("words", "i4", (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)), ("tail", "i4", (MAX_BAD_WORD_TOKENS - 1,)),
+])  # fmt: skip
 
 
 class LogitState:
-    """For each of the rows: counts (R, V), 78 MB for 128 rows of Qwen3's vocabulary, and a record (R, ...) of a few kilobytes."""
+    """For each of the rows: counts (R, V), 78 MB for 128 rows of Qwen3's vocabulary, and a record (R, ...) of a few kilobytes; one more is
+    scratch."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._device, self._vocab_size = device, vocab_size
         self._counts_RV = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=device)
-        words = MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
-        sizes = 3, MAX_LOGIT_EDITS, MAX_LOGIT_EDITS, MAX_LOGIT_EDITS, words, MAX_BAD_WORD_TOKENS - 1
-        self._records = torch.zeros((max_num_seqs, sum(sizes)), dtype=torch.int32, device=device)
-        penalties, self._edited, values, self._until, words_RX, self._tails = self._records.split(sizes, dim=1)
-        self._penalties, self._values = penalties.view(torch.float32), values.view(torch.float32)
-        self._words = words_RX.unflatten(1, (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
+        self._records = torch.zeros((max_num_seqs + 1, RECORD.itemsize // 4), dtype=torch.int32, device=device)
+        self._fields = {name: self._field(name) for name in RECORD.names or ()}
+
+    def _field(self, name: str) -> torch.Tensor:
+        """(R, ...) of the records."""
+        kind, end = RECORD[name], RECORD.fields[name][1] + RECORD[name].itemsize  # type: ignore[index]
+        values = self._records[:, (end - kind.itemsize) // 4 : end // 4].unflatten(1, kind.shape)
+        return values.view(torch.float32) if kind.base.kind == "f" else values
 
     @property
     def shape(self) -> tuple[int, int, torch.device]:
@@ -43,7 +54,7 @@ class LogitState:
         changes = changes_of(params)
         if not changes:
             return
-        self._records[row] = to_device(make_record(params, ids, num_prompt, eos_ids), self._device)
+        self._records[row] = to_device(make_record(params, ids, num_prompt, eos_ids)[None].view(np.int32), self._device)
         if changes & PENALTIES:
             counts_V, ids_T = self._counts_RV[row], to_device(ids, self._device).long()
             counts_V.zero_()
@@ -55,43 +66,62 @@ class LogitState:
         rows_A = draws.rows_S[draws.changed_A]
         flat, starts_A1 = logits_SV.view(-1), (draws.changed_A * logits_SV.shape[1])[:, None]
         if draws.changes & EDITS:
-            values_AE = torch.where(draws.positions_A[:, None] < self._until[rows_A], self._values[rows_A], 0.0)
-            flat.index_add_(0, (starts_A1 + self._edited[rows_A]).flatten(), values_AE.flatten())
+            values_AE = torch.where(draws.positions_A[:, None] < self._fields["until"][rows_A], self._fields["values"][rows_A], 0.0)
+            flat.index_add_(0, (starts_A1 + self._fields["edited"][rows_A]).flatten(), values_AE.flatten())
         if draws.changes & PENALTIES:
-            ops.penalise_(logits_SV, draws.changed_A, self._counts_RV, rows_A, self._penalties[rows_A])
+            counts = (self._counts_RV, rows_A) if draws.drafts is None else self._counts_behind(draws.drafts, draws.changed_A, rows_A)
+            ops.penalise_(logits_SV, draws.changed_A, *counts, self._fields["penalties"][rows_A])
         if draws.changes & WORDS:
-            words_AWN, tails_AN = self._words[rows_A], self._tails[rows_A]
+            words_AWN, tails_AN = self._fields["words"][rows_A], self._tails_of(draws, rows_A)
             heads_AWN, last_AW = words_AWN[..., :-1], words_AWN[..., -1]
             matches_AW = ((heads_AWN == tails_AN[:, None]) | (heads_AWN == ANY)).all(-1) & (last_AW != ANY)
             values_AW = torch.where(matches_AW, -torch.inf, 0.0)
             flat.index_add_(0, (starts_A1 + last_AW.clamp(min=0)).flatten(), values_AW.flatten())
 
     def note(self, tokens_S: torch.Tensor, draws: Draws) -> None:
-        """The rows of `draws.changed_A` have drawn these tokens."""
+        """The rows of `draws.changed_A` have drawn these tokens, as far as they count."""
         rows_A, tokens_A = draws.rows_S[draws.changed_A], tokens_S[draws.changed_A]
+        counting_A, last_rows_A = torch.ones_like(tokens_A, dtype=torch.int32), rows_A
+        if draws.drafts is not None:
+            is_kept_A, is_last_A = (flags_S[draws.changed_A] for flags_S in draws.drafts.keep(tokens_S))
+            counting_A, last_rows_A = is_kept_A.int(), torch.where(is_last_A, rows_A, len(self._records) - 1)
         if draws.changes & PENALTIES:
-            ones_A = torch.ones_like(tokens_A, dtype=torch.int32)
-            self._counts_RV.view(-1).index_add_(0, rows_A * self._vocab_size + tokens_A, ones_A)
+            self._counts_RV.view(-1).index_add_(0, rows_A * self._vocab_size + tokens_A, counting_A)
         if draws.changes & WORDS:
-            self._tails[rows_A] = torch.cat((self._tails[rows_A][:, 1:], tokens_A.int()[:, None]), dim=1)
+            self._fields["tail"][last_rows_A] = torch.cat((self._tails_of(draws, rows_A)[:, 1:], tokens_A.int()[:, None]), dim=1)
+
+    def _counts_behind(self, drafts: Drafts, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A, V) counts as they are if the drafts before each draw count, and the index of each."""
+        counts_AV, before_AX = self._counts_RV[rows_A], drafts.before(index_A)
+        counts_AV.scatter_add_(1, before_AX.clamp(min=0), (before_AX != NONE).int())
+        return counts_AV, torch.arange(len(index_A), device=self._device)
+
+    def _tails_of(self, draws: Draws, rows_A: torch.Tensor) -> torch.Tensor:
+        """(A, N) last tokens before each draw of `draws.changed_A`."""
+        tails_AN = self._fields["tail"][rows_A]
+        if draws.drafts is None:
+            return tails_AN
+        num_tail, offsets_A1 = tails_AN.shape[1], draws.drafts.offsets_S[draws.changed_A][:, None]
+        with_drafts = torch.cat((tails_AN, draws.drafts.before(draws.changed_A).int()), dim=1)
+        place_N = torch.arange(num_tail, device=self._device)
+        is_old_AN = offsets_A1 + place_N < num_tail
+        return with_drafts.gather(1, torch.where(is_old_AN, offsets_A1 + place_N, MAX_DRAFTS + place_N))
 
 
-def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> Int32s:
-    """A row of `LogitState._records`. Single logits change by a value in tokens at positions before `until`."""
+def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.void]:
+    """A RECORD. Single logits change by a value in tokens at positions before `until`."""
     edits = [(token, value, FOREVER) for token, value in params.logit_bias]
     edits += [(word[0], -np.inf, FOREVER) for word in params.bad_words if len(word) == 1]
     if params.min_tokens > 0:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         edits += [(token, -np.inf, num_prompt + params.min_tokens) for token in ends]
-    edits += [(0, 0.0, 0)] * (MAX_LOGIT_EDITS - len(edits))
-    tokens, values, until = zip(*edits, strict=True)
-    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), ANY, dtype=np.int32)
+    record = np.zeros((), RECORD)
+    record["penalties"] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    for name, column in zip(("edited", "values", "until"), zip(*edits, strict=True), strict=False):
+        record[name][: len(edits)] = column
+    record["words"], record["tail"] = ANY, NOTHING
     for i, word in enumerate(word for word in params.bad_words if len(word) > 1):
-        words[i, -len(word) :] = word
-    tail = np.full(MAX_BAD_WORD_TOKENS - 1, NOTHING, dtype=np.int32)
-    output = ids[num_prompt:][-len(tail) :]
-    tail[len(tail) - len(output) :] = output
-    penalties = np.asarray((params.repetition_penalty, params.frequency_penalty, params.presence_penalty), dtype=np.float32)
-    floats = np.asarray(values, dtype=np.float32)
-    parts = penalties.view(np.int32), np.asarray(tokens), floats.view(np.int32), np.asarray(until), words.ravel(), tail
-    return np.concatenate(parts).astype(np.int32)
+        record["words"][i, -len(word) :] = word
+    tail, output = record["tail"], ids[num_prompt:]
+    tail[len(tail) - min(len(tail), len(output)) :] = output[-len(tail) :]
+    return record

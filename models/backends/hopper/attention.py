@@ -64,10 +64,9 @@ class EagerAttention:
         self._planned: MixedAttention | FlashDecoding | None = None
 
     def plan(self, layout: AttentionLayout) -> None:
-        num_decodes, max_pages = len(layout.kv_lens_cpu) - layout.num_prefill_rows, len(layout.pages)
-        num_tokens, decode = int(layout.qo_indptr_cpu[layout.num_prefill_rows]), None
-        if num_decodes:
-            decode = FlashDecoding.factory(self._pools, self._num_heads, num_decodes, max_pages)(num_decodes)
+        num_tokens, max_pages, decode = int(layout.qo_indptr_cpu[layout.num_prefill_rows]), len(layout.pages), None
+        if num_short := int(layout.qo_indptr_cpu[-1]) - num_tokens:
+            decode = FlashDecoding.factory(self._pools, self._num_heads, num_short, max_pages)(num_short)
         is_mixed = num_tokens or decode is None
         self._planned = MixedAttention(self._pools, num_tokens, max_pages, self._prefill, decode) if is_mixed else decode
         assert self._planned is not None

@@ -8,19 +8,25 @@ from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
 from models.backends.hopper import float8_gemv
 from models.backends.hopper.attention import EagerAttention, fixed_attention_factory
-from models.backends.hopper.compile import load_kernels
+from models.backends.hopper.compile import MAX_HEAD_DIM, load_kernels
 from models.backends.hopper.fp8 import multiply
-from models.backends.hopper.tuned import SPLIT_TOKENS, STEP_SIZES
+from models.backends.hopper.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES
 from models.backends.hopper.varlen_attention import HopperVarlen
 from models.backends.ops import KVPool, Ops
 from models.backends.portable.backend import PortableBackend
 from models.backends.portable.ops import TritonOps
 
 
+def takes(pools: Sequence[KVPool]) -> bool:
+    """Whether our CUDA kernels are made for these heads."""
+    return pools[0][0].shape[3] <= MAX_HEAD_DIM
+
+
 class HopperBackend(PortableBackend):
     """See `Backend`."""
 
     step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -30,11 +36,13 @@ class HopperBackend(PortableBackend):
         load_kernels(text_head_dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return EagerAttention(pools, num_heads)
+        return EagerAttention(pools, num_heads) if takes(pools) else super().attention(pools, num_heads)
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
     ) -> MakeFixed | None:
+        if not takes(pools):
+            return super().fixed_attention(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
         return fixed_attention_factory(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:

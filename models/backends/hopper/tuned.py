@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from models.step_sizes import StepSizes
+from models.vision.shares import SplitCosts
 
 # A product loses up to a tenth at some numbers of rows, where its tiles do not fit or cuBLAS chooses badly; these lose little.
 # `launch_work`: the host launches a layer in 0.4 to 0.5 ms, which even a step that takes as long on the device waits for.
@@ -18,7 +19,12 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,
+    verify_rows=160,  # computed: an H200 reads a weight in the time of 184 products, of 160 in float8
+    read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
 )
+
+# Computed, not measured: a patch takes 1.6 us, its exchange 62 kB over NVLink at two ranks; 54 exchanges and as many copies.
+SPLIT_COSTS = SplitCosts(fixed=2000, exchanged=0.25, square=6600)
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too
 FEW_FLOAT8_TOKENS = 64  # up to here our float8 product is faster than cuBLAS's, or at least gate and up, also if it is not cut

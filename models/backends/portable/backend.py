@@ -15,7 +15,7 @@ from models.backends.portable.ops import TritonOps
 from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
 from models.backends.portable.sampling import TritonSampling
 from models.backends.portable.self_check import check_kernels
-from models.backends.portable.tuned import SPLIT_TOKENS, STEP_SIZES, attention_tiles
+from models.backends.portable.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES, attention_tiles
 from models.backends.portable.varlen_attention import DenseVarlen
 from models.sampling import SamplingOps
 
@@ -25,22 +25,24 @@ class PortableBackend:
 
     captures_graphs = True
     step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ops: Ops = TritonOps(SPLIT_TOKENS)
-        self._tiles = attention_tiles(torch.cuda.get_device_capability(device))
+        self._capability = torch.cuda.get_device_capability(device)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         check_kernels(self, text_head_dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return PagedAttention(pools, num_heads, self._tiles)
+        return PagedAttention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
     ) -> MakeFixed | None:
-        return fixed_attention_factory(pools, num_heads, self._tiles, max_prefill_rows, max_decode_rows, max_blocks)
+        tiles = attention_tiles(self._capability, pools[0][0].shape[3])
+        return fixed_attention_factory(pools, num_heads, tiles, max_prefill_rows, max_decode_rows, max_blocks)
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return DenseVarlen()

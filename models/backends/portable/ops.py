@@ -7,6 +7,7 @@ import torch
 
 from models.backends.ops import Activation, Experts, Normed, Residual
 from models.backends.portable import expert_gemv
+from models.backends.portable.delta import delta_rule, gate
 from models.backends.portable.fp8 import MOST_TOKENS, multiply, multiply_in_parts
 from models.backends.portable.gemv import Norm, gemv
 from models.backends.portable.moe import sparse_swiglu
@@ -135,6 +136,8 @@ class TritonOps:
             own = self._single_float8
             if own is None or (isinstance(x_TX, Normed) and weight.shape[1] > own.MAX_NORMED):
                 return None
+            if isinstance(x_TX, Normed) and x_TX.weight_D.dtype != x_TX.residual.sum_TD.dtype:
+                return None  # a norm whose weights are float32
             product = own.gemv
         if isinstance(x_TX, Normed):
             return None if (single := single_of(x_TX)) is None else (product, *single)
@@ -143,6 +146,13 @@ class TritonOps:
     def _values(self, x_TX: Activation) -> torch.Tensor:
         assert not isinstance(x_TX, GroupScaled)
         return self.norm(x_TX) if isinstance(x_TX, Normed) else x_TX
+
+    def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
+        if isinstance(x_TX, torch.Tensor):
+            gate(x_TX, gate_TG)
+        else:
+            assert gate_TG.shape[1] == 1, "a token's values have one gate: it joins their scales"
+            x_TX.scales[: len(x_TX)].mul_(gate_TG.float().sigmoid())
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # One kernel. On CUDA this GELU is the tanh one, on a CPU it would be the exact one.
@@ -156,6 +166,7 @@ class TritonOps:
     layer_norm = staticmethod(layer_norm)
     rotary_rows = staticmethod(rotary_rows)
     norm_rope_store_ = staticmethod(norm_rope_store)
+    delta_rule_ = staticmethod(delta_rule)
     resample = staticmethod(resample)
     resample_to_patches_ = staticmethod(resample_to_patches_)
 

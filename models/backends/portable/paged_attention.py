@@ -151,8 +151,8 @@ class PagedAttention:
         k_pool = pools[0][0]
         _, self._page_size, self._kv_heads, head_dim = k_pool.shape
         self._group = num_heads // self._kv_heads
-        if num_heads % self._kv_heads or self._group not in (1, 2, 4, 8, MAX_GROUP):
-            raise ValueError(f"attention wants 1, 2, 4, 8 or {MAX_GROUP} query heads a KV head, not {num_heads} on {self._kv_heads}")
+        if num_heads % self._kv_heads or self._group > MAX_GROUP:
+            raise ValueError(f"attention wants 1 to {MAX_GROUP} query heads a KV head, not {num_heads} on {self._kv_heads}")
         self._pools = pools
         self._tiles = tiles
         self._scratch = scratch

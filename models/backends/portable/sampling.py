@@ -5,7 +5,6 @@ GROUP tokens. `_choose` ends a row; with top-k it takes the k best groups, in th
 tokens in them: a token elsewhere has k groups, hence k tokens, before it. Both are exact, whatever the tiles.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from models.backends.portable.launch import early_launch
 from models.backends.torch.sampling import draw_random
-from models.sampling import MASS_BITS, DrawParams
+from models.sampling import MASS_BITS, DrawParams, RowParams
 
 # Rows of a table: their alignment changes with the number of rows, and a kernel must not be compiled again for that.
-PARAMS = ["inverse_temperature", "top_p", "log_min_p", "top_k", "keys"]
+PARAMS = list(RowParams._fields)
 SORTED_ROWS = 16  # at once: each takes 10 MB of a vocabulary of 150,000
 
 
@@ -55,11 +54,10 @@ def _index(rank: tensor) -> tensor:
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _scan(
-    logits: tensor, inverse_temperature: tensor, top_p: tensor, log_min_p: tensor, top_k: tensor, keys: tensor, maxima: tensor,
-    best_score: tensor, best_token: tensor, stride: tensor, V: constexpr, TILES: constexpr, TILE: constexpr, GROUP: constexpr,
-    MAX_TOP_K: constexpr, OVERLAP: constexpr,
+    logits: tensor, inverse_temperature: tensor, top_k: tensor, key: tensor, maxima: tensor, best_score: tensor, best_token: tensor,
+    stride: tensor, V: constexpr, TILES: constexpr, TILE: constexpr, GROUP: constexpr, MAX_TOP_K: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: a tile of a row."""
+    """One program: a tile of a row. What it finds of a wide row is not used."""
     tile, row = tl.program_id(0), tl.program_id(1)
     GROUPS: tl.constexpr = TILE // GROUP
     group = tile * GROUPS + tl.arange(0, GROUPS)
@@ -71,11 +69,11 @@ def _scan(
     if (k > 0) & (k <= MAX_TOP_K):
         logit = tl.load(logits + row.to(tl.int64) * stride + token, inside, float("-inf")).to(tl.float32)
         tl.store(maxima + row * (TILES * GROUPS) + group, tl.max(logit, 1))
-    elif (k == 0) & (tl.load(top_p + row) > 1) & (tl.load(log_min_p + row) == float("-inf")):
+    elif k == 0:
         score = tl.load(logits + row.to(tl.int64) * stride + token, inside, float("-inf")).to(tl.float32)
         inverse = tl.load(inverse_temperature + row)
         if inverse > 0:
-            score = score * inverse + _noise(token, tl.load(keys + row).to(tl.uint32, bitcast=True))
+            score = score * inverse + _noise(token, tl.load(key + row).to(tl.uint32, bitcast=True))
         best = tl.max(score)
         tl.store(best_score + row * TILES + tile, best)
         tl.store(best_token + row * TILES + tile, tl.min(tl.where((score == best) & inside, token, V - 1)))
@@ -83,7 +81,7 @@ def _scan(
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _choose(
-    logits: tensor, inverse_temperature: tensor, top_p: tensor, log_min_p: tensor, top_k: tensor, keys: tensor, maxima: tensor,
+    logits: tensor, inverse_temperature: tensor, top_p: tensor, log_min_p: tensor, top_k: tensor, key: tensor, maxima: tensor,
     best_score: tensor, best_token: tensor, out: tensor, stride: tensor, V: constexpr, TILES: constexpr, TILES_POWER: constexpr,
     GROUPS: constexpr, GROUPS_POWER: constexpr, GROUP: constexpr, K: constexpr, MASS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
@@ -110,7 +108,7 @@ def _choose(
         mass = tl.where(position < k, (tl.exp(distance) * MASS).to(tl.int64), 0)
         limit = (tl.sum(mass).to(tl.float64) * tl.load(top_p + row).to(tl.float64)).to(tl.int64)
         kept = (position < k) & (tl.cumsum(mass) - mass < limit) & (distance >= tl.load(log_min_p + row)) | (position == 0)
-        noisy = score + _noise(token, tl.load(keys + row).to(tl.uint32, bitcast=True))
+        noisy = score + _noise(token, tl.load(key + row).to(tl.uint32, bitcast=True))
         noisy = tl.where(kept, noisy, float("-inf"))
         is_best = kept & (noisy == tl.max(noisy))
         tl.store(out + row, tl.min(tl.where(is_best, token, V - 1)).to(tl.int64))
@@ -180,22 +178,20 @@ class TritonSampling:
         _mask[grid](logits_SV, index_A, allowed_AW, logits_SV.stride(0), V=self._vocab_size, WORDS=words, TILE=ADJUSTED)
 
     def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+        assert len(logits_SV) <= len(self._maxima), "more rows than there is scratch memory for"
         out_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
-        rows = params.inverse_temperature, params.top_p, params.log_min_p, params.top_k, params.key
-        self._launch(logits_SV, rows, params.largest_top_k, out_S)
+        self._launch(logits_SV, params.rows, params.largest_top_k, out_S)
         if params.wide is not None:
             for wide in params.wide.split(SORTED_ROWS):
-                inverse_temperature, top_p, log_min_p, top_k, key = (values[wide] for values in rows)
-                wide_params = DrawParams(inverse_temperature, top_p, log_min_p, top_k, key, wide, 0, is_greedy=False)
-                out_S[wide] = draw_random(logits_SV[wide], wide_params, any_filter=True)
+                out_S[wide] = draw_random(logits_SV[wide], RowParams(*(values[wide] for values in params.rows)), any_filter=True)
         return out_S
 
-    def _launch(self, logits_SV: torch.Tensor, rows: Sequence[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:
+    def _launch(self, logits_SV: torch.Tensor, rows: RowParams[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:
         tiles, stride, options = self._tiles, logits_SV.stride(0), early_launch(logits_SV)
         scratch = self._maxima, self._best_score, self._best_token
         _scan[self._num_tiles, len(out_S)](
-            logits_SV, *rows, *scratch, stride, V=self._vocab_size, TILES=self._num_tiles, TILE=tiles.tile, GROUP=tiles.group,
-            MAX_TOP_K=self.max_top_k, num_warps=tiles.scan_warps, **options,
+            logits_SV, rows.inverse_temperature, rows.top_k, rows.key, *scratch, stride, V=self._vocab_size, TILES=self._num_tiles,
+            TILE=tiles.tile, GROUP=tiles.group, MAX_TOP_K=self.max_top_k, num_warps=tiles.scan_warps, **options,
         )  # fmt: skip
         candidates = next(size for size in tiles.candidates if size >= largest_top_k)
         _choose[len(out_S),](

@@ -125,39 +125,53 @@ def _norm_rope_store(
     k_weight: tensor,
     eps: tensor,
     num_tokens: tensor,
+    stride: tensor,
     HEADS: constexpr,
     KV_HEADS: constexpr,
+    DIM: constexpr,
     HALF: constexpr,
     GROUP: constexpr,
     TOKENS: constexpr,
     OVERLAP: constexpr,
 ) -> None:
-    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens."""
+    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
+    rotated; its other values come in pieces of as many."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     first, row = tl.program_id(1) * GROUP, tl.arange(0, TOKENS * GROUP)[:, None]
     token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
     inside, pairs = token < num_tokens, tl.arange(0, HALF)[None, :]
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + pairs
+    source = qkv + token * stride + heads * DIM + pairs
     lower = tl.load(source, inside, 0.0).to(tl.float32)
     upper = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+    weight, scale = tl.where(first < HEADS, q_weight, k_weight), tl.full((TOKENS * GROUP, 1), 1.0, tl.float32)
     if first < HEADS + KV_HEADS:
-        weight = tl.where(first < HEADS, q_weight, k_weight)
-        scale = tl.rsqrt((tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)) / (2 * HALF) + eps)[:, None]
+        squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
+        for piece in tl.static_range(2, DIM // HALF):
+            rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
         lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
         upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
         cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
         sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs, inside, 0.0)
         lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
-    target = q_out + (token * HEADS + heads) * (2 * HALF) + pairs
+    target = q_out + (token * HEADS + heads) * DIM + pairs
     if first >= HEADS:
         slot = tl.load(slots + token, inside, 0)
-        target = k_pool + (slot * KV_HEADS + heads - HEADS) * (2 * HALF) + pairs
+        target = k_pool + (slot * KV_HEADS + heads - HEADS) * DIM + pairs
         if first >= HEADS + KV_HEADS:
             lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
             upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
-            target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * (2 * HALF) + pairs
+            target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * DIM + pairs
+    for piece in tl.static_range(2, DIM // HALF):
+        rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+        if first < HEADS + KV_HEADS:
+            rest = rest * scale * tl.load(weight + piece * HALF + pairs).to(tl.float32)
+        else:
+            rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
+        tl.store(target + piece * HALF, rest.to(q_out.dtype.element_ty), inside)
     tl.store(target, lower.to(q_out.dtype.element_ty), inside)
     tl.store(target + HALF, upper.to(q_out.dtype.element_ty), inside)
 
@@ -241,19 +255,20 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
 
 
 def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
-    """As `Ops.norm_rope_store_`, for a head_dim that is a power of two."""
+    """As `Ops.norm_rope_store_`, for a head_dim that is a power of two, and a power of two of rotated values."""
     qkv_TX, cos_sin_TK = heads.qkv_TX, heads.cos_sin_TK
     k_pool, v_pool = pool
     kv_heads, head_dim = k_pool.shape[2:]
     num_heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
-    assert qkv_TX.is_contiguous() and cos_sin_TK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
+    assert qkv_TX.stride(1) == 1 and cos_sin_TK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
     num_tokens, group = len(qkv_TX), math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
     tokens = 1 if num_tokens < MANY_TOKENS else HEADS_OF_MANY // group
     q_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
     grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
     _norm_rope_store[grid](
         qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
-        HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, TOKENS=tokens,
+        qkv_TX.stride(0),
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=cos_sin_TK.shape[1] // 2, GROUP=group, TOKENS=tokens,
         num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
     )  # fmt: skip
     return q_THK

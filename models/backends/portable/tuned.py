@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from models.step_sizes import StepSizes
+from models.vision.shares import SplitCosts
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too (H200)
+
+SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # computed for GPUs that exchange over PCIe
 
 # Those that fit the tiles of matrix products on any GPU.
 STEP_SIZES = StepSizes(
@@ -19,6 +22,8 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
+    verify_rows=96,  # computed: an H200 has 184 products a weight that it reads, an A100 160, an L40S 210; tiles of few rows lose some
+    read_bytes=64 << 30,  # about 40 ms of an A100, 200 of an L4
 )
 
 
@@ -43,11 +48,35 @@ class AttentionTiles:
 
 LARGE = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), blocks=4)  # 160 KB of shared memory and more
 SMALL = AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 3), blocks=3)  # 99 KB
+WIDE = {  # for heads of more than 128 values: what fits, not measured
+    LARGE: AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 2), blocks=2),
+    SMALL: AttentionTiles(Tiles(64, 16, 4, 2), Tiles(16, 16, 4, 2), blocks=2),
+}
 ATTENTION = {(8, 0): LARGE, (8, 6): SMALL, (8, 7): LARGE, (8, 9): SMALL, (9, 0): LARGE, (10, 0): LARGE, (10, 3): LARGE, (12, 0): SMALL}
 
 
-def attention_tiles(capability: tuple[int, int]) -> AttentionTiles:
-    return ATTENTION.get(capability, SMALL)
+def attention_tiles(capability: tuple[int, int], head_dim: int) -> AttentionTiles:
+    tiles = ATTENTION.get(capability, SMALL)
+    return tiles if head_dim <= 128 else WIDE[tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTiles:
+    """Of the kernels of `delta`: a program's tokens and channels of the convolution, columns of a state, heads of the norm."""
+
+    many_tokens: int  # from so many on, a program of the convolution has `tokens`
+    tokens: int
+    channels: int
+    step_columns: int
+    step_warps: int
+    prepare_warps: int
+    scan_columns: int
+    scan_warps: int
+    scan_stages: int
+    lines: int
+
+
+DELTA = DeltaTiles(32, 16, 256, 32, 4, 4, 32, 4, 2, 8)  # not measured
 
 
 @dataclass(frozen=True, slots=True)

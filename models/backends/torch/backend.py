@@ -13,7 +13,7 @@ from models.backends.torch.attention import TorchAttention
 from models.backends.torch.jpeg import PillowDecoder
 from models.backends.torch.ops import TorchOps
 from models.backends.torch.sampling import TorchSampling
-from models.backends.torch.tuned import STEP_SIZES
+from models.backends.torch.tuned import SPLIT_COSTS, STEP_SIZES
 from models.backends.torch.varlen import TorchVarlen
 from models.sampling import SamplingOps
 
@@ -23,6 +23,7 @@ class TorchBackend:
 
     captures_graphs = False
     step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

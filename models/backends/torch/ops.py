@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Activation, Experts, KVPool, NewHeads, Normed, Residual, Taps
+from models.backends.torch.delta import delta_rule_
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu
 from models.layers.fp8 import GroupScaled, Weight
@@ -59,6 +60,13 @@ class TorchOps:
         v_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
         return rotate(rms_norm(q_THK, heads.q_weight_K, heads.eps), heads.cos_sin_TK)
 
+    def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
+        assert isinstance(x_TX, torch.Tensor)
+        groups = x_TX.unflatten(1, (gate_TG.shape[1], -1))
+        groups.copy_(groups.float() * gate_TG.float().sigmoid()[:, :, None])
+
+    delta_rule_ = staticmethod(delta_rule_)
+
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         last = image_HWC.shape[axis] - 1
         total: torch.Tensor | int = 1 << (TAP_BITS - 1)
@@ -85,7 +93,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (i, i + K / 2) of x (..., T, H, K) by the angles of row t."""
+    """Rotates pairs (i, i + K / 2) of the first K values of x (..., T, H, X) by the angles of row t."""
     cos, sin = cos_sin_TK.unsqueeze(-2).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated, rest = x.float().tensor_split((cos_sin_TK.shape[-1],), dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)

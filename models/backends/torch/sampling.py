@@ -2,7 +2,7 @@
 
 import torch
 
-from models.sampling import IN_PROMPT, MASS_BITS, DrawParams
+from models.sampling import IN_PROMPT, MASS_BITS, DrawParams, RowParams
 
 MASK32 = 0xFFFFFFFF
 
@@ -31,10 +31,10 @@ class TorchSampling:
         best_S = logits_SV.argmax(dim=-1)
         if params.is_greedy:
             return best_S
-        return torch.where(params.inverse_temperature == 0, best_S, draw_random(logits_SV, params, params.wide is not None))
+        return torch.where(params.rows.inverse_temperature == 0, best_S, draw_random(logits_SV, params.rows, params.wide is not None))
 
 
-def draw_random(logits_SV: torch.Tensor, params: DrawParams, any_filter: bool) -> torch.Tensor:
+def draw_random(logits_SV: torch.Tensor, params: RowParams[torch.Tensor], any_filter: bool) -> torch.Tensor:
     """(S,) tokens of random rows; what it says for a greedy one means nothing."""
     scores_SV = logits_SV.float() * params.inverse_temperature[:, None]
     if any_filter:
@@ -42,7 +42,7 @@ def draw_random(logits_SV: torch.Tensor, params: DrawParams, any_filter: bool) -
     return (scores_SV + gumbel_noise(params.key, logits_SV.shape[-1])).argmax(dim=-1)
 
 
-def kept(logits_SV: torch.Tensor, scores_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def kept(logits_SV: torch.Tensor, scores_SV: torch.Tensor, params: RowParams[torch.Tensor]) -> torch.Tensor:
     """Which tokens the filters of each row leave, as `models.sampling` says."""
     order = logits_SV.sort(dim=-1, descending=True, stable=True).indices
     scores_SV = scores_SV.gather(-1, order)

@@ -2,24 +2,31 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from engine.messages import API_ARENA, MediaRef, Region
-from server.api.chat.schema import ImagePart, Message, PixelLimits, RefusalPart, TextPart, ToolCall
+import msgspec
+
+from engine.messages import API_ARENA, MediaRef, Region, VideoRef
+from server.api.chat.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, nearest
+from server.api.chat.schema import Message, RefusalPart, TextPart, ToolCall
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.http.validate import bad_value
+from server.http.validate import Open, bad_value
 
+JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's: images with commas between; the rate where nobody tells it
+T = TypeVar("T")
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What the chat template renders, and the images in the order in which it shows them."""
+    """What the chat template renders, and the media in the order in which it shows them."""
 
     messages: list[dict[str, object]]
-    media: list[MediaRef]
+    media: list[MediaRef | VideoRef]
     used_references: set[int]  # of the scanner's
 
 
@@ -29,26 +36,27 @@ def check_url(url: str, scanner: Scanner, path: str) -> None:
         raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
 
 
-def read_conversation(messages: list[Message], body: Body, salt: str | None, limits: PixelLimits | None) -> Conversation:
-    """Replaces every image part by an index into the media; `limits` are of the whole request. Names of images are apart for each key that
-    clients send, and for each salt. RequestError 400 for a URL that no loader knows."""
-    limits = limits or PixelLimits()
+def read_conversation(
+    messages: list[Message], body: Body, salt: str | None, limits: ProcessorKwargs | None, io: MediaIoKwargs | None = None
+) -> Conversation:
+    """Replaces every part with an image or a video by an index into the media; `limits` and `io` are of the whole request. Names of media
+    are apart for each key that clients send, and for each salt. RequestError 400 for a URL that no loader knows."""
     owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
-    conversation = Conversation([], [], set())
+    video = (io and io.video) or VideoIo()
+    reader = _PartReader(body, owner, limits or ProcessorKwargs(), video, Conversation([], [], set()))
     for i, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         content: object = message.content or ""
         if isinstance(message.content, list):
-            parts = enumerate(message.content)
-            content = [_read_part(part, f"messages.{i}.content.{j}", body, owner, conversation, limits) for j, part in parts]
+            content = [reader.read(part, f"messages.{i}.content.{j}") for j, part in enumerate(message.content)]
         entry: dict[str, object] = {"role": role, "content": content}
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
             entry["reasoning_content"] = reasoning
         if message.tool_calls:
             entry["tool_calls"] = [_read_call(call) for call in message.tool_calls]
-        conversation.messages.append(entry)
-    return conversation
+        reader.conversation.messages.append(entry)
+    return reader.conversation
 
 
 def _read_call(call: ToolCall) -> dict[str, object]:
@@ -63,25 +71,113 @@ def _read_call(call: ToolCall) -> dict[str, object]:
     return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _read_part(
-    part: TextPart | RefusalPart | ImagePart, name: str, body: Body, owner: bytes, conversation: Conversation, limits: PixelLimits
-) -> dict[str, object]:
-    if not isinstance(part, ImagePart):
-        return {"type": "text", "text": part.text}
-    url = part.image_url.url
-    for extra, prefix in ((part.image_url.model_extra, f"{name}.image_url."), (part.model_extra, f"{name}.")):
-        check_limited(extra or {}, LIMITED_IN_IMAGES, prefix)
-    if url is None and part.uuid is None:
-        raise bad_value(f"{name}.image_url", "may be null beside a `uuid` only")
-    payload = None
-    if url is not None:
-        check_url(url, body.scanner, f"{name}.image_url.url")
-        index = body.scanner.index_of(url)
-        if index is not None:
-            reference, url = body.scanner.references[index], None
-            conversation.used_references.add(index)
-            payload = Region(API_ARENA, body.region.offset + reference.offset, reference.length)
-    least, most, cap = part.limits(limits)
-    image_name = None if part.uuid is None else hashlib.sha256(owner + part.uuid.encode()).digest()
-    conversation.media.append(MediaRef(payload, url, least, most, image_name, cap))
-    return {"type": "image", "media": len(conversation.media) - 1}
+@dataclass(slots=True)
+class _PartReader:
+    """Parts of content, one after the other."""
+
+    body: Body
+    owner: bytes
+    limits: ProcessorKwargs
+    io: VideoIo
+    conversation: Conversation
+    mimes: dict[int, str] = field(default_factory=dict)  # of payloads, by offset
+
+    def read(self, part: TextPart | RefusalPart | ImagePart | VideoPart | FramesPart, name: str) -> dict[str, object]:
+        """What the template sees. RequestError 400."""
+        if isinstance(part, TextPart | RefusalPart):
+            return {"type": "text", "text": part.text}
+        media = self.conversation.media
+        if isinstance(part, ImagePart):
+            media.append(self._image(part, name))
+            return {"type": "image", "media": len(media) - 1}
+        media.append(self._video(part, name))
+        return {"type": "video", "media": len(media) - 1}
+
+    def _image(self, part: ImagePart, name: str) -> MediaRef:
+        self._check_extra(part, part.image_url, f"{name}.image_url")
+        least, most, cap = part.limits(self.limits)
+        place = self._place(part.image_url.url, part.uuid, f"{name}.image_url", ".url")
+        return msgspec.structs.replace(place, min_pixels=least, max_pixels=most, cap=cap)
+
+    def _video(self, part: VideoPart | FramesPart, name: str) -> VideoRef:
+        told: list[VideoOptions] = [part, self.limits]
+        if isinstance(part, FramesPart):
+            self._check_extra(part, part, f"{name}.video")
+            if isinstance(part.video, list):
+                frames = [self._place(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
+                return self._frames(part, name, told, VideoRef(frames=frames))
+            file = self._place(part.video, part.uuid, f"{name}.video")
+        else:
+            told.insert(0, part.video_url)
+            self._check_extra(part, part.video_url, f"{name}.video_url")
+            file = self._place(part.video_url.url, part.uuid, f"{name}.video_url", ".url")
+        if self._holds_frames(file):
+            return self._frames(part, name, told, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
+        for told_of, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
+            if values is not None:
+                raise bad_value(f"{name}.{told_of}", "is for frames that are sent one by one")
+        return self._sampled(told, file)
+
+    def _sampled(self, told: list[VideoOptions], file: MediaRef) -> VideoRef:
+        """A file. What stands nearest to it counts; of `fps` and `num_frames`, that which is there."""
+        io = self.io
+        fps = io.fps if io.fps is not None and io.fps > 0 else None
+        is_number = io.num_frames is not None and io.num_frames > 0
+        ways = [(one.fps, one.num_frames) for one in told] + [(None, io.num_frames) if is_number else (fps, None)]
+        chosen_fps, num_frames = next((way for way in ways if way != (None, None)), (None, None))
+        samples = _first([*(one.do_sample_frames for one in told), io.do_sample_frames])
+        if io.num_frames == -1 and samples is None and chosen_fps is None and num_frames is None:
+            samples = False
+        least, most = nearest(told)
+        return VideoRef(
+            file=file, fps=chosen_fps, num_frames=num_frames, samples=samples, min_pixels=least, max_pixels=most,
+            min_frames=_first([one.min_frames for one in told]), max_frames=_first([one.max_frames for one in told]),
+            max_frame_tokens=_first([one.max_tokens_per_frame for one in told]),
+        )  # fmt: skip
+
+    def _frames(self, part: VideoPart | FramesPart, name: str, told: list[VideoOptions], ref: VideoRef) -> VideoRef:
+        """Frames that somebody else has chosen: a rate is that of what they were chosen from."""
+        if any(one.do_sample_frames for one in told) or self.io.do_sample_frames:
+            raise bad_value(f"{name}.do_sample_frames", "may only be false for frames: all of them are seen")
+        if part.frames_indices is not None and part.timestamps is not None:
+            raise bad_value(f"{name}.timestamps", "excludes `frames_indices`")
+        times, io_fps = part.timestamps, self.io.fps if self.io.fps is not None and self.io.fps > 0 else None
+        for told_of, values in (("timestamps", times), ("frames_indices", part.frames_indices)):
+            if values is not None and values != sorted(values):
+                raise bad_value(f"{name}.{told_of}", "must not descend")
+        least, most = nearest(told)
+        return msgspec.structs.replace(
+            ref, source_fps=_first([*(one.fps for one in told[:-1]), io_fps, ref.source_fps]), times=times,
+            indices=_first([part.frames_indices, self.io.frames_indices]), min_pixels=least, max_pixels=most, samples=False,
+            max_frame_tokens=_first([one.max_tokens_per_frame for one in told]),
+        )  # fmt: skip
+
+    def _check_extra(self, part: Open, place: Open, name: str) -> None:
+        for one, prefix in ((place, f"{name}."), (part, f"{name.rpartition('.')[0]}.")):
+            check_limited(one.model_extra or {}, LIMITED_IN_IMAGES, prefix)
+
+    def _place(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
+        """Where a medium is. RequestError 400."""
+        if url is None and uuid is None:
+            raise bad_value(name, "may be null beside a `uuid` only")
+        payload = None
+        if url is not None:
+            scanner = self.body.scanner
+            check_url(url, scanner, f"{name}{field}")
+            index = scanner.index_of(url)
+            if index is not None:
+                reference, url = scanner.references[index], None
+                self.conversation.used_references.add(index)
+                payload = Region(API_ARENA, self.body.region.offset + reference.offset, reference.length)
+                self.mimes[payload.offset] = reference.mime
+        return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self.owner + uuid.encode()).digest())
+
+    def _holds_frames(self, file: MediaRef) -> bool:
+        """Whether it is `data:video/jpeg`."""
+        if file.payload is not None:
+            return self.mimes[file.payload.offset].lower() == JOINED_TYPE
+        return (file.url or "").lower().startswith(f"data:{JOINED_TYPE};")
+
+
+def _first(values: Sequence[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from engine.params import OutputOptions, SamplingParams
 from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.api.chat.conversation import read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat
-from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, json_of
+from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, Tool
 from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, submits_of
 from server.api.grammar import check_strict_tools, read_grammar
 from server.http.body import Body
@@ -32,7 +33,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body) -> Job:
         """What a checked request is to the processor. RequestError 400."""
-        conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs)
+        conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
         job = self.job_of(
             request,
             body,
@@ -103,6 +104,11 @@ ROUTES: dict[str, type[Endpoint]] = {
 }
 
 
+def json_of(tools: list[Tool]) -> bytes:
+    """Tools as templates see them: without what was not said."""
+    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()
+
+
 def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:
     return ChatPrompt(
         messages=msgspec.json.encode(messages),
@@ -120,7 +126,7 @@ def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str) 
 
 def counted_chat(request: ChatRequest, body: Body) -> Job:
     """The same, of messages and their images."""
-    conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs)
+    conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
     job = counted(request, body, chat_prompt(request, conversation.messages), "messages")
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

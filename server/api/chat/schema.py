@@ -3,24 +3,22 @@
 None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from server.api.chat.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoPart
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
-LOW_DETAIL_PIXELS = 512 * 512
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
 MAX_TOOLS = 1024
-MAX_PROMPTS = 128
-MAX_ANSWERS = 16
+MAX_PROMPTS, MAX_ANSWERS = 128, 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
+TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 
 # Lists that a client may fill with very many bad values fail at the first one.
 FIRST = Field(fail_fast=True)
@@ -29,7 +27,6 @@ MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
@@ -41,28 +38,6 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 JsonObject = Annotated[str | dict[str, Any], Worded("must be an object, or the JSON of one")]
 Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
 Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
-
-
-class PixelLimits(Strict):
-    """The area of an image after resizing; None is the checkpoint's own limit."""
-
-    min_pixels: Pixels | None = None
-    max_pixels: Pixels | None = None
-
-
-class ProcessorKwargs(PixelLimits):
-    """For all images of a request. What else there may be for other models is refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ImageUrl(PixelLimits, Open):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
-
-    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
-
-    url: str | None
-    detail: Literal["auto", "low", "high"] | None = None
 
 
 class TextPart(Strict):
@@ -77,26 +52,10 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
-def _url_object(value: object) -> object:
-    return {"url": value} if isinstance(value, str | None) else value
-
-
-class ImagePart(PixelLimits, Open):
-    """With a `uuid`, the URL may be null the next time."""
-
-    type: Literal["image_url", "input_image"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
-    uuid: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-
-    def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
-        """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
-        told = (self.image_url, self, others)
-        least = next((one.min_pixels for one in told if one.min_pixels is not None), None)
-        most = next((one.max_pixels for one in told if one.max_pixels is not None), None)
-        return least, most, LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
-
-
-Part = Annotated[TextPart | RefusalPart | ImagePart, OneOf("content parts are of type 'text' or 'image_url'")]
+Part = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
+    OneOf("content parts are of type 'text', 'image_url', 'video_url' or 'video'"),
+]
 Parts = Annotated[list[Part], FIRST]
 
 
@@ -186,6 +145,15 @@ class StructuredOutputs(Open):
     structural_tag: JsonObject | None = None
 
 
+class Prediction(Strict):
+    type: Literal["content"]
+    content: Annotated[Annotated[list[TextPart], FIRST] | str, OneOf()]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 def _stop_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
@@ -239,6 +207,7 @@ class GenerationRequest(Open):
     timings: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
+    prediction: Prediction | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -282,6 +251,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -390,8 +360,3 @@ class DetokenizeRequest(GenerationRequest):
         super().check_together(vocab_size)
         if max(self.tokens) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
-
-
-def json_of(tools: list[Tool]) -> bytes:
-    """Tools as templates see them: without what was not said."""
-    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()

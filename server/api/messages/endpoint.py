@@ -13,7 +13,16 @@ from server.api.endpoint import Endpoint, GatheringEndpoint, Job
 from server.api.fields import limits_of, rest_of
 from server.api.messages import schema
 from server.api.messages.format import MESSAGES_PATH, MessageFormat
-from server.api.messages.schema import Base64Source, CountRequest, ImageBlock, MessagesRequest, TextBlock, ToolResultBlock, ToolUseBlock
+from server.api.messages.schema import (
+    Base64Source,
+    CountRequest,
+    ImageBlock,
+    MessagesRequest,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    VideoBlock,
+)
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import bad_value, check
@@ -130,7 +139,7 @@ def _content(content: Any, name: str, scanner: Scanner) -> Any:
     return [_part(block, f"{name}.{k}", scanner) for k, block in enumerate(content)] if isinstance(content, list) else content
 
 
-def _part(block: TextBlock | ImageBlock, name: str, scanner: Scanner) -> dict[str, Any]:
+def _part(block: TextBlock | ImageBlock | VideoBlock, name: str, scanner: Scanner) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     source = block.source
@@ -140,4 +149,4 @@ def _part(block: TextBlock | ImageBlock, name: str, scanner: Scanner) -> dict[st
     else:
         url = source.url
         check_url(url, scanner, f"{name}.source.url")
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": f"{block.type}_url", f"{block.type}_url": {"url": url}}

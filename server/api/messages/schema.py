@@ -29,6 +29,13 @@ class ImageBlock(Strict):
     source: Annotated[Base64Source | UrlSource, OneOf("must be of type 'base64' or 'url'")]
 
 
+class VideoBlock(Strict):
+    """No block of Anthropic's dialect, but in its manner."""
+
+    type: Literal["video"]
+    source: Annotated[Base64Source | UrlSource, OneOf("must be of type 'base64' or 'url'")]
+
+
 class ThinkingBlock(Strict):
     """Thoughts of a history; a signature is none of ours."""
 
@@ -49,7 +56,7 @@ class ToolUseBlock(Strict):
     input: dict[str, Any]
 
 
-ResultBlock = Annotated[TextBlock | ImageBlock, OneOf("blocks of a result are of type 'text' or 'image'")]
+ResultBlock = Annotated[TextBlock | ImageBlock | VideoBlock, OneOf("blocks of a result are of type 'text', 'image' or 'video'")]
 
 
 class ToolResultBlock(Strict):
@@ -62,12 +69,12 @@ class ToolResultBlock(Strict):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
-    OneOf("content blocks are of type 'text', 'image', 'tool_use', 'tool_result', 'thinking' or 'redacted_thinking'"),
+    TextBlock | ImageBlock | VideoBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
+    OneOf("content blocks are of type 'text', 'image', 'video', 'tool_use', 'tool_result', 'thinking' or 'redacted_thinking'"),
 ]
 OF_ROLES = {
     "system": (TextBlock,),
-    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, VideoBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedBlock, ToolUseBlock),
 }
 

@@ -66,7 +66,7 @@ class PoolingEndpoint(GatheringEndpoint):
         for submit, prompt in zip(submits, prompts, strict=True):
             submit.pooled_words = words
             if not isinstance(prompt[0], int):
-                conversation = read_conversation(prompt, body, salt, request.mm_processor_kwargs)
+                conversation = read_conversation(prompt, body, salt, request.mm_processor_kwargs, request.media_io_kwargs)
                 submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
         return job

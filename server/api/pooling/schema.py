@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from server.api.chat.answers import Usage
-from server.api.chat.schema import Message, MessageList, Parts, ProcessorKwargs, Salt, TokenId
+from server.api.chat.media import MediaIoKwargs, ProcessorKwargs
+from server.api.chat.schema import Message, MessageList, Parts, Salt, TokenId
 from server.http.validate import OneOf, Open, Strict
 
 MAX_INPUTS = 1000  # as many as LangChain sends at once
@@ -19,6 +20,7 @@ class PoolingRequest(Open):
     model: str | None = None
     instruction: str | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
     cache_salt: Salt | None = None
     user: str | None = None
 

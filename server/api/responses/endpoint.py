@@ -12,7 +12,17 @@ from server.api.endpoint import Endpoint, Job
 from server.api.fields import limits_of, rest_of
 from server.api.responses import schema
 from server.api.responses.format import ResponseFormat
-from server.api.responses.schema import CallItem, ChosenTool, InputImage, MessageItem, ResponsesRequest, ResultItem, TextFormat, ThoughtItem
+from server.api.responses.schema import (
+    CallItem,
+    ChosenTool,
+    InputImage,
+    InputVideo,
+    MessageItem,
+    ResponsesRequest,
+    ResultItem,
+    TextFormat,
+    ThoughtItem,
+)
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import bad_value, check
@@ -120,9 +130,9 @@ def _extend(turn: dict[str, Any], item: MessageItem | CallItem | ThoughtItem, na
     elif isinstance(item.content, str):
         turn["content"] = item.content
     else:
-        if any(isinstance(part, InputImage) for part in item.content):
+        if any(isinstance(part, InputImage | InputVideo) for part in item.content):
             raise bad_value(f"{name}.content", "a message of role 'assistant' has no images")
-        turn["content"] = "".join(part.text for part in item.content if not isinstance(part, InputImage))
+        turn["content"] = "".join(part.text for part in item.content if not isinstance(part, InputImage | InputVideo))
 
 
 def _content(content: str | list[Any], name: str, scanner: Scanner) -> str | list[dict[str, Any]]:
@@ -132,6 +142,9 @@ def _content(content: str | list[Any], name: str, scanner: Scanner) -> str | lis
 
 
 def _part(part: Any, name: str, scanner: Scanner) -> dict[str, Any]:
+    if isinstance(part, InputVideo):
+        check_url(part.video_url, scanner, f"{name}.video_url")
+        return part.model_dump(exclude_none=True)
     if not isinstance(part, InputImage):
         return {"type": "text", "text": part.text}
     url = part.image_url

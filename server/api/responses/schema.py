@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from server.api.chat.schema import FIRST, FunctionDefinition, MessageList, PixelLimits, RefusalPart, Temperature, TokenCount, ToolList, TopP
+from server.api.chat.media import PixelLimits, VideoOptions
+from server.api.chat.schema import FIRST, FunctionDefinition, MessageList, RefusalPart, Temperature, TokenCount, ToolList, TopP
 from server.http.validate import OneOf, Open, Strict, Worded
 
 
@@ -20,7 +21,17 @@ class InputImage(PixelLimits):
     file_id: None = None
 
 
-InputPart = Annotated[InputText | RefusalPart | InputImage, OneOf("parts are of type 'input_text', 'input_image' or 'output_text'")]
+class InputVideo(VideoOptions):
+    """No part of OpenAI's dialect."""
+
+    type: Literal["input_video"]
+    video_url: str
+
+
+InputPart = Annotated[
+    InputText | RefusalPart | InputImage | InputVideo,
+    OneOf("parts are of type 'input_text', 'input_image', 'input_video' or 'output_text'"),
+]
 Content = Annotated[Annotated[list[InputPart], FIRST] | str, OneOf()]
 
 

@@ -37,6 +37,7 @@ def test_values_arrive_typed() -> None:
         ["--gpu-memory-utilization", "1.5"],
         ["--max-num-seqs", "9000"],
         ["--load-format", "gguf"],
+        ["--draft", "auto"],
         ["--block-size", "x"],
         ["--chat-template", "no-such-file"],
         ["--ssl-certfile", "no-such-file"],

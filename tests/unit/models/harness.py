@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -18,18 +19,32 @@ from models.layers.checkpoint import Index
 from models.mrope import mrope_positions
 from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
+from models.state import RowStates
+from models.video import time_text
 from models.weights import load_weights
 
 Want = Literal["last", "all", "none"]
-Part = list[int] | torch.Tensor  # token ids, or an image (H, W, 3) uint8
+Part = list[int] | torch.Tensor  # token ids, an image (H, W, 3) or a video (F, H, W, 3), uint8
+
+FPS = 2.0  # of a video's frames
 
 CPU = torch.device("cpu")
 TORCH = TorchBackend(CPU)
 
 
+MAX_ROWS = 16
+
+
+def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
+    """What the registry says, in float32 on the CPU, without values."""
+    module, _, name = config.architecture.model.partition(":")
+    model: Qwen3VL = vars(import_module(module))[name](config, tp, TORCH, torch.float32)
+    return model
+
+
 def load(folder: Path) -> Qwen3VL:
     """The whole model in float32 on the CPU."""
-    model = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), TORCH, torch.float32)
+    model = make(ModelConfig.from_folder(folder), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
     return model
 
@@ -56,11 +71,13 @@ class TensorSource(dict[str, Whole]):
 
 @dataclass
 class Prompt:
-    """Token ids with every image expanded to its placeholders between vision start and end."""
+    """Token ids with every image expanded to its placeholders between vision start and end; a video's pairs behind their times."""
 
     ids: list[int]
-    images: list[torch.Tensor]
+    images: list[torch.Tensor]  # and pairs (2, H, W, 3)
     spans: list[tuple[int, Grid]]  # first placeholder, grid in tokens
+    grids: list[Grid] = field(default_factory=list)
+    videos: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def build(cls, config: ModelConfig, parts: Sequence[Part]) -> "Prompt":
@@ -68,13 +85,28 @@ class Prompt:
         for part in parts:
             if isinstance(part, list):
                 prompt.ids += part
-                continue
-            grid = config.geometry.grid(part.shape[0], part.shape[1])
-            prompt.images.append(part)
-            prompt.spans.append((len(prompt.ids) + 1, config.geometry.merged(grid)))
-            pads = [config.image_token_id] * config.geometry.num_tokens(grid)
-            prompt.ids += [config.vision_start_token_id, *pads, config.vision_end_token_id]
+            elif part.ndim == 3:
+                prompt._add(config, part, config.geometry.grid(part.shape[0], part.shape[1]), config.image_token_id)
+            else:
+                prompt._add_video(config, part)
         return prompt
+
+    def _add_video(self, config: ModelConfig, frames: torch.Tensor) -> None:
+        assert config.video_token_id is not None
+        self.videos.append(frames)
+        _, rows, columns = config.video.grid(*frames.shape[:3])
+        self.ids.append(config.vision_start_token_id)
+        for i, time in enumerate(config.video.pair_times([index / FPS for index in range(len(frames))])):
+            self.ids += time_text(time).encode()  # as if every character was a token
+            pair = torch.stack((frames[2 * i], frames[min(2 * i + 1, len(frames) - 1)]))
+            self._add(config, pair, (1, rows, columns), config.video_token_id)
+        self.ids.append(config.vision_end_token_id)
+
+    def _add(self, config: ModelConfig, item: torch.Tensor, grid: Grid, placeholder: int) -> None:
+        self.images.append(item)
+        self.grids.append(grid)
+        self.spans.append((len(self.ids) + 1, config.geometry.merged(grid)))
+        self.ids += [config.vision_start_token_id, *[placeholder] * config.geometry.num_tokens(grid), config.vision_end_token_id]
 
 
 def noise_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -105,7 +137,15 @@ SEVERAL_TURNS: list[Part] = [
     smooth_image(256, 256, seed=3),
     [31, 32],
 ]
-PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "five images": FIVE_IMAGES, "several turns": SEVERAL_TURNS}
+VIDEOS: list[Part] = [
+    [5, 6, 7],
+    torch.stack([smooth_image(90, 130, seed=i) for i in range(5)]),
+    [8, 9],
+    smooth_image(260, 300, seed=5),
+    torch.stack([noise_image(64, 96, seed=i) for i in range(4)]),
+    [3, 1, 4],
+]
+PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "five images": FIVE_IMAGES, "several turns": SEVERAL_TURNS, "videos": VIDEOS}
 
 
 @dataclass
@@ -116,6 +156,7 @@ class Session:
     positions: np.ndarray
     delta: int
     spans: list[tuple[int, torch.Tensor]]  # first placeholder, embedding (1 + L, N, D)
+    row: int
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
@@ -129,13 +170,21 @@ class PagedRunner:
         config = model.config.text
         self.pools = allocate_pools(model.cache_spec.paged, num_blocks, page_size, model.dtype, model.device)
         self.attention: AttentionBackend = backend.attention(self.pools, config.num_heads // model.tp.size)
+        self.states = tuple(RowStates(group, MAX_ROWS, model.device) for group in model.cache_spec.states)
+        self._num_rows = 0
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
 
     def start(self, prompt: Prompt) -> Session:
-        grids = [self.model.config.geometry.grid(image.shape[0], image.shape[1]) for image in prompt.images]
-        embeddings = self.model.encode([image.to(self.model.device) for image in prompt.images], grids)
+        embeddings: list[torch.Tensor] = [torch.empty(0)] * len(prompt.images)
+        for ndim in (3, 4):
+            chosen = [i for i, item in enumerate(prompt.images) if item.ndim == ndim]
+            found = self.model.encode([prompt.images[i].to(self.model.device) for i in chosen], [prompt.grids[i] for i in chosen])
+            for i, embedding in zip(chosen, found, strict=True):
+                embeddings[i] = embedding
         positions, delta = mrope_positions(len(prompt.ids), prompt.spans)
-        return Session(list(prompt.ids), positions, delta, [(start, e) for (start, _), e in zip(prompt.spans, embeddings, strict=True)])
+        self._num_rows += 1
+        spans = [(start, embedding) for (start, _), embedding in zip(prompt.spans, embeddings, strict=True)]
+        return Session(list(prompt.ids), positions, delta, spans, self._num_rows % MAX_ROWS)
 
     def step(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
         """Computes the next tokens of each row, `(session, count)`; logits of each row's last token, of all tokens, or of none."""
@@ -200,7 +249,9 @@ class PagedRunner:
             attention=layout,
             visual=tuple(visual),
             logits_indices=self._tensor(indices, torch.int64),
-            rows=self._tensor(range(len(rows)), torch.int64),
+            rows=self._tensor([session.row for session, _ in rows], torch.int64),
+            states=self.states,
+            row_starts=layout.qo_indptr_cpu.to(self.model.device),
         )
 
     def _tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:

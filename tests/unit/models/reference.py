@@ -1,9 +1,11 @@
 """transformers' Qwen3-VL as the reference: the same prompt through its own image processor, positions and model."""
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from models.config import ModelConfig
 from tests.unit.models.harness import Prompt
@@ -20,12 +22,27 @@ def image_processor(config: ModelConfig) -> Qwen2VLImageProcessorPil:
     )
 
 
+def video_pixels(config: ModelConfig, frames: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Patches of a video, and its grid: the formulas of the reference's file, whose class needs torchvision; Pillow resizes."""
+    video = config.video
+    height, width = smart_resize(*frames.shape[:3], 2, 32, video.min_pixels, video.max_pixels)
+    resized = [Image.fromarray(frame.numpy()).resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
+    pixels = torch.stack([torch.from_numpy(np.array(frame)) for frame in resized]).permute(0, 3, 1, 2)[None]
+    patches, *grid = Qwen3VLVideoProcessor.patchify(None, (pixels.float() / 255 - 0.5) / 0.5, 16, 2, 2)
+    return patches[0], grid
+
+
 def inputs(config: ModelConfig, prompt: Prompt, device: str = "cpu") -> dict[str, torch.Tensor]:
     """What the reference's `forward` and `generate` take for one prompt."""
     ids = torch.tensor([prompt.ids])
-    tensors = {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int(), "attention_mask": torch.ones_like(ids)}
-    if prompt.images:
-        pixels = image_processor(config)(images=[Image.fromarray(image.numpy()) for image in prompt.images], return_tensors="pt")
+    types = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    tensors = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+    if prompt.videos:
+        found = [video_pixels(config, frames) for frames in prompt.videos]
+        tensors |= {"pixel_values_videos": torch.cat([p for p, _ in found]), "video_grid_thw": torch.tensor([grid for _, grid in found])}
+    images = [image for image in prompt.images if image.ndim == 3]
+    if images:
+        pixels = image_processor(config)(images=[Image.fromarray(image.numpy()) for image in images], return_tensors="pt")
         tensors |= {"pixel_values": pixels["pixel_values"], "image_grid_thw": pixels["image_grid_thw"]}
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 

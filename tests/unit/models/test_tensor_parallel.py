@@ -12,7 +12,8 @@ from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import load_weights
-from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load
+from tests.unit.models import qwen3_5_checkpoints
+from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load, make
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:
@@ -79,7 +80,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     config = ModelConfig.from_folder(folder)
     exchange = ByGloo(config) if size == 4 else None
     tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None, exchange)
-    model = Qwen3VL(config, tp, TORCH, torch.float32)
+    model = make(config, tp)
     load_weights(model, folder, lambda done, total: None)
     rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
     assert rows[:, 0].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
@@ -110,6 +111,18 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
         assert float((ours - expected).norm() / expected.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, is_sparse: bool) -> None:
+    """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""
+    folder = tmp_path / "hybrid"
+    qwen3_5_checkpoints.write(folder, is_sparse)
+    mp.spawn(worker, args=(2, folder, tmp_path), nprocs=2)
+    expected = all_logits(load(folder))
+    for rank in range(2):
+        ours = torch.load(tmp_path / f"{rank}.pt")
+        assert float((ours - expected).norm() / expected.norm()) < 1e-5
+
+
 def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
     with pytest.raises(ValueError, match=r"vocab_size \(4096\) does not divide over 3"):
         Qwen3VL(tiny.config, TensorParallel(0, 3, None), TORCH, torch.float32)
@@ -121,11 +134,12 @@ def test_every_collective_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Recorder:
         def __getattr__(self, name: str) -> object:
-            return lambda *tensors, **options: used.add((name, len(tensors[-1])))
+            return lambda *values, **options: used.add((name, len(values[min(1, len(values) - 1)])))
 
     monkeypatch.setattr("models.parallel.dist", Recorder())
     TensorParallel(0, 2, None).warm_up(40, 3, torch.float32, torch.device("cpu"))
-    assert used == {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
+    expected = {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
+    assert used == expected | {("all_to_all_single", 2), ("all_to_all_single", 80)}
     used.clear()
     TensorParallel.single().warm_up(40, 3, torch.float32, torch.device("cpu"))
     assert not used

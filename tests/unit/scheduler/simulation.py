@@ -23,6 +23,7 @@ from engine.messages import (
 )
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
+from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
@@ -56,7 +57,8 @@ def make_core(
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
     images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
-    return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]))
+    drafter = Drafter(merged.verify_rows) if merged.verify_rows else None
+    return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), drafter=drafter)
 
 
 def make_source(digest: bytes, encoding: Literal["rgb", "file"]) -> ImageSource:
@@ -97,6 +99,7 @@ class SimulatedWorker:
         self.saved: dict[int, tuple[int, int, State]] = {}  # by block: which part of how many, and of what
         self.saved_by: dict[int, int] = {}  # by block: in which step
         self.is_stateful = False
+        self.refuse_rate = 0.1
         self.num_loaded = self.num_overwritten = 0
         self.num_encoded: dict[bytes, int] = {}
 
@@ -202,7 +205,6 @@ class SimulatedWorker:
                 self.saved.pop(block, None)
         self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
-
     def _guess(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
         """The KV of drafts, whether they will hold or not."""
         before = sequence.meanings()[end - 1]
@@ -214,7 +216,7 @@ class SimulatedWorker:
         """The drafts up to the first one that does not hold, and one token more. A sampler may refuse one that is as good as any."""
         drawn = [sequence.draw()]
         for draft in drafts:
-            if draft != drawn[-1] or self.rng.random() < 0.1:
+            if draft != drawn[-1] or self.rng.random() < self.refuse_rate:
                 break
             drawn.append(sequence.draw())
         return drawn
@@ -223,8 +225,8 @@ class SimulatedWorker:
 class Sequence:
     """A request's ground truth: the ids drawn so far depend on the ids alone, so recomputation must reproduce them."""
 
-    def __init__(self, wire: EngineRequest, prompt: list[int], seed: int):
-        self.wire, self.seed = wire, seed
+    def __init__(self, wire: EngineRequest, prompt: list[int], seed: int, language: tuple[int, int] | None = None):
+        self.wire, self.seed, self.language = wire, seed, language
         self.index = seed - wire.params.seed
         self.ids = list(prompt)
         self.visual = {s.start + i: (s.hash, i) for s in wire.images for i in range(s.length)}
@@ -242,7 +244,11 @@ class Sequence:
         return hashlib.sha256(before + repr((token_id, self.visual.get(position))).encode()).digest()
 
     def draw(self) -> int:
-        token = next_token(self.meanings()[-1], self.seed)
+        """In a language, in which texts repeat themselves, the last tokens, one or more, say what follows."""
+        meaning = self.meanings()[-1]
+        if self.language is not None:
+            meaning = hashlib.sha256(repr((self.language, self.ids[-self.language[0] :])).encode()).digest()
+        token = next_token(meaning, self.seed)
         self.ids.append(token)
         return token
 
@@ -282,12 +288,13 @@ class Simulation:
         self.draft_rate = 0.0  # of requests for which somebody guesses before a step, also while their results are on the way
         self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
         self.num_cut = 0  # requests of which some tokens were drawn behind their end
+        self.language: tuple[int, int] | None = None  # of answers
         self.preempt_rate = 0.0  # of steps before which the youngest request has to go, as if blocks were lacking
 
-    def add(self, wire: EngineRequest, prompt: list[int]) -> None:
+    def add(self, wire: EngineRequest, prompt: list[int], prediction: list[int] | None = None) -> None:
         for index in range(wire.n):
-            self.sequences[key_of(wire.rid, index)] = Sequence(wire, prompt, wire.params.seed + index)
-        self.core.add(wire, np.asarray(prompt, dtype=np.int32))
+            self.sequences[key_of(wire.rid, index)] = Sequence(wire, prompt, wire.params.seed + index, self.language)
+        self.core.add(wire, np.asarray(prompt, dtype=np.int32), prediction and np.asarray(prediction, dtype=np.int32))
         self._take()
 
     def abort(self, rid: int, index: int | None = None) -> None:
@@ -304,14 +311,17 @@ class Simulation:
         for request in self.core.state.running:
             if not request.drafts and self.rng.random() < self.draft_rate:
                 request.drafts = self.sequences[key_of(request.rid, request.index)].guess(self.rng)
-        while self.core.num_in_flight < self.core.depth and (step := self.core.next_step()) is not None:
+        while self.core.drafter is not None and self.core.drafter.use_spare_time() and self.rng.random() < 0.9:
+            pass
+        while self.core.num_in_flight < self.core.depth and (planned := self._plan()) is not None:
+            step, num_waiting = planned
             failed = [image_id for image_id, digest in step.made.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             if self.rng.random() < self.give_up_rate:
                 self.given_up.add(step.plan.step)
             self.core.state.check()
             self._check_budgets(step)
-            self._check_drafts(step)
+            self._check_drafts(step, num_waiting)
             self._check_forks(step)
             self._check_nobody_repeats(step)
         self._take()
@@ -371,7 +381,7 @@ class Simulation:
         for request, drawn in zip(sampled, tokens, strict=True):
             self.num_cut += request.status is Status.STOPPING and EOS in drawn[:-1]
 
-    def _check_drafts(self, step: PlannedStep) -> None:
+    def _check_drafts(self, step: PlannedStep, num_waiting: int) -> None:
         """How many of a row's drafts hold is known before the row goes on."""
         guessing = {
             request
@@ -380,6 +390,26 @@ class Simulation:
             if chunk.drafts
         }
         assert not guessing & set(step.requests), "a row goes on although its drafts are in flight"
+        if self.core.state.limits.verify_rows and any(chunk.drafts for chunk in step.plan.chunks):
+            assert not num_waiting, "drafts before prompts"
+            self._check_drafter(step)
+
+    def _plan(self) -> tuple[PlannedStep, int] | None:
+        """The next step, and how many requests waited before."""
+        num_waiting = len(self.core.state.waiting)
+        step = self.core.next_step()
+        return None if step is None else (step, num_waiting)
+
+    def _check_drafter(self, step: PlannedStep) -> None:
+        """Drafts come beside rows that decode, all of them but those that wait for their own drafts, and few enough."""
+        state, chunks = self.core.state, step.plan.chunks
+        pairs = zip(step.requests, chunks, strict=True)
+        assert all(chunk.start >= request.num_prompt for request, chunk in pairs), "drafts beside prompts"
+        assert all(chunk.sample and chunk.length == 1 + len(chunk.drafts) <= 8 for chunk in chunks)
+        assert sum(chunk.length for chunk in chunks) <= max(state.limits.verify_rows, len(chunks))
+        waiting = {request for request in state.running if request.num_drawn and (request.drafts or request.is_held)}
+        done = {request for request in state.running if request.num_output >= request.max_tokens}
+        assert set(state.running) == set(step.requests) | waiting | done, "a row is delayed by others' drafts"
 
     def _check_forks(self, step: PlannedStep) -> None:
         """What an older answer to the same request has of the prompt nobody computes again, but for the block that it ends in."""

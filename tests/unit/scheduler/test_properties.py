@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,8 +13,9 @@ from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
+from engine.scheduler.policy import PlannedStep
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request
 
 
 def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
@@ -40,7 +42,9 @@ def questions_about(
     return prompt[:cut] + [rng.randint(20, 22) for _ in range(rng.randint(1, 6))], kept
 
 
-def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int, fail: bool, forget_rate: float) -> None:
+def drive(
+    rng: random.Random, sim: Simulation, num_requests: int, max_image: int, fail: bool, forget_rate: float, max_tokens: int = 12
+) -> None:
     capacity = sim.core.state.blocks.num_blocks * sim.core.state.blocks.block_size
     if fail:
         sim.bad_images = {hashlib.sha256(bytes([3])).digest()}
@@ -53,8 +57,14 @@ def drive(rng: random.Random, sim: Simulation, num_requests: int, max_image: int
             continue
         salt = rng.choice(["", "", "tenant"])
         files = {i for i in range(len(images)) if rng.random() < file_rate}
-        wire = make_request(rid, prompt, images, rng.randint(1, 12), files, ignore_eos=rng.random() < 0.5)
-        wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]), priority=rng.choice([0, 0, 1, -1]))
+        wire = make_request(rid, prompt, images, rng.randint(1, max_tokens), files, ignore_eos=rng.random() < 0.5)
+        wire = msgspec.structs.replace(
+            wire,
+            cache_salt=salt,
+            tenant=rng.choice([b"", b"a", b"a", b"b"]),
+            n=rng.choice([1, 1, 2, 5]),
+            priority=rng.choice([0, 0, 1, -1]),
+        )
         sim.add(wire, prompt)
         for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
             sim.step()
@@ -92,6 +102,22 @@ def test_any_load_with_drafts_is_served_correctly(prefix_cache: bool, seed: int,
     """Red if the KV of a draft that does not hold is read or named, if tokens behind an end or beyond the limit get out, if a row goes on
     before it is known how many of its drafts hold, or if drafts exceed a budget. Rows draw 1 to 8 tokens a step."""
     serve_any_load(prefix_cache, seed, tight, fail, host=False, drafts=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), forget=st.booleans())
+def test_any_load_with_a_drafter_is_served_correctly(seed: int, tight: bool, fail: bool, forget: bool) -> None:
+    """Red if answers are others than without drafts, if drafts come beside prompts, are too many, or delay another row; and as above."""
+    serve_any_load(True, seed, tight, fail, host=False, drafter=True, forget_rate=0.3 * forget)
+
+
+def test_loads_accept_a_drafters_drafts() -> None:
+    """Red if the test above stops to exercise drafts: most hold, some do not, and an answer ends in the middle of some."""
+    sims = [serve_any_load(True, seed, tight=False, fail=False, host=False, drafter=True) for seed in range(40)]
+    counters = [sim.core.state.counters for sim in sims]
+    drafted, accepted = (sum(getattr(one, name) for one in counters) for name in ("draft_tokens", "accepted_draft_tokens"))
+    assert accepted > 200 and 20 < drafted - accepted < accepted
+    assert sum(sum(one.accepted_by_position) for one in counters) == accepted and sum(sim.num_cut for sim in sims) > 0
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -153,6 +179,7 @@ def serve_any_load(
     give_up_rate: float = 0.0,
     forget_rate: float = 0.0,
     stateful: bool = False,
+    drafter: bool = False,
 ) -> Simulation:
     rng = random.Random(seed)
     core = make_core(
@@ -164,22 +191,26 @@ def serve_any_load(
         prefix_cache=prefix_cache,
         mixed_step_tokens=rng.choice([1, 3, 20]),
         snapshot_blocks=rng.randint(1, 3) if stateful else 0,
+        verify_rows=rng.choice([8, 32]) if drafter else 0,
         num_ranks=2,
+        step_sizes=msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=rng.choice([0, 0, 1, 20, 60])),
     )
     sim = Simulation(core, rng, num_ranks=2)
+    if drafter:
+        sim.language, sim.worker.refuse_rate = (rng.choice([1, 2]), seed), rng.choice([0.0, 0.1])
     sim.preempt_rate = rng.choice([0.0, 0.2])
     sim.give_up_rate = give_up_rate
     sim.draft_rate = rng.choice([0.0, 0.5, 1.0]) if drafts else 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
         patch.setattr(request_module, "MIN_SNAPSHOT_TOKENS", rng.choice([1, 8]))
-        drive(rng, sim, 14, 8, fail, forget_rate)
+        drive(rng, sim, 14, 8, fail, forget_rate, max_tokens=60 if drafter else 12)
     capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
     for rid, reason in sim.terminal.items():
         sequence, received = sim.sequences[rid], sim.received.get(rid, [])
         num_prompt = sequence.wire.prompt.length // 4
         produced = sequence.ids[num_prompt:]
-        assert received == produced[: len(received)]
+        assert received == produced[: len(received)] == undrafted(sequence, len(received))
         if reason == "length":
             assert len(received) == min(sequence.wire.params.max_tokens or 0, capacity - num_prompt)
         if reason == "stop":
@@ -187,6 +218,12 @@ def serve_any_load(
         if reason == "error":
             assert sim.given_up or (fail and any(span.hash in sim.bad_images | sim.bad_files for span in sequence.wire.images))
     return sim
+
+
+def undrafted(sequence: Sequence, num_tokens: int) -> list[int]:
+    """The same answer, token by token."""
+    alone = Sequence(sequence.wire, sequence.ids[: sequence.wire.prompt.length // 4], sequence.seed, sequence.language)
+    return [alone.draw() for _ in range(num_tokens)]
 
 
 def test_a_full_house_is_preempted_and_finishes() -> None:
@@ -323,3 +360,39 @@ def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed=(16, 18, 20, 22))
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12, step_sizes=sizes)
     assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]
+
+
+def test_long_contexts_take_turns_and_short_ones_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a step reads many times what it may, so that streams stop beside long prompts from the cache, if one of these starves, if the
+    oldest waits, or if newcomers wait for others to end."""
+    limit, heavy, num_light = 2000, 1000, 2
+    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=limit)
+    core = make_core(num_blocks=500, max_num_seqs=16, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, step_sizes=sizes)
+    sim = Simulation(core, random.Random(0))
+    same = [20] * heavy
+    sim.add(make_request(100, same, [], 1), same)
+    sim.run()
+    for rid in range(num_light):
+        sim.add(make_request(rid, [30 + rid] * 4, [], 40, ignore_eos=True), [30 + rid] * 4)
+    sim.step()
+    for rid in range(10, 20):
+        sim.add(make_request(rid, same, [], 20, ignore_eos=True), same)
+    seen: Counter[int] = Counter()
+    plan = core.next_step
+    steps: list[PlannedStep] = []
+
+    def watch() -> PlannedStep | None:
+        if (step := plan()) is not None:
+            steps.append(step)
+        return step
+
+    monkeypatch.setattr(core, "next_step", watch)
+    while len(steps) < 30:
+        sim.step()
+    for step in steps[:30]:
+        members = [request.rid for request in step.requests]
+        seen.update(members)
+        assert sum(chunk.start for chunk in step.plan.chunks) <= 2 * limit and set(range(num_light)) <= set(members), members
+    younger = [seen[rid] for rid in range(12, 20)]  # 11 is the oldest when 10 has ended
+    assert seen[10] == 20 and max(younger) - min(younger) <= 3 and min(younger) >= 3
+    sim.run()

@@ -5,17 +5,20 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.arena import Arena, ArenaView, create_memfd
 from engine.config import EngineConfig
-from engine.messages import API_ARENA, MediaRef, Prefetch, Region
+from engine.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.early import EarlyReads
-from server.processor.image import Image, ImageTools, release_all
+from server.processor.image import Image, ImageTools
 from server.processor.inspect import Allowance
+from server.processor.request import Medium, release_all
 from server.processor.room import Room
+from server.processor.video import FrameList, Video, VideoFile
 
 SIZE = 8 << 20
 
@@ -33,7 +36,7 @@ class Loading:
         worker: Any = SimpleNamespace(send=self.announced.append)
         early = EarlyReads(worker, checkpoint.geometry)
         self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, early, True)  # type: ignore[arg-type]
-        self._images: list[Image] = []
+        self._images: list[Medium] = []
 
     async def close(self) -> None:
         await self.tools.close()
@@ -63,6 +66,26 @@ class Loading:
 
     async def load_bytes(self, data: bytes) -> Image:
         return await self.load(self.body(base64.b64encode(data)))
+
+    async def load_video(self, text: bytes, **fields: Any) -> Video:
+        """A file's base64; with `holds_frames`, that of images with commas between."""
+        file = self.body(text)
+        ref = VideoRef(file=file, **fields)
+        video = FrameList(self.tools, ref, []) if ref.holds_frames else VideoFile(self.tools, ref)
+        self._images.append(video)
+        await video.load(0, Allowance(self.max_request_pixels, 8))
+        return video
+
+    async def load_url(self, url: str) -> Video:
+        video = VideoFile(self.tools, VideoRef(file=MediaRef(url=url)))
+        self._images.append(video)
+        await video.load(0, Allowance(self.max_request_pixels, 8))
+        return video
+
+    def pairs_of(self, video: Video) -> np.ndarray:
+        """Pixels (pairs, 2, h, w, 3)."""
+        regions = [self.arena.view(source.region.offset, source.region.length) for source in video.sources]
+        return np.stack([np.frombuffer(region, np.uint8) for region in regions]).reshape(len(regions), 2, *video.plan.size, 3)
 
     def bytes_of(self, image: Image) -> bytes:
         return bytes(self.arena.view(image.source.region.offset, image.source.region.length))

@@ -27,9 +27,7 @@ def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tm
 
 
 @pytest.mark.parametrize(("content", "words"), [(None, "there is no file"), ("# none\n\n", "there is no key")])
-def test_a_file_without_a_key_starts_nothing(
-    tmp_path: Path, content: str | None, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_a_key_starts_nothing(tmp_path: Path, content: str | None, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Red if a server that is meant to be closed is open because its secret was not there."""
     file = tmp_path / "keys"
     if content is not None:

@@ -73,7 +73,7 @@ async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, is_killed: bool, w
     signal_to_all(made, signal.SIGSTOP)
     loading = asyncio.create_task(made.refusal(made.body(base64.b64encode(save(pixels(701, 900), "PNG")))))
     if is_killed:
-        await until(lambda: len(made.tools.decoders._idle) < len(made.tools.decoders._all))
+        await until(lambda: len(made.tools.decoders._pool._idle) < len(made.tools.decoders._pool._all))
         signal_to_all(made, signal.SIGKILL)
     error = await loading
     assert (error.info.status, words in error.info.message) == (422, True)
@@ -86,7 +86,7 @@ async def test_a_decoder_that_died_idle_is_no_fault_of_the_next_image(checkpoint
     made = Loading(checkpoint)
     await made.load_bytes(save(LARGE, "PNG"))
     signal_to_all(made, signal.SIGKILL)
-    await until(lambda: all(helper._process is None or helper._process.returncode is not None for helper in made.tools.decoders._all))
+    await until(lambda: all(helper._process is None or helper._process.returncode is not None for helper in made.tools.decoders._pool._all))
     assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
     await made.close()
 
@@ -97,7 +97,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def signal_to_all(made: Loading, number: signal.Signals) -> None:
-    for helper in made.tools.decoders._all:
+    for helper in made.tools.decoders._pool._all:
         if helper._process is not None:
             os.kill(helper._process.pid, number)
 
@@ -106,7 +106,7 @@ async def test_who_leaves_ends_the_decoding(checkpoint: Checkpoint) -> None:
     """Red if a region is given back while a process may still write to it, or if a decoder works on for nobody."""
     made = Loading(checkpoint)
     await made.load_bytes(save(LARGE, "PNG"))
-    for helper in made.tools.decoders._all:
+    for helper in made.tools.decoders._pool._all:
         if helper._process is not None:
             os.kill(helper._process.pid, signal.SIGSTOP)
     task = asyncio.create_task(made.load_bytes(save(pixels(701, 900), "PNG")))

@@ -21,8 +21,9 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor import fetch
 from server.processor.fetch import Fetcher, Resolver, is_public
-from server.processor.image import Image, release_all
+from server.processor.image import Image
 from server.processor.inspect import Allowance
+from server.processor.request import release_all
 from tests.unit.server.loading import Loading
 
 PRIVATE = [
@@ -246,7 +247,7 @@ async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monke
     """Red if a request of many addresses that do not answer keeps everybody else's waiting."""
     made, most, running = Loading(checkpoint, allow_private_media=True), 0, 0
 
-    async def download(self: Fetcher, url: str, write: object) -> None:
+    async def download(self: Fetcher, url: str, write: object, max_bytes: object) -> None:
         nonlocal most, running
         running += 1
         most = max(most, running)

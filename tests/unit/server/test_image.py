@@ -23,6 +23,7 @@ from server.processor import image as image_module
 from server.processor import inspect
 from server.processor.image import Image as ServerImage
 from server.processor.inspect import Allowance
+from server.processor.recent import Recent
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
 
@@ -84,9 +85,9 @@ async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
     assert known.source.region.length == 48 * 80 * 3
 
 
-async def test_how_many_files_are_known(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_how_many_files_are_known(loading: Loading) -> None:
     """Red if the memory of files grows without bound, forgets the wrong ones, or remembers what could not be decoded."""
-    monkeypatch.setattr(image_module, "NUM_REMEMBERED", 2)
+    loading.tools.known = Recent(2)
 
     async def encodings(names: str) -> list[str]:
         return [(await loading.load_bytes(files[name])).source.encoding for name in names]
@@ -131,7 +132,7 @@ async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loadin
     for data, ticket in [(PLAIN["4:2:0"], 1), (save(pixels(), "PNG"), 0), (PLAIN["4:4:4"], 2)]:
         loading.tools.early.arm(is_idle=True)
         image = await loading.load_bytes(data)
-        assert image.span(0).source.ticket == ticket
+        assert image.source.ticket == ticket
         if ticket:
             assert loading.announced[-1] == Prefetch(image.source, image.grid)
     assert hashed_behind == [1, 1, 2]
@@ -363,7 +364,7 @@ async def test_a_release_waits_for_a_thread_that_began_before_its_task(loading: 
 async def test_what_a_download_did_not_fill_is_given_back(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a small image holds all the room that a larger one could have needed."""
 
-    async def download(url: str, append: Callable[[bytes], None]) -> None:
+    async def download(url: str, append: Callable[[bytes], None], max_bytes: object) -> None:
         append(PLAIN["4:2:0"])
 
     monkeypatch.setattr(loading.tools.fetcher, "download", download)

@@ -32,7 +32,7 @@ def test_a_known_image_needs_no_url(stack: Stack) -> None:
     try:
         for refused in (stack.chat(part(None), cache_salt="tenant"), stack.chat(part(None, "second"))):
             assert refused.status_code == 400 and refused.json()["error"]["code"] == "unknown_uuid"
-            assert refused.json()["error"]["message"].startswith("Image 1: no image is known by this uuid")
+            assert refused.json()["error"]["message"].startswith("Image 1: nothing is known by this uuid")
         stack.http.headers["Authorization"] = "Bearer of-another"
         assert stack.chat(part(None)).json()["error"]["code"] == "unknown_uuid"
     finally:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from engine.messages import ChatPrompt
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
-from server.processor.prompt import PromptBuilder
+from server.processor.prompt import PromptBuilder, Visual
 
 # In the manner of the published template: images only in a user's turn, other roles' parts by their text, thoughts cut from old answers.
 USER_ONLY_TEMPLATE = """\
@@ -46,7 +46,7 @@ IMAGE = {"type": "image", "media": 0}
 
 
 def encode(builder: PromptBuilder, messages: list[dict[str, object]], num_images: int, kwargs: dict[str, bool]) -> list[int]:
-    return builder.encode(ChatPrompt(json.dumps(messages).encode(), template_kwargs=kwargs), num_images)
+    return builder.encode(ChatPrompt(json.dumps(messages).encode(), template_kwargs=kwargs), [False] * num_images)
 
 
 def text(value: str) -> dict[str, object]:
@@ -147,16 +147,16 @@ def test_images_in_every_role(builder: PromptBuilder) -> None:
     """Red if an image outside a user's message is dropped silently: the images after it would take each other's places."""
     for role in ("system", "assistant", "user"):
         messages = [{"role": role, "content": [IMAGE, text("x")]}, *user(IMAGE, text("y"))]
-        assert encode(builder, messages, 2, {}).count(builder._image_token_id) == 2
+        assert encode(builder, messages, 2, {}).count(builder._placeholders.image) == 2
 
 
 def test_placeholders_expand_in_place(builder: PromptBuilder) -> None:
     """Red if spans stop pointing at the placeholders of their image."""
     ids = encode(builder, user(text("a"), IMAGE, text("b"), IMAGE), 2, {})
-    prompt = builder.expand(ids, [3, 5])
-    pad = builder._image_token_id
+    prompt = builder.expand(ids, [Visual([3]), Visual([5])])
+    pad = builder._placeholders.image
     assert len(prompt.ids) == len(ids) - 2 + 8
-    for start, length in zip(prompt.starts, [3, 5], strict=True):
+    for (start,), length in zip(prompt.starts, [3, 5], strict=True):
         assert list(prompt.ids[start : start + length]) == [pad] * length
         assert pad not in (prompt.ids[start - 1], prompt.ids[start + length])
     assert [i for i in prompt.ids if i != pad] == [i for i in ids if i != pad]

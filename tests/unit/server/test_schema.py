@@ -14,7 +14,8 @@ import pytest
 from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
 from server.api.chat.conversation import Conversation, read_conversation
-from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest, PixelLimits
+from server.api.chat.media import ProcessorKwargs
+from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest
 from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.grammar import read_grammar
@@ -30,7 +31,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0, limits: PixelLimits | None = None) -> Conversation:
+def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0, limits: ProcessorKwargs | None = None) -> Conversation:
     body: Any = SimpleNamespace(scanner=scanner, region=SimpleNamespace(offset=offset), credentials=b"")
     return read_conversation(request.messages, body, None, limits)
 
@@ -106,7 +107,9 @@ BAD = [
     ({"messages": image({"url": "https://x.org/a", "max_pixels": 0})}, "messages.0.content.0.image_url.max_pixels"),
     ({"messages": image({"url": "https://x.org/a", "resized_height": 64})}, "messages.0.content.0.image_url.resized_height"),
     ({"messages": image({"url": "https://x.org/a"}, min_pixels="5")}, "messages.0.content.0.min_pixels"),
-    ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps"),
+    ({"mm_processor_kwargs": {"crop_size": 2}}, "mm_processor_kwargs.crop_size"),
+    ({"mm_processor_kwargs": {"fps": 2.0, "num_frames": 3}}, "mm_processor_kwargs"),
+    ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs.audio"),
     ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages.0.content.0.image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -131,7 +134,9 @@ BAD = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages.0.content.0.video_url.url"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": []}]}]}, "messages.0.content.0.video"),
     ({"messages": image({"url": 5})}, "messages.0.content.0.image_url.url"),
     ({"messages": image(None)}, "messages.0.content.0.image_url"),
     ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls.0.function"),
@@ -155,7 +160,7 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], na
     ("fields", "words"),
     [
         ({"response_format": "text"}, "response_format: must be an object of type 'text', "),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: content parts are of type 'text' or "),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: content parts are of type 'text', "),
         ({"messages": [{"role": "user", "content": {"type": "list"}}]}, "messages.0.content: must be a string"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from engine.arena import Arena, create_memfd
 from engine.messages import (
+    MAX_DRAFTS,
     CompiledGrammar,
     EngineRequest,
     ImageSource,
@@ -22,6 +23,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
+from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.stats import Stages
 from engine.worker.graphs import StepGraphs
@@ -140,16 +142,18 @@ class Engine:
         def make_fixed(*_: int) -> PlannedAttention:
             return PlannedAttention(pools)
 
-        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, merged.max_num_seqs, run_again) if graphs else None
+        num_seqs, max_draws = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
+        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_draws, run_again) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
-        sampler = Sampler(TorchSampling(), merged.max_num_seqs, config, CHECKPOINT, CPU)
+        sampler = Sampler(TorchSampling(), num_seqs, max_draws, config, CHECKPOINT, CPU)
         self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
         self._config = config
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[Key, PromptLogprobs] = {}
+        self.guess: Callable[[Request], tuple[int, ...]] = lambda request: ()  # drafts for the next step
 
     def add(
         self,
@@ -183,6 +187,8 @@ class Engine:
             self.tokens[key_of(rid, index)], self.logprobs[key_of(rid, index)] = [], []
 
     def step(self) -> bool:
+        for request in self.core.state.running:
+            request.drafts = self.guess(request) if request.is_decoding else ()
         step = self.core.next_step()
         if step is None:
             return False

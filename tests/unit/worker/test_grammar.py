@@ -18,6 +18,7 @@ from engine.grammar import client
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.params import Grammar
 from engine.worker.sampling import grammar
+from engine.worker.sampling.draws import DrawTable
 from engine.worker.sampling.grammar import Grammars
 from models.demo import CHECKPOINT
 from models.qwen3_vl import Qwen3VL
@@ -35,7 +36,7 @@ GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(SCHEMA)),
     "object": Grammar("json_object"),
     "regex": Grammar("regex", REGEX),
-    "choice": Grammar("choice", json.dumps(["a \"b\"", "c\n", "ü"])),
+    "choice": Grammar("choice", json.dumps(['a "b"', "c\n", "ü"])),
     "ebnf": Grammar("ebnf", 'root ::= ("ab" | "ba")+ "."'),
 }
 PARAMS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": False, "max_tokens": 60}
@@ -83,9 +84,7 @@ def follows(name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("num_blocks", [256, 6])
-def test_answers_follow_their_grammars(
-    model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], num_blocks: int
-) -> None:
+def test_answers_follow_their_grammars(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], num_blocks: int) -> None:
     """Red if a mask is of another row, of another step or missing; if a preemption loses what was matched; if others' answers change."""
     engine, plain = Engine(model, num_blocks=num_blocks, prefix_cache=False), Engine(model)
     names = [name for name in GRAMMARS if name != "object"] * 2
@@ -200,13 +199,13 @@ async def test_wrong_grammars_are_refused() -> None:
 
 def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a step reads a grammar that a thread has read, or if damage leaves somebody waiting."""
-    grammars, done = Grammars(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    grammars, done = Grammars(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
     for data in (compiled["schema"], b"damaged"):
         grammars.load_ahead(data, done.release)
         assert done.acquire(timeout=60)
     monkeypatch.setattr(Grammars, "_read", None)
     grammars.admit(0, compiled["schema"], None, ())
-    assert grammars.masks(np.array([0])) is not None
+    assert grammars.masks(DrawTable(1, 0).draws(np.array([0]), np.array([1]))) is not None
 
 
 SLOW = "(a|b|c|d){1,3000}x(e|f){3,9000}"

@@ -82,7 +82,7 @@ def test_every_kind_of_step_goes_through_a_graph(model: Qwen3VL, monkeypatch: py
     seen = set()
 
     def note(self: graphs.StepGraphs, step: HostStep) -> object:
-        seen.add((min(step.attention.num_prefill_rows, 2), len(step.decode_rows) > 0, len(step.visual) > 0))
+        seen.add((min(step.attention.num_prefill_rows, 2), len(step.places) > 0, len(step.visual) > 0))
         return run(self, step)
 
     run = graphs.StepGraphs.run
@@ -112,7 +112,7 @@ def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             given.clear()
             result = run(self, step)
         *layers, (last, _) = given
-        assert {real for real, _ in layers} == {len(step.ids) + len(step.decode_rows)} and last >= len(step.logits_indices)
+        assert {real for real, _ in layers} == {len(step.ids) + len(step.places)} and last >= len(step.logits_indices)
         padded.append(any(real < total for real, total in layers))
         return result
 
@@ -176,6 +176,10 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     assert step() == ["copy", *embed, "copy_", "replay", *draw]
     assert step() == ["copy", *embed, "copy_", "replay", *draw]
     assert step() == ["copy", "replay", *draw]
+    engine.guess = lambda request: (7, 8) if request.rid else ()
+    verify = ["ne", "cumsum", "sub", "index", "eq", "__and__", "where"]
+    assert step() == ["copy", "index_put_", "replay", "argmax", *verify, "index_put_"]
+    engine.guess = lambda request: ()
     engine.add(2, [list(range(300, 350))])
     assert step() == ["copy", *admit, *embed, "replay", *draw]
     assert step() == ["copy", *embed, "replay", *draw]

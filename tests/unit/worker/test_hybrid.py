@@ -1,4 +1,4 @@
-"""A made-up hybrid model through the engine: what rows, chunks, preemption, forks, graphs and the prefix cache must do for states."""
+"""Hybrid models through the engine, a made-up one and Qwen3.5: what rows, chunks, preemption, forks, graphs and prefix cache do."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,11 @@ from engine.config import EngineConfig
 from engine.scheduler import request
 from engine.worker.memory import plan_memory
 from models.cache import CacheSpec, PagedGroup, StateGroup
+from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.state import RowStates, Snapshots
-from tests.unit.worker.hybrid import HybridModel, load_hybrid
+from tests.unit.models import harness, qwen3_5_checkpoints
+from tests.unit.worker.hybrid import load_hybrid
 from tests.unit.worker.in_process import Engine, Picture, make_picture
 from tests.unit.worker.test_graphs import SIZES
 
@@ -21,11 +23,15 @@ BLOCK = 16
 Parts = list[list[int] | Picture]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HybridModel]:
+@pytest.fixture(scope="module", params=["made up", "Qwen3.5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
     folder: Path = tmp_path_factory.mktemp("hybrid")
-    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
-    yield load_hybrid(folder)
+    if request.param == "made up":
+        write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
+        yield load_hybrid(folder)
+    else:
+        qwen3_5_checkpoints.write(folder)
+        yield harness.load(folder)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -54,7 +60,7 @@ def ask(engine: Engine, asked: Sequence[Parts], num_steps_between: int = 1, **pa
 
 
 @pytest.fixture(scope="module")
-def alone(model: HybridModel) -> list[list[int]]:
+def alone(model: Qwen3VL) -> list[list[int]]:
     """Each prompt alone in a fresh engine without a prefix cache, in one chunk."""
     results = [ask(Engine(model, prefix_cache=False), [parts])[0] for parts in prompts()]
     assert len({tuple(tokens) for tokens in results}) == len(results), "prompts that cannot be told apart test nothing"
@@ -63,14 +69,14 @@ def alone(model: HybridModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_chunked_equals_whole(model: HybridModel, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
+def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
     """Red if the state is lost between two chunks of a row, or if a chunk finds another row's or another layer's."""
     engine = Engine(model, prefix_cache=prefix_cache, max_num_batched_tokens=8 + chunk, max_num_mixed_tokens=chunk)
     assert ask(engine, prompts()) == alone
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preempted_equals_alone(model: HybridModel, alone: list[list[int]], prefix_cache: bool) -> None:
+def test_preempted_equals_alone(model: Qwen3VL, alone: list[list[int]], prefix_cache: bool) -> None:
     """Red if a row that is given to somebody else, or begun anew after a preemption, goes on from the state that is left in it."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_num_mixed_tokens": 12}
     engine = Engine(model, num_blocks=12, prefix_cache=prefix_cache, **limits)
@@ -78,7 +84,7 @@ def test_preempted_equals_alone(model: HybridModel, alone: list[list[int]], pref
     assert engine.core.state.counters.preemptions > 0
 
 
-def test_graphs_carry_the_states(model: HybridModel, alone: list[list[int]]) -> None:
+def test_graphs_carry_the_states(model: Qwen3VL, alone: list[list[int]]) -> None:
     """Red if a graph of prompts or of decode rows reads the rows of the step that it was captured with, or if padding writes to a row that
     somebody has."""
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "mixed_step_tokens": 32, "max_num_mixed_tokens": 24}
@@ -91,7 +97,7 @@ def logprobs_of(engine: Engine, rid: int) -> list[float]:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_hit_from_a_snapshot_equals_a_cold_run(model: HybridModel, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a row that goes on from a snapshot differs by a bit from one that was computed in chunks with the same ends: behind images,
     behind the first question, and where two questions part."""
     monkeypatch.setattr(request, "MIN_SNAPSHOT_TOKENS", 2 * BLOCK)
@@ -119,7 +125,7 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: HybridModel, graphs: boo
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_forks_equal_alone(model: HybridModel, prefix_cache: bool) -> None:
+def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
     """Red if further answers go on from keys without the states that belong to them, or compute the prompt again."""
     parts: Parts = [make_picture(0, 64, 96), text(40, 5)]
     engine = Engine(model, prefix_cache=prefix_cache)

@@ -6,8 +6,9 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.messages import SamplingParams
-from engine.worker.sampling.draws import Draws, DrawTable
-from engine.worker.staging import Staging
+from engine.worker.sampling.drafts import HostDrafts
+from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, DrawTable, draws_of
+from engine.worker.staging import ALIGNMENT, Staging
 from models.backends.torch.sampling import MASK32, TorchSampling, gumbel_noise, kept, to_uniform
 from models.sampling import DrawParams
 from tests.unit.worker.in_process import CPU
@@ -16,13 +17,7 @@ VOCAB = 50
 
 
 def stage(params: list[SamplingParams], positions: list[int], max_top_k: int = 0) -> Draws:
-    staging, table = Staging(1 << 20, CPU), DrawTable(len(params), max_top_k)
-    for row, item in enumerate(params):
-        table.set(row, item)
-    staging.begin()
-    draws = table.draws(np.arange(len(params)), np.asarray(positions)).stage(staging)
-    staging.copy()
-    return draws
+    return draws_of(params, positions, max_top_k, CPU)
 
 
 def sample(logits_SV: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -30,8 +25,8 @@ def sample(logits_SV: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def filter_logits(logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    scores_SV = logits_SV * params.inverse_temperature[:, None]
-    return scores_SV.masked_fill(~kept(logits_SV, scores_SV, params), -torch.inf)
+    scores_SV = logits_SV * params.rows.inverse_temperature[:, None]
+    return scores_SV.masked_fill(~kept(logits_SV, scores_SV, params.rows), -torch.inf)
 
 
 def test_filters_are_those_of_transformers() -> None:
@@ -109,10 +104,23 @@ def test_which_rows_need_their_vocabulary_in_order() -> None:
     assert stage([greedy], [0]).params.is_greedy
 
 
+def test_staged_draws_take_no_more_than_is_said() -> None:
+    """Red if a draw stages more and `BYTES_PER_DRAW` does not say so: a full step would not fit into the buffers that it sizes."""
+    everything = SamplingParams(top_p=0.5, presence_penalty=1, logprobs=1)
+    table, staging, num_rows = DrawTable(512, 0), Staging(1 << 20, CPU), 512
+    for row in range(num_rows):
+        table.set(row, everything)
+    staging.begin()
+    drafts = HostDrafts(((1,),) * (num_rows // 2))
+    table.draws(np.arange(num_rows), np.arange(num_rows), drafts).stage(staging)
+    left = len(staging.rest(torch.uint8))
+    assert abs(num_rows * BYTES_PER_DRAW - ((1 << 20) - left)) < 8 * ALIGNMENT
+
+
 def test_noise_changes_with_seed_and_position() -> None:
     """Red if two positions, or two seeds, share their noise."""
     rows = [(1, 10), (1, 11), (2, 10), (1, 10), (2**63 + 1, 10), (-1, 10)]
-    keys = stage([SamplingParams(seed=seed) for seed, _ in rows], [at for _, at in rows]).params.key
+    keys = stage([SamplingParams(seed=seed) for seed, _ in rows], [at for _, at in rows]).params.rows.key
     noise = gumbel_noise(keys, VOCAB)
     assert noise[0].equal(noise[3]) and len({tuple(row.tolist()) for row in noise}) == 5
     assert noise.isfinite().all()
@@ -120,7 +128,7 @@ def test_noise_changes_with_seed_and_position() -> None:
 
 def test_noise_stays_what_it_was() -> None:
     """Red if an update changes what a seed gives."""
-    assert stage([SamplingParams(seed=1234567890123)], [77]).params.key.tolist() == [375773426]
+    assert stage([SamplingParams(seed=1234567890123)], [77]).params.rows.key.tolist() == [375773426]
     drawn = sample(torch.zeros((4, 1000)), stage([SamplingParams(seed=seed) for seed in range(4)], [5, 6, 7, 8]))
     assert drawn.tolist() == [780, 850, 206, 2]
 

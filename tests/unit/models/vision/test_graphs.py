@@ -33,7 +33,7 @@ class Cuda:
         def end() -> None:
             self.num_ended += 1
 
-        return SimpleNamespace(capture_begin=begin, capture_end=end)
+        return SimpleNamespace(capture_begin=begin, capture_end=end, replay=lambda: None)
 
     @contextmanager
     def on(self, stream: SimpleNamespace) -> Iterator[None]:
@@ -47,8 +47,8 @@ class Cuda:
 class Tower:
     """As much of it as is captured."""
 
-    def __call__(self, patches_PX: torch.Tensor, grids: object) -> torch.Tensor:
-        return patches_PX
+    def __call__(self, patches_FPX: torch.Tensor, grids: object) -> torch.Tensor:
+        return patches_FPX
 
     def tables(self, grids: object) -> None:
         return None
@@ -56,11 +56,11 @@ class Tower:
     def plan(self, grids: object) -> None:
         return None
 
-    def empty_patches(self, grids: Sequence[Grid]) -> torch.Tensor:
-        return torch.zeros(sum(t * h * w for t, h, w in grids), 1)
+    def empty_patches(self, grids: Sequence[Grid], num_frames: int) -> torch.Tensor:
+        return torch.zeros(num_frames, sum(t * h * w for t, h, w in grids), 1)
 
-    def compute(self, patches_PX: torch.Tensor, tables: object) -> torch.Tensor:
-        return patches_PX
+    def compute(self, patches_FPX: torch.Tensor, tables: object) -> torch.Tensor:
+        return patches_FPX
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_all_captures_are_on_one_stream(cuda: Cuda) -> None:
     graphs = TowerGraphs(Tower())  # type: ignore[arg-type]
     for i in range(1, 2 * NUM_STREAMS):
         for _ in range(SIGHTINGS):
-            graphs(torch.zeros(4 * i, 1), [(1, 2, 2 * i)])
+            graphs(torch.zeros(1, 4 * i, 1), [(1, 2, 2 * i)])
         assert graphs.capture_one()
     assert len(set(cuda.captured_on)) == 1 and -1 not in cuda.captured_on
 
@@ -90,11 +90,21 @@ def test_a_capture_without_memory_is_given_up(cuda: Cuda, monkeypatch: pytest.Mo
     tower = Tower()
     graphs = TowerGraphs(tower)  # type: ignore[arg-type]
 
-    def fail(patches_PX: torch.Tensor, tables: object) -> torch.Tensor:
+    def fail(patches_FPX: torch.Tensor, tables: object) -> torch.Tensor:
         raise problem
 
     monkeypatch.setattr(tower, "compute", fail)
     for _ in range(SIGHTINGS):
-        graphs(torch.zeros(4, 1), [(1, 2, 2)])
+        graphs(torch.zeros(1, 4, 1), [(1, 2, 2)])
     assert graphs.capture_one() and cuda.num_ended == 1 and cuda.current == [-1]
-    assert not graphs.capture_one() and len(graphs(torch.zeros(4, 1), [(1, 2, 2)])) == 4
+    assert not graphs.capture_one() and graphs(torch.zeros(1, 4, 1), [(1, 2, 2)]).shape[1] == 4
+
+
+def test_a_pair_has_a_graph_of_its_own(cuda: Cuda) -> None:
+    """Red if an image and a frame pair of one grid share a graph: it would read one frame of the two."""
+    graphs = TowerGraphs(Tower())  # type: ignore[arg-type]
+    for num_frames in (1, 2):
+        for _ in range(SIGHTINGS):
+            graphs(torch.zeros(num_frames, 4, 1), [(1, 2, 2)])
+        assert graphs.capture_one()
+        assert len(graphs(torch.zeros(num_frames, 4, 1), [(1, 2, 2)])) == num_frames

@@ -22,8 +22,8 @@ from models.backends.hopper.prefill_attention import PrefillAttention
 
 CPU = torch.device("cpu")
 HEADS = (4, 2)
-TOKENS = [[70, 13, 0, 1, 1, 1], [0, 1, 82, 1, 1, 1], [83, 0, 0, 1, 1, 1], [70, 13, 0, 1, 1, 1]]  # three prompts, three decode rows
-LENGTHS = [[300, 90, 0, 200, 17, 1], [0, 500, 82, 1, 1, 30], [83, 0, 0, 400, 400, 400], [70, 13, 0, 1, 1, 700]]
+TOKENS = [[70, 13, 0, 1, 1, 1], [0, 1, 82, 2, 1, 0], [83, 0, 0, 1, 1, 1], [70, 13, 0, 3, 0, 0]]  # three prompts, up to three decode rows
+LENGTHS = [[300, 90, 0, 200, 17, 1], [0, 500, 82, 300, 1, 0], [83, 0, 0, 400, 400, 400], [70, 13, 0, 700, 0, 0]]
 
 
 @pytest.fixture

@@ -44,6 +44,26 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
 
 
 @interpreted
+@pytest.mark.parametrize("count", [3, 37])
+def test_heads_of_which_a_quarter_is_rotated(count: int) -> None:
+    """Red if what is not rotated is lost, or normalised without the rest; if weights are not float32; if a row is as wide as its heads."""
+    generator, num_heads, kv_heads, head_dim = torch.Generator().manual_seed(0), 6, 2, 64
+    inputs = torch.randn(count, (2 * num_heads + 2 * kv_heads) * head_dim, generator=generator)
+    qkv = inputs[:, : (num_heads + 2 * kv_heads) * head_dim]
+    qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])
+    tables = random_tables(count, head_dim // 4, generator)
+    weights = torch.randn(2, head_dim, generator=generator)
+    args = *weights, 1e-3, tables, torch.randperm(40, generator=generator)[:count]
+    pools = [(torch.zeros(10, 4, kv_heads, head_dim), torch.zeros(10, 4, kv_heads, head_dim)) for _ in range(2)]
+    expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args), pools[0])
+    from models.backends.portable import text
+
+    ours = text.norm_rope_store(NewHeads(qkv, *args), pools[1])
+    for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_rotary_rows(count: int) -> None:
     """Red if a pair follows another axis. Positions as far as a context goes, cut from a longer array."""

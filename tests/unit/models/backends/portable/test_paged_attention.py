@@ -1,5 +1,7 @@
 """The Triton attention in the interpreter against torch in float64: any mix of rows, parts and padding, eager and of a fixed shape."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,14 @@ from models.batch import AttentionLayout
 from tests.unit.models.backends.hopper.attention_step import Step, indptr
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
 
-HEADS = [(4, 4), (8, 2), (16, 1)]
+HEADS = [(4, 4), (8, 2), (12, 2), (16, 1)]
 MIXES = {  # tokens of prompts: lengths of all rows
     (): [1, 15, 16, 17, 300],
     (5, 1, 9): [5, 40, 200, 33, 1],
     (66, 9): [66, 120, 7],
     (3, 70): [99, 70],
 }
+SHORT = {(): [2, 3, 1, 8, 5, 8], (66, 9): [4, 1, 8, 7, 6]}  # tokens of prompts: those of rows that verify drafts
 
 
 @starts_interpreter
@@ -22,11 +25,12 @@ def test_attention_in_the_interpreter(interpreted_files: list[str]) -> None:
     run_interpreted(interpreted_files)
 
 
-def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0) -> Step:
+def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0, short: Sequence[int] | None = None) -> Step:
+    """With decode rows behind the prompts, or rows of `short` tokens."""
     from dataclasses import replace
 
-    decodes = len(lengths) - len(tokens)
-    step = Step.build(lengths, heads, 16, 16, tokens=[*tokens, *[1] * decodes], seed=seed).with_finite_values()
+    behind = [1] * (len(lengths) - len(tokens)) if short is None else short
+    step = Step.build(lengths, heads, 16, 16, tokens=[*tokens, *behind], seed=seed).with_finite_values()
     return replace(step, layout=replace(step.layout, num_prefill_rows=len(tokens)))
 
 
@@ -51,6 +55,21 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", SHORT)
+@pytest.mark.parametrize("context", [0, 250])
+def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int], context: int) -> None:
+    """Red if a draft sees one behind it, or misses one before it: also where its row has two groups of tokens, or several parts."""
+    from models.backends.portable.paged_attention import PagedAttention
+
+    lengths = [*tokens, *(context + count for count in SHORT[tokens])]
+    step = step_of(tokens, lengths, heads, short=SHORT[tokens])
+    attention = PagedAttention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
+    attention.plan(step.layout)
+    torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 0), (20, 3), (80, 3)])
 def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
     """One backend for steps of many layouts of its shape, as in a CUDA graph: plans have one size, what is not planned is not written."""
@@ -62,8 +81,9 @@ def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
         rng = np.random.default_rng(seed)
         cuts = np.sort(rng.integers(0, num_tokens + 1, max(0, num_rows - 1)))
         tokens = tuple(int(n) for n in np.diff([0, *cuts, num_tokens])) if num_rows else ()
-        lengths = [*(n + int(rng.integers(0, 90)) * (n > 0) for n in tokens), *(int(n) for n in rng.integers(1, 200, decodes))]
-        step = step_of(tokens, lengths, heads, seed)
+        short = [[1, 1, 1], [2, 1, 0], [3, 0, 0], [1, 2, 0]][seed]
+        lengths = [n + int(rng.integers(0, 200)) * (n > 0) for n in [*tokens, *short]]
+        step = step_of(tokens, lengths, heads, seed, short)
         make = fixed_attention_factory([step.pool], heads[0], small_tiles(), num_rows, decodes, 64)  # type: ignore[arg-type]
         attention = make(num_tokens, decodes, num_rows)
         arrays = attention.plan_arrays(step.layout)

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from engine.params import SamplingParams
+from engine.worker.sampling.draws import draws_of
 from models.backends.torch.sampling import TorchSampling
 from models.sampling import IN_PROMPT, OFF, DrawParams
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
@@ -21,19 +23,8 @@ def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
 
 
 def params_of(rows: list[tuple[float, int, float, float]], max_top_k: int, seed: int) -> DrawParams:
-    inverse, top_k, top_p, min_p = zip(*rows, strict=True)
-    wide = [i for i, (_, k, p, m) in enumerate(rows) if k > max_top_k or (k == 0 and (p < 1 or m > 0))]
-    generator = torch.Generator().manual_seed(seed)
-    return DrawParams(
-        inverse_temperature=torch.tensor(inverse),
-        top_p=torch.tensor(top_p),
-        log_min_p=torch.tensor(min_p).log(),
-        top_k=torch.tensor(top_k, dtype=torch.int32),
-        key=torch.randint(-(2**31), 2**31, (len(rows),), generator=generator).int(),
-        wide=torch.tensor(wide) if wide else None,
-        largest_top_k=max((k for k in top_k if k <= max_top_k), default=0),
-        is_greedy=not any(inverse),
-    )
+    params = [SamplingParams(temperature=1 / x if x else 0.0, top_k=k, top_p=p, min_p=m, seed=seed) for x, k, p, m in rows]
+    return draws_of(params, range(len(rows)), max_top_k, CPU).params
 
 
 def make_logits(kind: str, rows: int, vocab_size: int, seed: int) -> torch.Tensor:

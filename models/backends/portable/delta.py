@@ -1,0 +1,365 @@
+"""Gated DeltaNet in Triton (`layers.delta`). Convolution and gates, then decode rows token by token, and rows of prompts in chunks:
+
+    _prepare, each chunk for itself:    (I + L) U = beta V,  (I + L) W = beta e^G K,  P = [q_i k_j e^(G_i - G_j) for j <= i]
+    _scan, a row's chunks in order:     U' = U - W S,  O = e^G Q S + P U',  S = e^(G_last) S + K' (e^(G_last - G) U')
+
+The system is solved by blocks of 16 and substitution: powers of L would lose every digit where keys are alike. Which rows begin where is
+read on the device, so a captured graph serves any. Operands have the model's dtype, sums and states are float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
+from models.backends.portable.tuned import DELTA, DeltaTiles
+
+BLOCK = 16  # of the triangular system
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
+    """Logarithms of the decay, 0 outside."""
+    a = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside, 0.0).to(tl.float32) + tl.load(dt_bias + head)
+    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return tl.where(inside, -tl.exp(tl.load(a_log + head)) * softplus, 0.0)
+
+
+@triton.jit
+def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
+    """beta, 0 outside."""
+    b = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + head, inside, 0.0).to(tl.float32)
+    return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _convolve(
+    inputs: tensor, conv: tensor, before: tensor, rows: tensor, starts: tensor, out: tensor, num_tokens: tensor, num_rows: tensor,
+    stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr, TOKENS: constexpr,
+    ROWS: constexpr,
+) -> None:  # fmt: skip
+    """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
+    token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    inside = token < num_tokens
+    every = tl.arange(0, ROWS)
+    first = tl.load(starts + every, every < num_rows, 2147483647)
+    row = tl.sum((first[None, :] <= token[:, None]).to(tl.int32), 1) - 1
+    start = tl.load(starts + row, inside, 0)
+    kept = before + tl.load(rows + row, inside, 0) * row_stride
+    channel = head * DIM + tl.arange(0, DIM)
+    total = tl.zeros((TOKENS, DIM), tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1) + tap
+        is_new = at >= start
+        new = tl.load(inputs + at.to(tl.int64)[:, None] * stride + channel[None, :], (inside & is_new)[:, None], 0.0)
+        place = (TAPS - 1 + at - start)[:, None] * CHANNELS + channel[None, :]
+        old = tl.load(kept[:, None] + place, (inside & (at < start))[:, None], 0.0)
+        total += (new.to(tl.float32) + old.to(tl.float32)) * tl.load(conv + channel * TAPS + tap).to(tl.float32)[None, :]
+    total = total.to(out.dtype.element_ty).to(tl.float32)
+    value = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty).to(tl.float32)
+    if head < 2 * KEY_HEADS:
+        length = tl.rsqrt(tl.sum(value * value, 1) + L2_EPS)
+        if head < KEY_HEADS:
+            length *= DIM**-0.5
+        value *= length[:, None]
+    place = token.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def _keep_inputs(
+    inputs: tensor, before: tensor, rows: tensor, starts: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, TAPS: constexpr,
+    WIDTH: constexpr,
+) -> None:  # fmt: skip
+    """Program (r, c): the last inputs of row r, WIDTH channels. What is read lies behind what was written."""
+    row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if start == end:
+        return
+    inside = channel < CHANNELS
+    kept = before + tl.load(rows + row) * row_stride + channel
+    for tap in tl.static_range(TAPS - 1):
+        at = end - (TAPS - 1) + tap
+        if at >= start:
+            value = tl.load(inputs + at.to(tl.int64) * stride + channel, inside, 0.0)
+        else:
+            value = tl.load(kept + (TAPS - 1 + at - start) * CHANNELS, inside, 0.0)
+        tl.store(kept + tap * CHANNELS, value, inside)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def _step(
+    mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
+    first_row: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
+    COLUMNS: constexpr,
+) -> None:  # fmt: skip
+    """Program (r, h, v): the tokens of row `first_row` + r, one after the other, for head h and COLUMNS values."""
+    row, head = first_row + tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if start == end:
+        return
+    key, column = tl.arange(0, DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.load(rows + row) * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
+    state = tl.load(memory + place)
+    key_head = head // (HEADS // KEY_HEADS)
+    for number in range(0, end - start):
+        token = start.to(tl.int64) + number
+        line = mixed + token * CHANNELS
+        q = tl.load(line + key_head * DIM + key).to(tl.float32)
+        k = tl.load(line + (KEY_HEADS + key_head) * DIM + key).to(tl.float32)
+        v = tl.load(line + (2 * KEY_HEADS + head) * DIM + column).to(tl.float32)
+        state *= tl.exp(_gates_of(gates, a_log, dt_bias, token, end > start, head, HEADS))
+        change = (v - tl.sum(state * k[:, None], 0)) * _rates_of(gates, token, end > start, head, HEADS)
+        state += k[:, None] * change[None, :]
+        result = tl.sum(state * q[:, None], 0)
+        tl.store(out + (token * HEADS + head) * DIM + column, result.to(out.dtype.element_ty))
+    tl.store(memory + place, state)
+
+
+@triton.jit
+def _inverse(system: tensor, SIZE: constexpr) -> tensor:
+    """Of I + L, for L strictly below the diagonal."""
+    index = tl.arange(0, SIZE)
+    result = (index[:, None] == index[None, :]).to(tl.float32)
+    for i in tl.static_range(1, SIZE):
+        line = tl.sum(tl.where(index[:, None] == i, system, 0.0), 0)
+        update = tl.sum(line[:, None] * result, 0)
+        result = tl.where(index[:, None] == i, result - update[None, :], result)
+    return result
+
+
+@triton.jit
+def _coupling(k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, EXACT: constexpr) -> tensor:
+    """A block of L."""
+    products = tl.dot(k, tl.trans(other), input_precision="ieee" if EXACT else None)
+    exponent = sums[:, None] - other_sums[None, :]
+    if DIAGONAL:
+        index = tl.arange(0, k.shape[0])
+        below = index[:, None] > index[None, :]
+        return tl.where(below, beta[:, None] * products * tl.exp(tl.where(below, exponent, 0.0)), 0.0)
+    return beta[:, None] * products * tl.exp(exponent)
+
+
+@triton.jit
+def _times(left: tensor, right: tensor, EXACT: constexpr) -> tensor:
+    return tl.dot(left, right, input_precision="ieee" if EXACT else "tf32")
+
+
+@triton.jit
+def _solve(
+    b: tensor, x0: tensor, x1: tensor, x2: tensor, l0: tensor, l1: tensor, l2: tensor, inverse: tensor, EXACT: constexpr,
+) -> tensor:  # fmt: skip
+    """The next block of the solution; of blocks that are not known yet, x and l are zeros."""
+    b -= _times(l0, x0, EXACT)
+    b -= _times(l1, x1, EXACT)
+    b -= _times(l2, x2, EXACT)
+    return _times(inverse, b, EXACT)
+
+
+@triton.jit
+def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr, ROWS: constexpr) -> tuple[tensor, tensor]:
+    """First token of a chunk, and the end of its row; chunks are counted row after row. The end is 0 if there are not so many."""
+    row = tl.arange(0, ROWS)
+    inside = row < num_rows
+    first, end = tl.load(starts + row, inside, 0), tl.load(starts + row + 1, inside, 0)
+    counts = (end - first + CHUNK - 1) // CHUNK
+    ends = tl.cumsum(counts, 0)
+    mine = (ends > chunk) & (ends - counts <= chunk)
+    token = tl.sum(tl.where(mine, first + (chunk - ends + counts) * CHUNK, 0), 0)
+    return token, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _prepare(
+    mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
+    num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
+    ROWS: constexpr, EXACT: constexpr,
+) -> None:  # fmt: skip
+    """Program (c, h): chunk c of head h, four blocks of SIZE."""
+    first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
+    if end == 0:
+        return
+    head = tl.program_id(1)
+    key_head = head // (HEADS // KEY_HEADS)
+    dim = tl.arange(0, DIM)
+    query_at, key_at, value_at = key_head * DIM + dim, (KEY_HEADS + key_head) * DIM + dim, (2 * KEY_HEADS + head) * DIM + dim
+    whole = first + tl.arange(0, CHUNK)
+    there = whole < end
+    total = tl.cumsum(_gates_of(gates, a_log, dt_bias, whole, there, head, HEADS), 0)
+    tl.store(sums + whole.to(tl.int64) * HEADS + head, total, there)
+    lines = mixed + whole.to(tl.int64)[:, None] * CHANNELS
+    queries = tl.load(lines + query_at[None, :], there[:, None], 0.0)
+    keys = tl.load(lines + key_at[None, :], there[:, None], 0.0)
+    index = whole - first
+    seen = index[:, None] >= index[None, :]
+    products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else None)
+    attended = tl.where(seen, products * tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
+    place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
+    tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
+
+    zeros, none = tl.zeros((SIZE, DIM), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+    u0, u1, u2, w0, w1, w2 = zeros, zeros, zeros, zeros, zeros, zeros
+    k0, k1, k2 = zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty)
+    s0, s1, s2, carry = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), 0.0
+    for block in tl.static_range(CHUNK // SIZE):
+        token = first + block * SIZE + tl.arange(0, SIZE)
+        inside = token < end
+        line = mixed + token.to(tl.int64)[:, None] * CHANNELS
+        k = tl.load(line + key_at[None, :], inside[:, None], 0.0)
+        v = tl.load(line + value_at[None, :], inside[:, None], 0.0).to(tl.float32)
+        beta = _rates_of(gates, token, inside, head, HEADS)
+        decay = _gates_of(gates, a_log, dt_bias, token, inside, head, HEADS)
+        s = carry + tl.cumsum(decay, 0)
+        carry += tl.sum(decay, 0)
+        inverse = _inverse(_coupling(k, k, beta, s, s, True, EXACT), SIZE)
+        l0, l1, l2 = none, none, none
+        if block > 0:
+            l0 = _coupling(k, k0, beta, s, s0, False, EXACT)
+        if block > 1:
+            l1 = _coupling(k, k1, beta, s, s1, False, EXACT)
+        if block > 2:
+            l2 = _coupling(k, k2, beta, s, s2, False, EXACT)
+        u_new = _solve(beta[:, None] * v, u0, u1, u2, l0, l1, l2, inverse, EXACT)
+        w_new = _solve((beta * tl.exp(s))[:, None] * k.to(tl.float32), w0, w1, w2, l0, l1, l2, inverse, EXACT)
+        place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+        tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
+        tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])
+        if block == 0:
+            u0, w0, k0, s0 = u_new, w_new, k, s
+        elif block == 1:
+            u1, w1, k1, s1 = u_new, w_new, k, s
+        elif block == 2:
+            u2, w2, k2, s2 = u_new, w_new, k, s
+
+
+@triton.jit
+def _scan(
+    mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
+    row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr,
+    STAGES: constexpr, EXACT: constexpr,
+) -> None:  # fmt: skip
+    """Program (r, h, v): the chunks of row r for head h and COLUMNS values."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if start == end:
+        return
+    key, index, column = tl.arange(0, DIM), tl.arange(0, CHUNK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.load(rows + row) * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
+    state = tl.load(memory + place)
+    key_head = head // (HEADS // KEY_HEADS)
+    dtype = mixed.dtype.element_ty
+    for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+        token = first + index
+        inside = token < end
+        line, mine = token.to(tl.int64)[:, None] * CHANNELS, (token.to(tl.int64) * HEADS + head)[:, None]
+        q = tl.load(mixed + line + key_head * DIM + key[None, :], inside[:, None], 0.0)
+        k = tl.load(mixed + line + (KEY_HEADS + key_head) * DIM + key[None, :], inside[:, None], 0.0)
+        w_here = tl.load(w + mine * DIM + key[None, :], inside[:, None], 0.0)
+        changes = tl.load(u + mine * DIM + column[None, :], inside[:, None], 0.0).to(tl.float32)
+        attended = tl.load(p + mine * CHUNK + index[None, :], inside[:, None], 0.0)
+        total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
+        last = tl.min(total, 0)  # sums never grow
+        rounded = state.to(dtype)
+        changes -= tl.dot(w_here, rounded, input_precision="ieee" if EXACT else None)
+        result = tl.dot(q, rounded, input_precision="ieee" if EXACT else None) * tl.exp(total)[:, None]
+        result = tl.dot(attended, changes.to(dtype), result, input_precision="ieee" if EXACT else None)
+        left = (changes * tl.exp(last - total)[:, None]).to(dtype)
+        state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision="ieee" if EXACT else None)
+        tl.store(out + mine * DIM + column[None, :], result.to(out.dtype.element_ty), inside[:, None])
+    tl.store(memory + place, state)
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def _gated_norm(
+    o: tensor, z: tensor, weight: tensor, out: tensor, eps: tensor, num_lines: tensor, stride: tensor, HEADS: constexpr, DIM: constexpr,
+    LINES: constexpr,
+) -> None:  # fmt: skip
+    """Program i: LINES heads of tokens."""
+    line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
+    inside = (line < num_lines)[:, None]
+    value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
+    gate = tl.load(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+    value = value.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
+    value = value.to(out.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + line[:, None] * DIM + dim[None, :], value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr) -> None:
+    """Program (t, i): BLOCK values of token t."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    logit = tl.load(gate + token * stride + column // GROUP, inside, 0.0).to(tl.float32)
+    value = tl.load(x + token * WIDTH + column, inside, 0.0).to(tl.float32) / (1.0 + tl.exp(-logit))
+    tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
+
+
+def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
+    """As `Ops.gate_`."""
+    num_tokens, width = x_TX.shape
+    assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(width))
+    if num_tokens:
+        _gate[(num_tokens, triton.cdiv(width, block))](
+            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block
+        )
+
+
+def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:
+    """As `Ops.delta_rule_`, for heads of as many keys as values, a power of two."""
+    memory, before = state.recurrent_RHKV, state.inputs_RWC
+    num_heads, dim, value_dim = memory.shape[1:]
+    assert dim == value_dim == heads.key_dim and heads.inputs_TX.stride(1) == 1 and heads.gates_TX.is_contiguous()
+    num_tokens, num_rows, stride = len(heads.inputs_TX), len(rows.rows_R), heads.inputs_TX.stride(0)
+    channels, taps = heads.conv_CW.shape
+    sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
+    mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
+    tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
+    _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
+        heads.inputs_TX, heads.conv_CW, before, rows.rows_R, rows.starts_R1, mixed_TC, num_tokens, num_rows, stride, before.stride(0),
+        CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=triton.next_power_of_2(num_rows),
+    )  # fmt: skip
+    _keep_inputs[(num_rows, triton.cdiv(channels, tiles.channels))](
+        heads.inputs_TX, before, rows.rows_R, rows.starts_R1, stride, before.stride(0),
+        CHANNELS=channels, TAPS=taps, WIDTH=tiles.channels,
+    )  # fmt: skip
+    o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
+    if rows.num_prefill_rows:
+        _chunked(heads, memory, rows, mixed_TC, o_THV, tiles, sizes)
+    if num_rows > rows.num_prefill_rows:
+        columns = min(dim, tiles.step_columns)
+        _step[(num_rows - rows.num_prefill_rows, num_heads, dim // columns)](
+            mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, rows.rows_R, rows.starts_R1, o_THV,
+            rows.num_prefill_rows, memory.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
+        )  # fmt: skip
+    out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
+    lines = num_tokens * num_heads
+    _gated_norm[(triton.cdiv(lines, tiles.lines),)](
+        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride, HEADS=num_heads, DIM=dim, LINES=tiles.lines
+    )
+    return out_TX
+
+
+def _chunked(
+    heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, tiles: DeltaTiles,
+    sizes: dict[str, int],
+) -> None:  # fmt: skip
+    """Rows of prompts. There are at most so many chunks as if each row had one that is not full."""
+    num_tokens, num_heads, dim = o_THV.shape
+    num_rows, exact = rows.num_prefill_rows, mixed_TC.dtype == torch.float32
+    num_chunks = num_tokens // DELTA_CHUNK + num_rows
+    u_THV, w_THV = torch.empty_like(o_THV), torch.empty_like(o_THV)
+    p_THC = mixed_TC.new_empty((num_tokens, num_heads, DELTA_CHUNK))
+    sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
+    _prepare[(num_chunks, num_heads)](
+        mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=triton.next_power_of_2(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
+    )  # fmt: skip
+    columns = min(dim, tiles.scan_columns)
+    _scan[(num_rows, num_heads, dim // columns)](
+        mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, o_THV, memory.stride(0),
+        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=tiles.scan_stages, EXACT=exact, num_warps=tiles.scan_warps, **sizes,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Gated DeltaNet: attention whose cache is one matrix a head, however long the sequence is (arXiv 2412.06464, and a convolution before it).
+
+    x ── in_proj ──┬─ q, k, v ── conv over 4 tokens, SiLU ──▶ delta rule: S = e^g S + k (beta (v - (e^g S)' k))',  o = S' q
+                   ├─ z ────────────────────────────────────────────────────▶ norm(o) * silu(z) ── out_proj ──▶
+                   └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+
+The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32, then
+the last inputs of the convolution (kernel - 1, channels) in the model's dtype.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from models.backends.ops import DeltaHeads, DeltaState, Normed, Residual
+from models.config import DeltaConfig, TextConfig
+from models.layers.checkpoint import CheckpointTensor
+from models.layers.decoder import LayerContext, Mixer
+from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
+from models.parallel import TensorParallel
+
+
+class Convolution(nn.Module):
+    """Of each channel over the last tokens; this rank's channels."""
+
+    def __init__(self, parts: list[Part], kernel_size: int, setup: Setup) -> None:
+        super().__init__()
+        self._parts = parts
+        self.weight = setup.parameter(sum(part.rows for part in parts), kernel_size)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        row, width = 0, self.weight.shape[1]
+        for part in self._parts:
+            target = self.weight.data[row : row + part.rows, None]
+            yield CheckpointTensor(f"{prefix}.weight", (part.total_rows, 1, width), (slice(part.start, part.start + part.rows),), target)
+            row += part.rows
+
+
+class HeadValues(nn.Module):
+    """A value for each value head, in float32; this rank's."""
+
+    def __init__(self, num_heads: int, setup: Setup) -> None:
+        super().__init__()
+        self.tp = setup.tp
+        self.values = setup.parameter(setup.tp.share(num_heads, "linear_num_value_heads"), dtype=torch.float32)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        count, rank = len(self.values), self.tp.rank
+        yield CheckpointTensor(prefix, (count * self.tp.size,), (slice(rank * count, (rank + 1) * count),), self.values.data)
+
+
+class GatedDeltaNet(Mixer):
+    """Projections around the delta rule; this rank's heads."""
+
+    def __init__(self, layer: int, config: TextConfig, setup: Setup) -> None:
+        super().__init__()
+        assert config.delta is not None
+        self.ordinal, self.ops, self.eps = config.ordinal(layer), setup.ops, config.rms_norm_eps
+        self._delta, hidden, num_heads = config.delta, config.hidden_size, config.delta.num_value_heads
+        width = num_heads * config.delta.value_dim
+        heads, self._num_key_heads = _head_parts(config.delta, setup.tp)
+        self.in_proj = FusedColumnParallelLinear(hidden, [*heads, even_part("in_proj_z", width, setup.tp)], config.is_fp8, setup)
+        gates = [even_part(name, num_heads, setup.tp) for name in ("in_proj_b", "in_proj_a")]
+        self.in_gates = FusedColumnParallelLinear(hidden, gates, False, setup)
+        self.conv1d = Convolution(heads, config.delta.kernel_size, setup)
+        self.A_log, self.dt_bias = HeadValues(num_heads, setup), HeadValues(num_heads, setup)
+        self.norm = nn.ParameterDict({"weight": setup.parameter(config.delta.value_dim)})
+        self.out_proj = RowParallelLinear(width, hidden, config.is_fp8, setup)
+
+    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
+        """(T, H * V): what `out_proj` takes."""
+        assert context.states is not None and context.rows is not None
+        inputs_TX, gates_TX = self.ops.linear(x_TD, self.in_proj.weight), self.ops.linear(x_TD, self.in_gates.weight)
+        weights = self.conv1d.weight, self.A_log.values, self.dt_bias.values, self.norm["weight"], self.eps
+        heads = DeltaHeads(inputs_TX, gates_TX, *weights, self._num_key_heads, self._delta.key_dim)
+        return self.ops.delta_rule_(heads, self._state(context.states.layer(self.ordinal)), context.rows)
+
+    def store(self, x_TD: Normed, context: LayerContext) -> None:
+        self.forward(x_TD, context)
+
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
+        self.out_proj.add_(residual, mixed_TX)
+
+    def quantize_(self) -> None:
+        quantize_(self.in_proj)
+        quantize_(self.out_proj)
+
+    def _state(self, bytes_RB: torch.Tensor) -> DeltaState:
+        """Views of a layer's states."""
+        shape = len(self.A_log.values), self._delta.key_dim, self._delta.value_dim
+        size = 4 * torch.Size(shape).numel()
+        channels, kernel_size = self.conv1d.weight.shape
+        inputs_RX = bytes_RB[:, size:].view(self.conv1d.weight.dtype)
+        return DeltaState(bytes_RB[:, :size].view(torch.float32).unflatten(1, shape), inputs_RX.unflatten(1, (kernel_size - 1, channels)))
+
+
+def _head_parts(delta: DeltaConfig, tp: TensorParallel) -> tuple[list[Part], int]:
+    """Of the matrix of queries, keys and values, this rank's heads; and how many of keys."""
+    num_keys, num_values = tp.share(delta.num_key_heads, "linear_num_key_heads"), tp.share(delta.num_value_heads, "linear_num_value_heads")
+    keys, values = num_keys * delta.key_dim, num_values * delta.value_dim
+    parts, first = [], 0
+    for rows in (keys, keys, values):
+        parts.append(Part("in_proj_qkv", delta.conv_width, first + tp.rank * rows, rows))
+        first += rows * tp.size
+    return parts, num_keys

@@ -1,0 +1,28 @@
+"""Qwen3.5, 3.6 and 3.8: the tower of Qwen3-VL without DeepStack, and a decoder most of whose layers have Gated DeltaNet in place of
+attention. What attention is left has gated outputs and rotates a quarter of each head. Norms are stored as their distance from 1, except
+that inside DeltaNet.
+
+    [DeltaNet, DeltaNet, DeltaNet, attention] x n, or as `layer_types` says; behind each SwiGLU, or experts of which all tokens share one
+"""
+
+import torch
+
+from models.backends.backend import Backend
+from models.config import ModelConfig, TextConfig
+from models.layers.decoder import DecoderLayer, SelfAttention
+from models.layers.delta import GatedDeltaNet
+from models.layers.linear import Setup
+from models.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+
+NORM_OFFSET = 1.0
+
+
+def qwen3_5(config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> Qwen3VL:
+    return Qwen3VL(config, tp, backend, dtype, hybrid_layer, NORM_OFFSET)
+
+
+def hybrid_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
+    if layer in config.delta_layers:
+        return DecoderLayer(GatedDeltaNet(layer, config, setup), config, setup, NORM_OFFSET)
+    return DecoderLayer(SelfAttention(layer, config, setup, NORM_OFFSET, is_gated=True), config, setup, NORM_OFFSET)

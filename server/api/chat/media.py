@@ -1,0 +1,149 @@
+"""Images and videos in the content of messages, and what a request says of all of them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from server.http.validate import OneOf, Open, Strict
+
+LOW_DETAIL_PIXELS = 512 * 512
+MAX_FRAMES = 4096  # of one video
+
+Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
+Rate = Annotated[float, Field(gt=0, le=1000)]
+FrameCount = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
+FrameNumber = Annotated[int, Field(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Field(ge=0, le=1e7)]
+Uuid = Annotated[str, Field(min_length=1, max_length=1024)]
+FrameNumbers = Annotated[list[FrameNumber], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
+FrameTimes = Annotated[list[Seconds], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
+
+
+class PixelLimits(Strict):
+    """The area of an image after resizing, of a video the sum over its frames; None is the checkpoint's own limit."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+
+
+class VideoOptions(PixelLimits):
+    """Which frames of a video are seen, `fps` of them a second or `num_frames`, and how large they are."""
+
+    fps: Rate | None = None
+    num_frames: FrameCount | None = None
+    min_frames: FrameCount | None = None
+    max_frames: FrameCount | None = None
+    max_tokens_per_frame: Annotated[int, Field(ge=1, lt=1 << 20)] | None = None
+    do_sample_frames: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "VideoOptions":
+        if self.fps is not None and self.num_frames is not None:
+            raise ValueError("takes `fps` or `num_frames`, not both")
+        return self
+
+
+class PixelSizes(Strict):
+    """transformers' names of `min_pixels` and `max_pixels`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shortest_edge: Pixels | None = None
+    longest_edge: Pixels | None = None
+
+
+class ProcessorKwargs(VideoOptions):
+    """For all images and videos of a request. What else there may be for other models is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    size: PixelSizes | None = None
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "ProcessorKwargs":
+        if self.size is not None:
+            self.min_pixels = self.min_pixels or self.size.shortest_edge
+            self.max_pixels = self.max_pixels or self.size.longest_edge
+        return self
+
+
+class VideoIo(Strict):
+    """vLLM's: of a file, which frames are read; of frames, where they are from. `num_frames` -1 is all."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_frames: Literal[-1] | FrameCount | None = None
+    fps: Annotated[float, Field(ge=-1, le=1000)] | None = None
+    do_sample_frames: bool | None = None
+    frames_indices: FrameNumbers | None = None
+    total_num_frames: FrameNumber | None = None
+    duration: Seconds | None = None
+
+
+class MediaIoKwargs(Strict):
+    """For all videos of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    video: VideoIo | None = None
+
+
+class ImageUrl(PixelLimits, Open):
+    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
+
+    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
+
+    url: str | None
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class VideoUrl(VideoOptions, Open):
+    """Where the video is: a file, or `data:video/jpeg;base64,` and frames with commas between."""
+
+    url: str | None
+
+
+def _url_object(value: object) -> object:
+    return {"url": value} if isinstance(value, str | None) else value
+
+
+def nearest(options: Sequence[PixelLimits]) -> tuple[int | None, int | None]:
+    """Least and most pixels of the first that tells."""
+    least = next((one.min_pixels for one in options if one.min_pixels is not None), None)
+    return least, next((one.max_pixels for one in options if one.max_pixels is not None), None)
+
+
+class ImagePart(PixelLimits, Open):
+    """With a `uuid`, the URL may be null the next time."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
+    uuid: Uuid | None = None
+
+    def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
+        """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
+        return *nearest((self.image_url, self, others)), LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
+
+
+class FrameOptions(VideoOptions, Open):
+    """Of frames that are sent one by one, `fps` is the rate of what they were taken from, of which `frames_indices` are numbers;
+    `timestamps` are seconds, and say both."""
+
+    frames_indices: FrameNumbers | None = None
+    timestamps: FrameTimes | None = None
+    uuid: Uuid | None = None
+
+
+class VideoPart(FrameOptions):
+    """With a `uuid`, the URL may be null the next time."""
+
+    type: Literal["video_url", "input_video"]
+    video_url: Annotated[VideoUrl, BeforeValidator(_url_object, json_schema_input_type=VideoUrl | str | None)]
+
+
+class FramesPart(FrameOptions):
+    """Frames by their URLs, in their order; or a file's URL."""
+
+    type: Literal["video"]
+    video: Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str, OneOf()]

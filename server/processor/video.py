@@ -1,0 +1,329 @@
+"""Videos of requests, each owned by one object from its bytes to its release. A video is a list of frame pairs, each an item like an image.
+
+    file ──▶ encoded ─┬▶ known: its pairs are files, whose pixels are made if the scheduler asks for one          ──▶ rgb, all at once
+                      └▶ new: looked at, and its frames are decoded                                               ──▶ rgb
+    frames ─▶ images ─┬▶ known pair: a file                                                                       ──▶ rgb, pair by pair
+                      └▶ new pair: two frames are decoded                                                         ──▶ rgb
+
+Pixels are resized where they are decoded, and a pair's hash is of them: the same frames in another file are the same pair.
+"""
+
+import asyncio
+import contextlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from engine.messages import ImageSource, ImageSpan, MediaRef, VideoRef
+from engine.messages import Region as WireRegion
+from models.video import DEFAULT_SOURCE_FPS, VideoGeometry
+from server.errors import PROMPT, RequestError
+from server.processor.base64_text import decode_base64
+from server.processor.decoders import Size
+from server.processor.image import Image, ImageTools, decoded_bytes, start_task
+from server.processor.inspect import PAIR, Allowance, VideoPlan
+from server.processor.pixels import pair_hash
+from server.processor.prompt import Visual
+from server.processor.room import wire
+from server.processor.threads import run
+from server.region import Region
+
+CODES = {"invalid_image": "invalid_video", "image_too_large": "video_too_large"}
+COMMA = re.compile(rb",")
+
+
+class Video(ABC):
+    """One video of one request. Whatever happens, `release` must be awaited once."""
+
+    plan: VideoPlan  # these three after `load`
+    hashes: list[bytes]
+    sources: list[ImageSource]
+
+    def __init__(self, tools: ImageTools, ref: VideoRef):
+        self._tools = tools
+        self._ref = ref
+        self._video: VideoGeometry
+        self._index = 0  # in its request
+        self._regions: list[Region] = []  # to give back
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # that make pixels
+        self.num_bytes = 0  # of the arena, at least, when it is loaded
+
+    async def load(self, index: int, allowance: Allowance) -> None:
+        """As medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
+        self._index = index
+        with self._named():
+            if not self._tools.inspector.takes_videos:
+                raise RequestError(400, "this model takes no videos", code="invalid_value")
+            self._video = self._tools.inspector.video_of(self._ref)
+            await self._load(allowance)
+
+    @property
+    def num_frames(self) -> int:
+        """That are seen; the last one may be seen twice."""
+        return len(self.plan.indices)
+
+    @property
+    def visual(self) -> Visual:
+        return Visual([self.plan.num_tokens] * len(self.hashes), self.plan.times)
+
+    def spans(self, starts: list[int]) -> list[ImageSpan]:
+        """Each pair's placeholders begin at these tokens."""
+        plan, items = self.plan, zip(self.hashes, starts, self.sources, strict=True)
+        return [ImageSpan(digest, start, plan.num_tokens, plan.grid, source) for digest, start, source in items]
+
+    def make_pixels(self, item: int) -> asyncio.Task[None]:
+        """RGB of a pair that is a file, once. Waits for room. Errors as with `load`; cancelled by `release`."""
+        key = self._task_of(item)
+        if key not in self._tasks:
+            self._tasks[key] = start_task(self._make_named(item))
+        return self._tasks[key]
+
+    def source_of(self, item: int) -> ImageSource:
+        return self.sources[item]
+
+    async def release(self) -> None:
+        """Gives all memory back as soon as nobody works on it."""
+        tasks = [task for task in self._tasks.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._tasks = {}  # what they raised names this video
+        for region in self._regions:
+            self._tools.room.give_back(region)
+
+    @abstractmethod
+    async def _load(self, allowance: Allowance) -> None:
+        """Makes plan, hashes and sources."""
+
+    @abstractmethod
+    async def _make(self, item: int) -> None:
+        """file -> rgb"""
+
+    @abstractmethod
+    def _task_of(self, item: int) -> int:
+        """Items with one number become pixels together."""
+
+    def _file(self, encoded: Region) -> ImageSource:
+        return ImageSource("file", wire(encoded), *self.plan.size, num_frames=PAIR)
+
+    def _rgb(self, pixels: Region, pair: int) -> ImageSource:
+        size = self.plan.pair_bytes
+        whole = wire(pixels)
+        return ImageSource("rgb", WireRegion(whole.arena, whole.offset + pair * size, size), *self.plan.size, num_frames=PAIR)
+
+    def _hold(self, region: Region) -> Region:
+        self._regions.append(region)
+        return region
+
+    async def _make_named(self, item: int) -> None:
+        with self._named():
+            await self._make(item)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Tells the client which medium of its request an error is about."""
+        try:
+            yield
+        except RequestError as error:
+            info = error.info
+            code = CODES.get(info.code or "", info.code)
+            raise RequestError(info.status, f"Video {self._index + 1}: {info.message}.", PROMPT, code, info.retry_after) from error
+
+
+class VideoFile(Video):
+    """A file, from which frames are chosen."""
+
+    _encoded: Region
+    _digest: bytes
+
+    async def _load(self, allowance: Allowance) -> None:
+        tools, ref = self._tools, self._ref
+        assert ref.file is not None
+        await self._read(ref.file, allowance)
+        if ref.file.name is not None:
+            tools.named.put(ref.file.name, await run(tools.media_pool, lambda: bytes(self._encoded.view)))
+        self._key = msgspec.msgpack.encode((self._digest, self._video, ref.source_fps))
+        known = tools.known_videos.get(self._key)
+        if known is not None:
+            self.plan, self.hashes = known
+            self.sources = [self._file(self._encoded)] * len(self.hashes)
+            return
+        clip = await tools.video_decoders.look(self._encoded)
+        fps = clip.fps or ref.source_fps or DEFAULT_SOURCE_FPS
+        indices = self._video.sample(clip.num_frames, fps)
+        times = [index / fps for index in indices]
+        self.plan = tools.inspector.plan_video(self._video, indices, times, (clip.height, clip.width))
+        self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
+        await self._decode(await tools.room.take_patiently(self.num_bytes))
+
+    async def _read(self, file: MediaRef, allowance: Allowance) -> None:
+        tools = self._tools
+        if file.payload is not None:
+            await self._unpack(file.payload)
+        else:
+            async with allowance.downloads:
+                self._encoded = await tools.fetch(file, self._hold, tools.max_video_bytes)
+        self._encoded.trim()
+        self._digest = await run(tools.media_pool, lambda: tools.inspector.identify(self._encoded.view, False))
+
+    async def _unpack(self, payload: WireRegion) -> None:
+        """Base64 of a body."""
+        tools = self._tools
+        if decoded_bytes(payload) > tools.max_video_bytes + 3:
+            raise RequestError(413, f"it is larger than {tools.max_video_bytes} bytes", code="media_too_large")
+        text = tools.bodies.view(payload.offset, payload.length)
+        encoded = self._encoded = self._hold(tools.room.take(decoded_bytes(payload)))
+        room = np.frombuffer(encoded.room, np.uint8)
+
+        def unpack() -> None:
+            data = decode_base64(text)
+            encoded.used = len(data)
+            np.copyto(room[: len(data)], np.frombuffer(data, np.uint8))  # without the interpreter lock
+
+        await run(tools.media_pool, unpack)
+
+    async def _make(self, item: int) -> None:
+        await self._decode(await self._tools.room.take_patiently(self.plan.pair_bytes * len(self.hashes)))
+
+    def _task_of(self, item: int) -> int:
+        return 0
+
+    async def _decode(self, pixels: Region) -> None:
+        """All pairs; the file is not needed any more."""
+        tools, plan = self._tools, self.plan
+        self._hold(pixels)
+        parameters = tools.inspector.pair_parameters
+        self.hashes = await tools.video_decoders.read(self._encoded, plan.indices, pixels, plan.size, parameters)
+        pixels.used = pixels.capacity
+        self.sources = [self._rgb(pixels, pair) for pair in range(len(self.hashes))]
+        self._regions.remove(self._encoded)
+        tools.room.give_back(self._encoded)
+        tools.num_decoded += 1
+        tools.known_videos.put(self._key, (plan, self.hashes))
+
+
+class FrameList(Video):
+    """Frames as images, all of which are seen."""
+
+    def __init__(self, tools: ImageTools, ref: VideoRef, frames: list[Image]):
+        super().__init__(tools, ref)
+        self._frames = frames
+        self.num_bytes = sum(frame.num_bytes for frame in frames)
+
+    async def release(self) -> None:
+        await super().release()
+        await asyncio.gather(*(frame.release() for frame in self._frames))
+
+    async def _load(self, allowance: Allowance) -> None:
+        tools, ref = self._tools, self._ref
+        refs = ref.frames
+        if ref.file is not None:
+            refs = await self._cut(ref.file)
+            self._frames = [Image(tools, frame, is_frame=True) for frame in refs]
+        self._check_number(len(self._frames))
+        for frame in self._frames:
+            frame.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, frame in enumerate(self._frames):
+                    group.create_task(self._encode(i, frame, refs[i], allowance))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        first = self._frames[0].header
+        indices = list(range(len(self._frames)))
+        self._frame_size = first.height, first.width
+        self.plan = tools.inspector.plan_video(self._video, indices, self._times(), self._frame_size)
+        await self._load_pairs()
+
+    async def _load_pairs(self) -> None:
+        """Known pairs stay files; the others are decoded."""
+        tools = self._tools
+        num_pairs = len(self.plan.indices) // PAIR
+        known = [tools.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
+        self.hashes = [digest or b"" for digest in known]
+        self.sources = [self._file(self._frame(PAIR * pair).encoded) for pair in range(num_pairs)]
+        new = [pair for pair in range(num_pairs) if known[pair] is None]
+        if not new:
+            return
+        pixels = self._hold(await tools.room.take_patiently(self.plan.pair_bytes * len(new)))
+        pixels.used = pixels.capacity
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, pair in enumerate(new):
+                    group.create_task(self._decode(pair, self._rgb(pixels, i)))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def _check_number(self, num_frames: int) -> None:
+        """Of frames, and of what was said of each. RequestError 400."""
+        self._tools.inspector.check_frames(num_frames)
+        for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
+            if told is not None and len(told) != num_frames:
+                raise RequestError(400, f"it has {num_frames} frames, but {len(told)} {name}", code="invalid_value")
+
+    def _times(self) -> list[float]:
+        ref = self._ref
+        if ref.times is not None:
+            return ref.times
+        return [index / (ref.source_fps or DEFAULT_SOURCE_FPS) for index in ref.indices or range(len(self._frames))]
+
+    async def _cut(self, file: MediaRef) -> list[MediaRef]:
+        """The frames of `data:video/jpeg;base64,f1,f2`."""
+        payload = file.payload
+        if payload is None:
+            header, _, texts = (file.url or "").partition(",")
+            return [MediaRef(url=f"{header},{text}") for text in texts.split(",")]
+        text = self._tools.bodies.view(payload.offset, payload.length)
+        commas = await run(self._tools.media_pool, lambda: [match.start() for match in COMMA.finditer(text)])
+        starts, ends = [0, *(comma + 1 for comma in commas)], [*commas, payload.length]
+        pieces = zip(starts, ends, strict=True)
+        return [MediaRef(WireRegion(payload.arena, payload.offset + start, end - start)) for start, end in pieces]
+
+    async def _encode(self, index: int, frame: Image, ref: MediaRef, allowance: Allowance) -> None:
+        with _frame_named(index):
+            await frame.encode(ref, allowance)
+
+    def _frame(self, position: int) -> Image:
+        """Of those that are seen; the last one may be seen twice."""
+        return self._frames[self.plan.indices[position]]
+
+    def _pair_key(self, pair: int) -> tuple[bytes, bytes, Size]:
+        return self._frame(PAIR * pair).digest, self._frame(PAIR * pair + 1).digest, self.plan.size
+
+    async def _make(self, item: int) -> None:
+        pixels = self._hold(await self._tools.room.take_patiently(self.plan.pair_bytes))
+        pixels.used = pixels.capacity
+        await self._decode(item, self._rgb(pixels, 0))
+
+    def _task_of(self, item: int) -> int:
+        return item
+
+    async def _decode(self, pair: int, source: ImageSource) -> None:
+        """Both frames of a pair, to where the source says."""
+        tools, plan, place = self._tools, self.plan, source.region
+        half = plan.pair_bytes // PAIR
+        for i in range(PAIR):
+            with _frame_named(plan.indices[PAIR * pair + i]):
+                frame = self._frame(PAIR * pair + i)
+                size = await tools.decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
+                if size != self._frame_size:
+                    (height, width), (first_height, first_width) = size, self._frame_size
+                    words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
+                    raise RequestError(400, words, code="invalid_video")
+        pixels = tools.room.arena.view(place.offset, place.length)
+        self.hashes[pair] = await run(tools.media_pool, lambda: pair_hash(tools.inspector.pair_parameters, plan.size, pixels))
+        self.sources[pair] = source
+        tools.known_pairs.put(self._pair_key(pair), self.hashes[pair])
+
+
+@contextlib.contextmanager
+def _frame_named(index: int) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        info = error.info
+        raise RequestError(info.status, f"frame {index + 1}: {info.message}", info.param, info.code, info.retry_after) from error

@@ -1,0 +1,263 @@
+"""PyAV reads video files from memory: what is in one, and the wanted frames as RGB. Runs in processes that may be ended at any time.
+
+Frames are counted as the reference's decoder counts them: packets that are presented, in the order of their times; the rate is their number
+over the time from the first one's beginning to the last one's end.
+"""
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import av
+import av.error
+import numpy as np
+import numpy.typing as npt
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from PIL import Image
+
+from server.errors import RequestError, invalid_video
+from server.processor.video_jobs import Clip, VideoLimits
+
+CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
+SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
+READ_BYTES = 1 << 17
+SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
+TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, -180: Image.Transpose.ROTATE_180, -90: Image.Transpose.ROTATE_270}
+MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+
+Rgb = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Times of all frames in units of the stream, ascending; of those that decoding may begin with: time and where to seek for it."""
+
+    times: list[int]
+    key_times: list[int]
+    seek_times: list[int]
+    fps: float | None
+
+
+class MemoryFile:
+    """What FFmpeg reads, without a copy."""
+
+    def __init__(self, data: memoryview):
+        self._data = data
+        self._position = 0
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self._data) if size < 0 else self._position + size
+        piece = bytes(self._data[self._position : end])
+        self._position += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = max(0, offset + (0, self._position, len(self._data))[whence])
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+
+def look(data: memoryview, limits: VideoLimits) -> Clip:
+    """Decodes one frame. RequestError 400, 413 or 422, in words that follow "Video n: "."""
+    with _opened(data, limits) as (container, stream):
+        scan = _scan(container, stream, limits)
+        first = next(_decoded_from(container, stream, scan.seek_times[0]), None)
+        if first is None:
+            raise invalid_video("none of its frames can be decoded")
+        height, width = (first.width, first.height) if first.rotation in (90, -90) else (first.height, first.width)
+        return Clip(len(scan.times), scan.fps, height, width)
+
+
+def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], write: Callable[[int, Rgb], None]) -> None:
+    """Calls `write` with i and frame `wanted[i]`, upright and resized to `size` (height, width), for each i in order; `wanted` ascends.
+    Errors as `look`."""
+    with _opened(data, limits) as (container, stream):
+        scan = _scan(container, stream, limits)
+        if wanted[-1] >= len(scan.times):
+            raise invalid_video("it has changed")
+        shown, image = -1, None
+        frames = _wanted_frames(container, stream, scan, sorted(set(wanted)))
+        for i, index in enumerate(wanted):
+            if index != shown:
+                shown, image = index, _upright(next(frames), size)
+            assert image is not None
+            write(i, image)
+
+
+def container_of(head: bytes) -> str | None:
+    """FFmpeg's name for the format of a file that begins so: no other one is tried, for some open other files."""
+    if head[4:8] in MP4_BOXES:
+        return "mov"
+    if head[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    if head[:6] in (b"GIF87a", b"GIF89a"):
+        return "gif"
+    return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
+
+
+def is_whole(kind: str, data: memoryview) -> bool:
+    """Whether the file is as long as it says, if it says so. FFmpeg shows what is there."""
+    size = len(data)
+    if kind == "gif":
+        return bytes(data[-64:]).rstrip(b"\0").endswith(b";")
+    if kind == "avi":
+        return int.from_bytes(data[4:8], "little") + 8 <= size
+    if kind == "matroska":
+        head_bytes, head_start = _vint(data, 4)
+        segment = head_start + head_bytes
+        if bytes(data[segment : segment + 4]) != b"\x18\x53\x80\x67":
+            return True
+        length, start = _vint(data, segment + 4)
+        return length == _unknown(start - segment - 4) or start + length <= size
+    position = 0
+    while position + 16 <= size:
+        length = int.from_bytes(data[position : position + 4], "big")
+        length = int.from_bytes(data[position + 8 : position + 16], "big") if length == 1 else length
+        if length == 0:
+            return True
+        position += max(8, length)
+    return position <= size
+
+
+def _vint(data: memoryview, start: int) -> tuple[int, int]:
+    """A size as Matroska writes it, and where it ends."""
+    width = 9 - data[start].bit_length() if len(data) > start and data[start] else 1
+    value = int.from_bytes(data[start : start + width], "big") & _unknown(width)
+    return value, start + width
+
+
+def _unknown(width: int) -> int:
+    """The size, of so many bytes, of what was written as a stream."""
+    return int((1 << 7 * width) - 1)
+
+
+@contextlib.contextmanager
+def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Any error of FFmpeg's becomes the client's, in our own words."""
+    kind = container_of(bytes(data[:16]))
+    if kind is None:
+        raise invalid_video("it is none of MP4, MOV, WebM, MKV, AVI, GIF")
+    if not is_whole(kind, data):
+        raise invalid_video("it is cut off")
+    try:
+        with av.open(MemoryFile(data), format=kind, buffer_size=READ_BYTES, options={"protocol_whitelist": "none"}) as container:
+            yield cast("InputContainer", container), _stream_of(cast("InputContainer", container), limits)
+    except (av.error.FFmpegError, ValueError, IndexError, OverflowError) as error:
+        if isinstance(error, RequestError | MemoryError):
+            raise
+        raise invalid_video("it is damaged") from error
+
+
+def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
+    covers = av.stream.Disposition.attached_pic
+    stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
+    if stream is None:
+        raise invalid_video("it has no video stream")
+    context = stream.codec_context
+    name = context.codec.canonical_name
+    if name not in CODECS:
+        raise invalid_video(f"its codec {name} is none of {', '.join(sorted(CODECS))}")
+    if context.width * context.height == 0:
+        raise invalid_video("its frames have no size, or one that no decoder takes")
+    if context.width * context.height > limits.frame_pixels:
+        words = f"its frames have {context.width}x{context.height} pixels, the limit is {limits.frame_pixels}"
+        raise RequestError(400, words, code="video_too_large")
+    context.options = {"max_pixels": str(limits.frame_pixels)}
+    context.thread_type = "AUTO"
+    context.thread_count = limits.threads
+    return stream
+
+
+def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -> Scan:
+    """Reads all packets and decodes none."""
+    times: list[int] = []
+    keys: list[tuple[int, int]] = []
+    num_packets, end = 0, 0
+    for packet in container.demux(stream):
+        if packet.size == 0:
+            continue  # the end
+        num_packets += 1
+        if packet.is_corrupt:
+            raise invalid_video("it is cut off")
+        time = packet.dts if packet.pts is None else packet.pts
+        time = len(times) if time is None else time
+        if packet.is_keyframe:
+            keys.append((time, time if packet.dts is None else packet.dts))
+        if not packet.is_discard:
+            times.append(time)
+            end = max(end, time + (packet.duration or 0))
+        if len(times) > limits.file_frames:
+            raise RequestError(413, f"it has more than {limits.file_frames} frames", code="video_too_large")
+    if num_packets < stream.frames:
+        raise invalid_video(f"it is cut off: {num_packets} of its {stream.frames} frames are there")
+    if not times or not keys:
+        raise invalid_video("it has no frames")
+    times.sort()
+    keys.sort()
+    seconds = float((end - times[0]) * stream.time_base) if stream.time_base else 0.0
+    header_rate = float(stream.average_rate) if stream.average_rate else None
+    return Scan(times, [time for time, _ in keys], [seek for _, seek in keys], len(times) / seconds if seconds > 0 else header_rate)
+
+
+def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, wanted: list[int]) -> Iterator[VideoFrame]:
+    """Frames by index, ascending: of each, the last one that begins no later than it should."""
+    times = {scan.times[index] for index in wanted}
+    position = -1  # index of the frame before
+    frames: Iterator[VideoFrame] = iter(())
+    shown: VideoFrame | None = None
+    ahead: VideoFrame | None = None
+    for index in wanted:
+        time = scan.times[index]
+        key = max(0, bisect_right(scan.key_times, time) - 1)
+        if position < 0 or bisect_right(scan.times, scan.key_times[key]) - 1 - position > SEEK_FRAMES:
+            frames, shown = _decoded_from(container, stream, scan.seek_times[key], times), None
+            ahead = next(frames, None)
+            if ahead is None or _time_of(ahead) > time:  # some files lead behind their keyframes
+                frames = _decoded_from(container, stream, scan.seek_times[0], times)
+                ahead = next(frames, None)
+        while ahead is not None and _time_of(ahead) <= time:
+            shown, ahead = ahead, next(frames, None)
+        found = shown or ahead
+        if found is None:
+            raise invalid_video(f"its frame {index} cannot be decoded")
+        position = index
+        yield found
+
+
+def _decoded_from(container: InputContainer, stream: VideoStream, time: int, wanted: Container[int] = ()) -> Iterator[VideoFrame]:
+    """From the keyframe at `time` on. With `wanted` times, frames at others may be missing."""
+    container.seek(time, stream=stream)
+    context, size = stream.codec_context, None
+    may_skip = bool(wanted) and context.codec.canonical_name in SKIPPING
+    for packet in container.demux(stream):
+        if may_skip:
+            context.skip_frame = "DEFAULT" if packet.pts is None or packet.pts in wanted else "NONREF"
+        for frame in packet.decode():
+            assert isinstance(frame, VideoFrame)
+            size = size or (frame.width, frame.height)
+            if (frame.width, frame.height) != size:
+                words = f"its frames change their size, from {size[0]}x{size[1]} to {frame.width}x{frame.height}"
+                raise invalid_video(words)
+            yield frame
+
+
+def _time_of(frame: VideoFrame) -> int:
+    time = frame.dts if frame.pts is None else frame.pts
+    if time is None:
+        raise invalid_video("its frames have no times")
+    return time
+
+
+def _upright(frame: VideoFrame, size: tuple[int, int]) -> Rgb:
+    image = frame.to_image()
+    if frame.rotation in TURNS:
+        image = image.transpose(TURNS[frame.rotation])
+    if (image.height, image.width) != size:
+        image = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    return np.asarray(image)

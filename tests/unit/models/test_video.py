@@ -1,0 +1,112 @@
+"""Our sampling, sizes and times against the formulas of transformers' own file, run without torchvision, and against its tables."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.video_utils import VideoMetadata
+
+from models.config import ModelConfig
+from models.scaffold import SHAPES, write_model_folder
+from models.video import VideoGeometry, time_text
+
+PUBLISHED = VideoGeometry(16, 2, 2, 4096, 25_165_824)
+RATES = [None, 1.0, 12.5, 23.976, 24.0, 25.0, 29.97, 30000 / 1001, 59.94, 60.0]
+
+
+def reference_indices(geometry: VideoGeometry, total: int, source_fps: float | None, **kwargs: Any) -> list[int]:
+    processor: Any = SimpleNamespace(fps=geometry.fps, min_frames=geometry.min_frames, max_frames=geometry.max_frames)
+    metadata = VideoMetadata(total_num_frames=total, fps=source_fps)
+    return Qwen3VLVideoProcessor.sample_frames(processor, metadata, **kwargs).tolist()  # type: ignore[no-any-return]
+
+
+def reference_size(num_frames: int, height: int, width: int, geometry: VideoGeometry = PUBLISHED) -> tuple[int, int]:
+    """As `resize` of the reference calls it, with its cap on frames."""
+    max_pixels = geometry.max_pixels
+    if geometry.max_frame_tokens:
+        max_pixels = max(min(geometry.max_frame_tokens * 1024, max_pixels // num_frames), int(geometry.min_pixels * 1.05)) * num_frames
+    return smart_resize(num_frames, height, width, 2, 32, geometry.min_pixels, max_pixels)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("source_fps", RATES)
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 5, 7, 8, 30, 301, 900, 1799, 18_000, 108_000])
+def test_frames_are_sampled_as_the_reference_does(total: int, source_fps: float | None) -> None:
+    """Red if an index differs: by another rounding, other bounds, or another rate where none is known."""
+    for fps in (1, 2, 3.7, 4, 8, 30, 1000):
+        geometry = VideoGeometry(16, 2, 2, 4096, 25_165_824, fps=fps)
+        assert geometry.sample(total, source_fps) == reference_indices(PUBLISHED, total, source_fps, fps=fps)
+    for num_frames in (1, 2, 3, 5, 32, 768, 1000):  # not clamped: indices repeat
+        geometry = VideoGeometry(16, 2, 2, 4096, 25_165_824, num_frames=num_frames)
+        assert geometry.sample(total, source_fps) == reference_indices(PUBLISHED, total, source_fps, num_frames=num_frames)
+    assert VideoGeometry(16, 2, 2, 4096, 25_165_824, samples=False).sample(total, source_fps) == list(range(total))
+
+
+@pytest.mark.parametrize("num_frames", [2, 3, 4, 5, 7, 8, 20, 60, 121, 767, 768])
+@pytest.mark.parametrize(
+    "size", [(1, 1), (31, 500), (374, 374), (720, 1280), (1080, 1920), (2160, 3840), (4000, 90), (33, 6000), (7, 1399)]
+)
+def test_frames_are_resized_as_the_reference_does(num_frames: int, size: tuple[int, int]) -> None:
+    """Red if a size differs, capped or not, or if a shape is refused that the reference takes."""
+    capped = VideoGeometry(16, 2, 2, 4096, 25_165_824, max_frame_tokens=768)
+    small = VideoGeometry(16, 2, 2, 300_000, 400_000)
+    for geometry in (PUBLISHED, capped, small):
+        height, width = reference_size(num_frames, *size, geometry)
+        assert geometry.grid(num_frames, *size) == ((num_frames + 1) // 2, height // 16, width // 16)
+
+
+@pytest.mark.parametrize(("num_frames", "size"), [(1, (374, 374)), (4, (10, 3000)), (4, (0, 5))])
+def test_what_the_reference_refuses(num_frames: int, size: tuple[int, int]) -> None:
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        reference_size(num_frames, *size)
+    with pytest.raises(ValueError, match=r"needs at least|aspect ratio"):
+        PUBLISHED.grid(num_frames, *size)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps", "size", "num_frames", "pixels", "num_tokens"),
+    [
+        (30, 1, (374, 374), 30, (384, 384), 2290),
+        (30, 2, (374, 374), 60, (384, 384), 4580),
+        (30, 4, (374, 374), 120, (384, 384), 9160),
+        (30, 8, (374, 374), 240, (320, 320), 13040),
+        (10, 2, (720, 1280), 20, (704, 1280), 8880),
+        (30, 2, (720, 1280), 60, (480, 832), 11960),
+        (60, 2, (720, 1280), 120, (320, 608), 11930),
+        (60, 2, (1080, 1920), 120, (320, 608), 11930),
+        (600, 2, (720, 1280), 768, (128, 224), 14521),
+        (3600, 2, (720, 1280), 768, (128, 224), 14857),
+    ],
+)
+def test_tokens_of_common_clips(
+    seconds: int, fps: int, size: tuple[int, int], num_frames: int, pixels: tuple[int, int], num_tokens: int
+) -> None:
+    """Red if a clip takes other tokens than published: pairs, and before each of them its time and two ends."""
+    geometry = VideoGeometry(16, 2, 2, 4096, 25_165_824, fps=fps)
+    indices = geometry.sample(30 * seconds, 30.0)
+    pairs, rows, columns = geometry.grid(len(indices), *size)
+    assert (len(indices), 16 * rows, 16 * columns) == (num_frames, *pixels)
+    times = [time_text(time) for time in geometry.pair_times([index / 30.0 for index in indices])]
+    # "<", " seconds", ">", and each digit and the point are a token.
+    assert sum(len(text) - len(" seconds") + 1 for text in times) + pairs * (2 + rows * columns // 4) == num_tokens
+
+
+@pytest.mark.parametrize("num_frames", [2, 3, 4, 5, 7, 8, 60])
+@pytest.mark.parametrize("source_fps", [24.0, 29.97, 30000 / 1001, 60.0])
+def test_times_are_written_as_the_reference_does(num_frames: int, source_fps: float) -> None:
+    indices = PUBLISHED.sample(1799, source_fps)[:num_frames]
+    expected = Qwen3VLProcessor._calculate_timestamps(None, list(indices), source_fps, 2)
+    found = PUBLISHED.pair_times([index / source_fps for index in indices])
+    assert found == expected
+    assert [time_text(time) for time in found] == [f"<{time:.1f} seconds>" for time in expected]
+
+
+def test_what_a_checkpoint_says_counts(tmp_path: Path) -> None:
+    """Red if sizes are taken from anywhere but its files, or from the older file where a newer one has them."""
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
+    assert ModelConfig.from_folder(tmp_path).video == PUBLISHED
+    (tmp_path / "processor_config.json").write_text('{"video_processor": {"size": {"longest_edge": 234881024}, "max_frames": 2048}}')
+    video = ModelConfig.from_folder(tmp_path).video
+    assert (video.max_pixels, video.max_frames, video.fps) == (234_881_024, 2048, 2.0)

@@ -1,0 +1,128 @@
+"""Images over all ranks: which are worth it, and that every rank's part is that of one rank's tower."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from engine.messages import Encode, ImageSource, Prefetch, Region
+from engine.worker.images import ImageCache
+from models.backends.hopper.tuned import SPLIT_COSTS
+from models.config import ModelConfig
+from models.parallel import TensorParallel
+from models.qwen3_vl import Qwen3VL
+from models.vision.shares import Shares, SplitCosts, part_of, share_out
+from models.weights import load_weights
+from tests.unit.models.harness import TORCH
+
+Places = tuple[int, ...]
+COSTS = SplitCosts(fixed=10, exchanged=0.25, square=10**9)
+SIZES = [(64, 64), (96, 160), (224, 64), (128, 128), (32, 96), (64, 96)]  # pixels; the last is a frame pair
+
+
+@pytest.mark.parametrize(
+    ("patches", "size", "together", "alone"),
+    [
+        ([], 2, (), ((), ())),
+        ([100], 1, (), ((0,),)),
+        ([100], 2, (0,), ((), ())),
+        ([30], 2, (), ((0,), ())),  # 30 against 10 + 15 + 7.5
+        ([100, 100], 2, (), ((0,), (1,))),
+        ([100, 400], 2, (1, 0), ((), ())),  # 385; the small one alone: 410
+        ([100, 100, 100], 2, (0,), ((1,), (2,))),
+        ([100, 10, 10], 2, (0,), ((1,), (2,))),
+        ([100, 90, 20, 20], 4, (), ((0,), (1,), (2,), (3,))),  # both together: 125
+    ],
+)
+def test_the_slowest_rank_is_done_soonest(patches: list[int], size: int, together: Places, alone: tuple[Places, ...]) -> None:
+    assert share_out(patches, size, COSTS) == Shares(together, alone)
+
+
+def test_without_costs_every_image_is_whole() -> None:
+    """Red if ranks whose heads do not divide exchange them, or if loads are uneven."""
+    assert share_out([5, 9, 3, 4], 2, None) == Shares((), ((1, 2), (0, 3)))
+
+
+def test_small_images_stay_whole_on_a_gpu() -> None:
+    """Of two ranks: 720p stays whole, 1080p and more do not."""
+    assert [bool(share_out([count], 2, SPLIT_COSTS).together) for count in (1024, 3600, 8160, 14_400)] == [False, False, True, True]
+
+
+def test_parts_are_even_and_whole() -> None:
+    for total in range(40):
+        for size in (1, 2, 3, 4, 8):
+            parts = [part_of(total, rank, size) for rank in range(size)]
+            assert [place for part in parts for place in part] == list(range(total))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def pictures() -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    *images, pair = [torch.randint(256, (*size, 6), dtype=torch.uint8, generator=random) for size in SIZES]
+    return [*(image[..., :3] for image in images), torch.stack(pair.split(3, dim=-1))]
+
+
+class Pictures:
+    """Stands in for the reader: a source's offset is the number of its picture; one beyond them cannot be decoded."""
+
+    def read(self, sources: list[ImageSource]) -> list[torch.Tensor | None]:
+        known: list[torch.Tensor | None] = [*pictures(), None]
+        return [known[source.region.offset] for source in sources]
+
+    def read_copy(self, source: ImageSource) -> tuple[torch.Tensor, bytes]:
+        return pictures()[source.region.offset], b""
+
+
+def encodes_of(model: Qwen3VL, numbers: list[int]) -> list[Encode]:
+    sizes = [*SIZES, (64, 64)]
+    return [
+        Encode(
+            number,
+            ImageSource("rgb", Region(1, number, 0), *sizes[number], num_frames=1 + (number == PAIR)),
+            model.config.geometry.grid(*sizes[number]),
+        )
+        for number in numbers
+    ]
+
+
+PAIR, DAMAGED = 5, 6
+CASES = [[0], [1, 2], [0, 1, 2], [3, 1, 4, 0], [0, 1, 2, 3, 4], [1, DAMAGED, 0], [PAIR], [2, PAIR, DAMAGED]]
+
+
+def worker(rank: int, size: int, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
+    config, tp = ModelConfig.from_folder(folder), TensorParallel(rank, size, dist.group.WORLD)
+    model = Qwen3VL(config, tp, TORCH, torch.float32)
+    load_weights(model, folder, lambda done, total: None)
+    found = []
+    for costs in (SplitCosts(0, 0.0, 10**9), SplitCosts(30, 0.1, 10**9), None):
+        for numbers in CASES:
+            cache = ImageCache(model, Pictures(), tp, split_costs=costs)  # type: ignore[arg-type]
+            with torch.inference_mode():
+                encoded = cache.encode(encodes_of(model, numbers))
+            cache.prefetch(Prefetch(ImageSource("rgb", Region(1, 3, 0), 128, 128), (1, 8, 8)))
+            is_shared = bool(share_out([64], size, costs).together)
+            assert (cache._early is None) == is_shared  # everybody waits for the plan
+            found.append((cache.tensors, encoded.failed, encoded.starved))
+    torch.save(found, out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_embeddings_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
+    """Red if a patch, a head, a level or a part gets lost on its way between ranks, or a picture that cannot be read stops them."""
+    mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
+    with torch.inference_mode():
+        expected = [tiny.encode([image], [tiny.config.geometry.grid(*size)])[0] for image, size in zip(pictures(), SIZES, strict=True)]
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    for case, of_case in enumerate(zip(*of_ranks, strict=True)):
+        numbers = CASES[case % len(CASES)]
+        assert any(DAMAGED in failed for _, failed, _ in of_case) == (DAMAGED in numbers)
+        for tensors, _, starved in of_case:
+            assert tensors.keys() == set(numbers) and not starved
+            for number in numbers:
+                if number < len(expected):
+                    torch.testing.assert_close(tensors[number], expected[number], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,186 @@
+"""Who gets drafts, and from whose texts."""
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.scheduler.drafts import recent as recent_module
+from engine.scheduler.drafts import source as source_module
+from engine.scheduler.drafts.recent import GENERATION_TOKENS, MAX_QUEUED, MAX_TENANTS, RecentAnswers
+from engine.scheduler.drafts.source import HEAD, Source
+from engine.scheduler.drafts.suffixes import Reader
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+
+LONG = list(range(1000, 1200))
+
+
+def simulate(verify_rows: int = 32) -> Simulation:
+    sim = Simulation(make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=verify_rows), random.Random(0))
+    sim.worker.refuse_rate = 0.0
+    return sim
+
+
+def add(sim: Simulation, rid: int, tenant: bytes = b"", seed: int = 0, prediction: list[int] | None = None, max_tokens: int = 80) -> None:
+    """Its prompt says nothing of its answer, which depends on the language and the seed."""
+    prompt = [20, 21, 22, 23]
+    wire = make_request(rid, prompt, [], max_tokens, ignore_eos=True, seed=seed)
+    sim.add(msgspec.structs.replace(wire, tenant=tenant), prompt, prediction)
+
+
+def num_steps(sim: Simulation) -> int:
+    before = sim.core.state.num_steps
+    sim.run()
+    return sim.core.state.num_steps - before
+
+
+def test_an_answer_that_repeats_itself_takes_fewer_steps() -> None:
+    """Red if drafts are not offered, or for longer than an answer's limit."""
+    sim = simulate()
+    sim.language = (1, 5)
+    add(sim, 0)
+    assert num_steps(sim) < 55 and len(sim.received[0]) == 80
+
+
+def test_a_tenants_answers_serve_the_tenant_alone() -> None:
+    """Red if an answer is not remembered, or if one without a tenant or of another one is: a timing leak."""
+    sim = simulate()
+    for rid, tenant in enumerate((b"a", b"", b"b")):
+        add(sim, rid, tenant)
+        assert num_steps(sim) >= 80, "somebody else's answer was used"
+    for rid, tenant in enumerate((b"a", b"b"), 10):
+        add(sim, rid, tenant)
+        assert num_steps(sim) < 40
+    add(sim, 20, b"")
+    assert num_steps(sim) >= 80
+    sim.core.forget_all(images=False)
+    add(sim, 21, b"a")
+    assert num_steps(sim) >= 80, "what should have been forgotten is not"
+
+
+def test_a_prediction_is_used_from_the_first_token_on() -> None:
+    """Red if a right prediction saves nothing, if a wrong one costs more than a step or two, or if another request sees it."""
+    sim = simulate()
+    add(sim, 0)
+    sim.run()
+    answer = sim.received[0]
+    add(sim, 1, prediction=answer)
+    assert num_steps(sim) < 25
+    add(sim, 2, prediction=LONG)
+    assert 80 <= num_steps(sim) <= 82
+    add(sim, 3, prediction=[*answer[:30], 7777, *answer[31:]])
+    assert num_steps(sim) < 35, "it does not go on behind what differs"
+    add(sim, 4)
+    assert num_steps(sim) >= 80
+
+
+def test_drafts_that_fail_become_rare() -> None:
+    """Red if drafts that never hold go on: a step each. The sampler refuses all, although they are what would have come."""
+    sim = simulate()
+    sim.language, sim.worker.refuse_rate = (1, 5), 1.0
+    add(sim, 0, max_tokens=1000)
+    sim.run()
+    assert 5 < sim.core.state.counters.drafts < 35 and sim.core.state.counters.accepted_draft_tokens == 0
+
+
+def test_guesses_that_would_fail_are_not_verified() -> None:
+    """Red if a text whose contexts recur by chance is drafted: whether a guess holds is seen without drafts."""
+    core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
+    sim = Simulation(core, random.Random(0))
+    add(sim, 0, max_tokens=1000)
+    sim.run()
+    assert core.state.counters.drafts < 15
+
+
+def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
+    """Red if a step verifies more rows than the backend says."""
+    for num_rows, most in ((1, 7), (3, 2), (4, 1), (5, 0)):
+        sim = Simulation(make_core(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64, verify_rows=9), random.Random(0))
+        sim.language, sim.worker.refuse_rate = (1, 5), 0.0
+        for rid in range(num_rows):
+            add(sim, rid)
+        while len(sim.terminal) < 1 and sim.step():
+            pass
+        assert len(sim.core.state.counters.accepted_by_position) == most
+
+
+def test_a_stream_beside_drafts_keeps_its_pace() -> None:
+    """Red if a row whose text cannot be guessed misses a step because of another one's drafts."""
+    sim = simulate()
+    add(sim, 0, max_tokens=200)
+    sim.language = (1, 5)
+    add(sim, 1, max_tokens=400)
+    steps: list[tuple[set[int], bool]] = []
+    plan = sim._plan
+
+    def note_plan() -> object:
+        planned = plan()
+        if planned is not None:
+            step = planned[0]
+            steps.append(({request.rid for request in step.requests}, any(chunk.drafts for chunk in step.plan.chunks)))
+        return planned
+
+    sim._plan = note_plan  # type: ignore[method-assign, assignment]
+    sim.run()
+    first, last = (find(i for i, (rids, _) in enumerate(steps) if 0 in rids) for find in (min, max))
+    assert last - first + 1 == 200, "the stream missed a step"
+    assert sum(has_drafts for _, has_drafts in steps[first : last + 1]) > 30
+
+
+def test_a_context_does_not_reach_across_an_image() -> None:
+    """Red if placeholders are text, or text before an image goes on behind it."""
+    prompt = [30, 31, 32, *[PLACEHOLDER] * 5, 33, 34, 30, 31, 32, 33, *[PLACEHOLDER] * 5, 31, 32]
+    core = make_core(num_blocks=64, verify_rows=32)
+    wire = make_request(0, prompt, [(3, 5, b"a"), (14, 5, b"b")], 9)
+    core.add(wire, np.asarray(prompt, dtype=np.int32))
+    source = Source(core.state.waiting[0])
+    assert source._unread.tolist() == [30, 31, 32, -1, 33, 34, 30, 31, 32, 33, -1, 31, 32]
+    assert [token for token, _ in source.guess(7, [])] == [33]
+
+
+def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the loop waits for a long text to be read, if what is kept of it is not bounded, or if its end is not what is kept."""
+    monkeypatch.setattr(source_module, "MAX_TEXT", 2000)
+    prompt = [i % 5000 for i in range(6000)]
+    core = make_core(num_blocks=2000, verify_rows=32)
+    core.add(make_request(0, prompt, [], 9), np.asarray(prompt, dtype=np.int32))
+    request = core.state.waiting[0]
+    source = Source(request)
+    assert source.guess(7, []) == [] and source._text.num_tokens == 0
+    while source.lag > 0:
+        source.read(64)
+    assert source._text.num_tokens == 2000
+    monkeypatch.setattr(source_module, "MAX_TEXT", 100)
+    for token in range(20_000, 20_008):
+        request.append(token)
+        source.guess(7, [])
+    while source.lag > 0:
+        source.read(64)
+    assert source._text.num_tokens <= 200
+
+
+def test_recent_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if tenants, answers or tokens pile up, or if those go that were asked for last."""
+    monkeypatch.setattr(recent_module, "MAX_TOKENS", 50_000)
+    recent, rng = RecentAnswers(), random.Random(0)
+
+    def read_all() -> None:
+        while recent.read(64):
+            pass
+
+    for tenant in range(MAX_TENANTS + 10):
+        recent.add(b"%d" % tenant, [rng.randrange(9000) for _ in range(100)])
+        read_all()
+        recent.of(b"0")
+    assert recent.num_tenants == MAX_TENANTS and recent.of(b"0") and not recent.of(b"1")
+    for _ in range(90):
+        recent.add(b"0", LONG * 5)
+        read_all()
+    assert len(recent.of(b"0")) == 2 and recent.num_tokens <= 2 * (GENERATION_TOKENS + 1000)
+    for i in range(3 * MAX_QUEUED):
+        recent.add(b"9", [*LONG, i])
+    assert len(recent._queue) == MAX_QUEUED
+    reader = Reader(recent.of(b"0")[-1])
+    reader.read(LONG[:HEAD])
+    assert [token for token, _ in reader.guess(7)[1]] == LONG[HEAD : HEAD + 7]

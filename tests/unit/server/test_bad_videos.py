@@ -1,0 +1,181 @@
+"""Videos that are broken, or made to break: a 4xx that says why, and a right answer to the next request."""
+
+import asyncio
+import base64
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from tests.unit.server.clips import claiming, encode, frames_of, gif, joined, long_gif, of_jpegs, sound
+from tests.unit.server.loading import Loading
+from tests.unit.server.stack import Stack, answer_text
+from tests.unit.server.test_stack_video import video
+
+CLIP = encode(frames_of(20))
+WEBM = encode(frames_of(40), container="webm", codec="libvpx-vp9")
+
+
+def with_size(data: bytes, size: int) -> bytes:
+    """A GIF that claims to be so wide and high."""
+    return data[:6] + 2 * size.to_bytes(2, "little") + data[10:]
+
+
+BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
+    "no video": (lambda: b"x" * 1000, 422, "it is none of MP4, MOV, WebM, MKV, AVI, GIF"),
+    "a playlist": (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n" * 9, 422, "it is none of MP4"),
+    "a list of files": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n" * 9, 422, "it is none of MP4"),
+    "a cut mp4": (lambda: CLIP[:-200], 422, "it is cut off"),
+    "a cut webm": (lambda: WEBM[: len(WEBM) // 2], 422, "it is cut off"),
+    "a cut gif": (lambda: gif(frames_of(4))[:-9], 422, "it is cut off"),
+    "a cut avi": (lambda: of_jpegs(frames_of(4))[:-99], 422, "it is cut off"),
+    "noise in the frames": (lambda: CLIP[:900] + bytes(400) + CLIP[1300:], 422, "it is damaged"),
+    "sound alone": (sound, 422, "it has no video stream"),
+    "a million frames claimed": (lambda: claiming(CLIP, 10**6), 422, "of its 1000000 frames are there"),
+    "65535 squared claimed": (lambda: with_size(gif(frames_of(2)), 65535), 422, "no size, or one that no decoder takes"),
+    "9000 squared claimed": (lambda: with_size(gif(frames_of(2)), 9000), 400, "9000x9000 pixels, the limit is 4194304"),
+    "frames of two sizes": (lambda: of_jpegs(frames_of(3) + frames_of(3, 32, 48)), 422, "change their size, from 96x64 to 48x32"),
+    "a gif of 20,000 frames": (lambda: long_gif(20_000), 413, "more than 10000 frames"),
+    "a bomb": (lambda: long_gif(800, 2000, 2000), 422, "longer than 2 s"),
+    "a codec that nobody sends": (lambda: encode(frames_of(3), "matroska", "ffv1"), 422, "its codec ffv1 is none of"),
+    "one frame": (lambda: encode(frames_of(1)), 400, "at least 2 frames"),
+    "too much for the cache": (lambda: encode(frames_of(2, 1000, 1000)), 400, "tokens, the limit is 400"),
+}
+
+
+@pytest.fixture
+async def strict(checkpoint: Checkpoint) -> AsyncIterator[Loading]:
+    limits = {"max_video_file_frames": 10_000, "max_video_frame_pixels": 1 << 22, "max_num_encoder_tokens": 400, "video_timeout": 2}
+    made = Loading(checkpoint, **limits)
+    yield made
+    await made.close()
+
+
+async def refusal(loading: Loading, data: bytes, **fields: object) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await loading.load_video(base64.b64encode(data), **fields)
+    message = caught.value.info.message
+    assert message.startswith("Video 1: ") and "/" not in message
+    return caught.value
+
+
+async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
+    """Red if a file is shown in part, breaks anything, holds up others, or is refused without its reason."""
+    for name, (make, status, words) in BAD.items():
+        error = await refusal(strict, make(), samples=False, max_pixels=1 << 20)
+        assert (error.info.status, words in error.info.message) == (status, True), f"{name}: {error.info}"
+        assert error.info.code in ("invalid_video", "video_too_large"), name
+        await strict.release()
+        assert strict.arena.is_empty(), name
+    assert (await strict.load_video(base64.b64encode(CLIP))).hashes
+
+
+async def test_memory_of_a_decoder_is_bounded(checkpoint: Checkpoint) -> None:
+    """Red if a file of few bytes takes more memory than there may be, or ends more than its own request."""
+    small = Loading(checkpoint, max_video_memory=192 << 20, max_video_frame_pixels=1 << 27)
+    error = await refusal(small, long_gif(3, 8000, 8000), samples=False)
+    assert (error.info.status, "more than 192 MiB of memory" in error.info.message) == (422, True), error.info
+    assert (await small.load_video(base64.b64encode(CLIP))).hashes
+    await small.close()
+
+
+@pytest.mark.parametrize(("kill", "words"), [(True, "breaks its decoder"), (False, "longer than 2 s")])
+async def test_a_decoder_that_dies_or_hangs_is_that_requests_error(strict: Loading, kill: bool, words: str) -> None:
+    """Red if anybody else notices, or if the next video finds no decoder."""
+    await strict.load_video(base64.b64encode(CLIP))
+    helpers = strict.tools.video_decoders._pool._all
+    for helper in helpers:
+        if helper._process is not None:
+            os.kill(helper._process.pid, signal.SIGSTOP)
+    asking = asyncio.create_task(refusal(strict, encode(frames_of(30))))
+    await asyncio.sleep(0.3)
+    for helper in helpers if kill else []:
+        if helper._process is not None:
+            os.kill(helper._process.pid, signal.SIGKILL)
+    error = await asking
+    assert (error.info.status, words in error.info.message) == (422, True)
+    assert (await strict.load_video(base64.b64encode(encode(frames_of(30))))).hashes
+
+
+async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
+    """Red if too many frames are decoded before they are counted, or if a model or an installation without videos ends in a 500."""
+    few = Loading(checkpoint, max_video_frames=3)
+    error = await refusal(few, b"")  # nothing is read of what is said to be frames
+    assert error.info.status == 400
+    with pytest.raises(RequestError, match=r"4 of its frames would be seen, the limit is 3"):
+        await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
+    with pytest.raises(RequestError, match=r"20 of its frames would be seen, the limit is 3"):
+        await few.load_video(base64.b64encode(CLIP), samples=False)
+    few.tools.video_decoders._is_installed = False
+    error = await refusal(few, CLIP)
+    assert (error.info.status, error.info.code) == (400, "no_video_decoder")
+    assert (await few.load_video(joined(frames_of(2)), holds_frames=True)).hashes  # Pillow reads frames
+    await few.close()
+    still = Loading(dataclasses.replace(checkpoint, video_token_id=None))
+    error = await refusal(still, CLIP)
+    assert (error.info.status, "takes no videos" in error.info.message) == (400, True)
+    await still.close()
+
+
+async def test_files_of_the_server(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Red if a local file is read from outside of its folder, or is held to the limit of an image."""
+    (tmp_path / "clip.mp4").write_bytes(CLIP)
+    made = Loading(checkpoint, allowed_local_media_path=str(tmp_path), max_download_bytes=100, max_video_bytes=len(CLIP))
+    video = await made.load_url(f"file://{tmp_path}/clip.mp4")
+    assert len(video.hashes) == 2
+    (tmp_path / "clip.mp4").write_bytes(CLIP + bytes(1))
+    for url, status in ((f"file://{tmp_path}/clip.mp4", 413), ("file:///etc/passwd", 400), ("http://127.0.0.1/a.mp4", 400)):
+        with pytest.raises(RequestError) as caught:
+            await made.load_url(url)
+        assert caught.value.info.status == status and caught.value.info.message.startswith("Video 1: ")
+    await made.close()
+
+
+@pytest.fixture(scope="module")
+def stack(model_folder: Path) -> Iterator[Stack]:
+    running = Stack(model_folder, max_video_bytes=1 << 20, video_timeout=4)
+    yield running
+    running.close()
+
+
+def test_ten_clients_at_once(stack: Stack) -> None:
+    """Red if decoders take the place of other work, or if somebody gets another's answer."""
+    stack.scheduler.script = answer_text
+    stack.chat([video(CLIP)])
+    files = [encode(frames_of(40, 320, 480, first=i)) if i % 2 else long_gif(40 + i, 1000, 1000)[:-1] for i in range(10)]
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        threads = [threading.Thread(target=lambda data=data: answers.append(stack.chat([video(data)]))) for data in files]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert stack.slowest_health(ask) < 0.2 or stack.slowest_health(ask) < 0.2  # other tests share the machine
+    assert sorted(answer.status_code for answer in answers[:10]) == [200] * 5 + [422] * 5
+    refused = stack.chat([video(b"\0\0\0\x18ftypmp42" + bytes(2 << 20))])
+    assert refused.status_code == 413 and "larger than 1048576 bytes" in refused.json()["error"]["message"]
+    assert stack.chat([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}]).status_code == 400
+    stack.recover()
+
+
+def test_clips_wait_for_each_others_room(stack: Stack) -> None:
+    """Red if clips that do not fit into the arena at once are refused instead of waiting for each other."""
+    stack.scheduler.script = answer_text
+    files = [encode(frames_of(12, 640, 640, first=i)) for i in range(6)]  # of 32 MiB, each takes 14.7 MB as pixels
+    answers: list[httpx.Response] = []
+    asks = [threading.Thread(target=lambda data=data: answers.append(stack.chat([video(data, fps=100.0)]))) for data in files]
+    for ask in asks:
+        ask.start()
+    for ask in asks:
+        ask.join()
+    assert [answer.status_code for answer in answers] == [200] * 6
+    stack.recover()

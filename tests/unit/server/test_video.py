@@ -1,0 +1,196 @@
+"""Videos on their way in: the wanted frames as they were encoded, each pair under a hash of its own, and no decoding of what is known."""
+
+import base64
+import io
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from server.errors import RequestError
+from server.processor.video import Video
+from tests.unit.server.clips import encode, frames_of, gif, joined
+from tests.unit.server.loading import Loading
+
+FORMATS = {
+    "h264 mp4": {},
+    "h264 mov": {"container": "mov"},
+    "h264 10 bits": {"pixels": "yuv420p10le"},
+    "h265 mkv": {"container": "matroska", "codec": "libx265"},
+    "vp9 webm": {"container": "webm", "codec": "libvpx-vp9"},
+    "vp8 webm": {"container": "webm", "codec": "libvpx"},
+    "av1 mp4": {"codec": "libsvtav1"},
+    "mpeg4 avi": {"container": "avi", "codec": "mpeg4"},
+}
+needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="ffmpeg is not installed")
+
+
+def b64(data: bytes) -> bytes:
+    return base64.b64encode(data)
+
+
+def resized(frame: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    return np.asarray(Image.fromarray(frame).resize(size[::-1], Image.Resampling.BICUBIC))
+
+
+def shown(loading: Loading, video: Video) -> np.ndarray:
+    """(frames, h, w, 3), the last one of an odd number twice."""
+    return loading.pairs_of(video).reshape(-1, *video.plan.size, 3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_wanted_frames_of_common_files(loading: Loading, name: str) -> None:
+    """Red if another frame is shown than sampling says, or frames are mixed up, in any container or codec."""
+    frames = frames_of(25)
+    video = await loading.load_video(b64(encode(frames, **FORMATS[name])), fps=4.0)  # type: ignore[arg-type]
+    assert video.plan.indices == np.linspace(0, 24, 10).round().astype(int).tolist()
+    assert (video.plan.size, len(video.hashes), len(set(video.hashes))) == ((64, 96), 5, 5)
+    found = shown(loading, video).astype(int)
+    for i, index in enumerate(video.plan.indices):
+        errors = [np.abs(found[i] - frame).mean() for frame in frames]
+        assert np.argmin(errors) == index, f"{name}: frame {index} looks like {np.argmin(errors)}"
+    assert video.plan.times == pytest.approx([(a + b) / 20 for a, b in zip(video.plan.indices[::2], video.plan.indices[1::2], strict=True)])
+
+
+async def test_a_gif(loading: Loading) -> None:
+    frames = frames_of(9)
+    video = await loading.load_video(b64(gif(frames)), fps=10.0)
+    assert video.plan.indices == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # the last one is repeated
+    expected = np.stack([resized(frames[index], video.plan.size) for index in video.plan.indices])
+    assert np.abs(shown(loading, video).astype(int) - expected).mean() < 8  # 256 colours
+
+
+@needs_ffmpeg
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "-vf scale=374:210 -colorspace bt709 -color_range pc",
+        "-vf select=gt(mod(n\\,7)\\,2) -vsync vfr",
+        "-vf scale=101:67 -pix_fmt yuv444p",
+    ],
+    ids=["plain", "full range", "variable rate", "odd size"],
+)
+async def test_pixels_are_ffmpegs(loading: Loading, tmp_path: Path, options: str) -> None:
+    """Red if a frame, a colour or an edge differs from Debian's ffmpeg, also behind an edit list and a quarter turn."""
+    made, cut = tmp_path / "made.mp4", tmp_path / "cut.mp4"
+    source = "-f lavfi -i testsrc2=size=320x240:rate=30000/1001:duration=2"
+    ffmpeg(*source.split(), *options.split(), "-c:v", "libx264", "-g", "12", "-bf", "2", str(made))
+    ffmpeg("-ss", "0.3", "-i", str(made), "-c", "copy", "-metadata:s:v", "rotate=90", str(cut))
+    for file in (made, cut):
+        video = await loading.load_video(b64(file.read_bytes()), num_frames=6, max_pixels=1 << 20)
+        sizes = ["-sws_flags", "bilinear", "-vsync", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24"]
+        raw = np.frombuffer(ffmpeg("-i", str(file), *sizes, "-"), np.uint8)
+        width, height = (int(x) for x in dimensions(file))
+        expected = raw.reshape(-1, height, width, 3)
+        assert video.plan.indices == np.linspace(0, len(expected) - 1, 6).round().astype(int).tolist()
+        want = np.stack([resized(expected[index], video.plan.size) for index in video.plan.indices])
+        assert np.array_equal(shown(loading, video), want)
+
+
+def ffmpeg(*arguments: str) -> bytes:
+    return subprocess.run(["ffmpeg", "-loglevel", "error", "-y", *arguments], check=True, capture_output=True).stdout
+
+
+def dimensions(file: Path) -> tuple[int, int]:
+    """Of what ffmpeg shows, turned as it is."""
+    png = ffmpeg("-i", str(file), "-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "-")
+    return Image.open(io.BytesIO(png)).size
+
+
+async def test_resizing_is_nearly_torchs(loading: Loading) -> None:
+    """Red if pixels are further from the reference's resize, which is torch's on uint8, than two steps. (Where values are clipped between
+    the passes, as in noise, the order of the passes shows: Pillow's is that of images.)"""
+    y, x = np.mgrid[0:100, 0:150]
+    frames = [np.stack([127 + 90 * np.sin((x + c * y + 9 * i) / 9) for c in range(3)], -1).astype(np.uint8) for i in range(4)]
+    video = await loading.load_video(joined(frames), holds_frames=True)
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
+    expected = torch.nn.functional.interpolate(pixels, video.plan.size, mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
+    assert np.abs(shown(loading, video).astype(int) - expected).max() <= 2
+
+
+async def test_a_known_file_is_not_decoded(loading: Loading) -> None:
+    """Red if another question decodes a file again, if its pairs are other ones then, or if processing is not part of what is known."""
+    data = b64(encode(frames_of(20)))
+    first = await loading.load_video(data)
+    pixels, hashes = loading.pairs_of(first), first.hashes
+    await loading.release()
+    known = await loading.load_video(data)
+    assert {source.encoding for source in known.sources} == {"file"}
+    assert (known.hashes, known.plan, loading.tools.num_decoded) == (hashes, first.plan, 1)
+    tasks = {known.make_pixels(item) for item in (1, 0)}
+    assert len(tasks) == 1  # a file is decoded at once
+    await tasks.pop()
+    assert (loading.pairs_of(known) == pixels).all() and known.source_of(1).encoding == "rgb"
+    other = await loading.load_video(data, fps=4.0)
+    assert other.sources[0].encoding == "rgb" and other.hashes != hashes
+
+
+async def test_pairs_of_overlapping_clips_are_the_same(loading: Loading) -> None:
+    """Red if a longer cut, a list of the same frames, or a list that overlaps by half makes pairs anew where frames and grids agree."""
+    frames = frames_of(12)
+    whole = await loading.load_video(joined(frames[:8]), holds_frames=True)
+    half = await loading.load_video(joined(frames[4:]), holds_frames=True)
+    assert whole.plan.size == half.plan.size
+    assert half.hashes[:2] == whole.hashes[2:] and not {*half.hashes[2:]} & {*whole.hashes}
+    assert [source.encoding for source in half.sources] == ["file", "file", "rgb", "rgb"]
+    await half.make_pixels(1)
+    assert half.source_of(0).encoding == "file"
+    region = half.source_of(1).region
+    assert bytes(loading.arena.view(region.offset, region.length)) == np.stack(frames[6:8]).tobytes()
+    short = await loading.load_video(b64(gif(frames_of(6))), samples=False)
+    longer = await loading.load_video(b64(gif(frames_of(10))), samples=False)
+    assert longer.hashes[:3] == short.hashes
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+async def test_few_frames(loading: Loading, count: int) -> None:
+    """Red if an odd number is not filled up with its last frame, which counts twice for its time."""
+    frames = frames_of(count)
+    video = await loading.load_video(joined(frames), holds_frames=True, source_fps=2.0)
+    filled = frames + frames[-1:] * (count % 2)
+    assert (shown(loading, video) == np.stack(filled)).all()
+    times = [i / 2 for i in range(count)] + [(count - 1) / 2] * (count % 2)
+    assert video.plan.times == [(a + b) / 2 for a, b in zip(times[::2], times[1::2], strict=True)]
+    told = await loading.load_video(joined(frames), holds_frames=True, times=[10.0 + 2 * i for i in range(count)])
+    assert told.plan.times[0] == 11.0 and told.hashes == video.hashes
+
+
+async def test_many_frames(loading: Loading) -> None:
+    """Red if the longest videos lose a frame, or frames between keyframes are mixed up where most are skipped."""
+    frames = frames_of(900, 32, 64)
+    video = await loading.load_video(b64(encode(frames, fps=1.0, gap=50)), max_pixels=1 << 21)
+    assert (len(video.plan.indices), len(video.hashes), video.plan.size) == (768, 384, (32, 64))
+    far = await loading.load_video(b64(encode(frames, gap=50)), num_frames=8, max_pixels=1 << 21)
+    for one in (video, far):
+        found = shown(loading, one).astype(int)
+        for i in range(0, len(found), max(1, len(found) // 50)):
+            assert np.abs(found[i] - frames[one.plan.indices[i]]).mean() < 12, i
+
+
+async def refusal(loading: Loading, text: bytes, **fields: object) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await loading.load_video(text, **fields)
+    assert caught.value.info.message.startswith("Video 1: ")
+    return caught.value
+
+
+async def test_lists_that_are_refused(loading: Loading) -> None:
+    """Red if the reason is not named, or is said of an image."""
+    two = frames_of(2)
+    mixed = [two[0], frames_of(1, 32, 32)[0]]
+    for frames, fields, words in [
+        (two[:1], {}, "at least 2 frames"),
+        (mixed, {}, "frame 2: it has 32x32 pixels, the first frame 96x64"),
+        (two, {"times": [0.0]}, "2 frames, but 1 timestamps"),
+        (two, {"indices": [0, 1, 2]}, "2 frames, but 3 frames_indices"),
+        (two, {"min_pixels": 9000, "max_pixels": 8000}, "exceed"),
+    ]:
+        error = await refusal(loading, joined(frames), holds_frames=True, **fields)
+        assert error.info.status == 400 and words in error.info.message and error.info.code in ("invalid_video", "invalid_value")
+    error = await refusal(loading, joined(two) + b"," + b64(b"no picture"), holds_frames=True)
+    assert (error.info.status, error.info.code) == (422, "invalid_video") and "frame 3" in error.info.message

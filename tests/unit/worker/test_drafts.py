@@ -1,0 +1,190 @@
+"""Drafts change how many steps an answer takes, and nothing else: right, wrong and partly right ones beside prompts, for everything that a
+request may ask of its tokens."""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.grammar.client import GrammarCompiler
+from engine.messages import MAX_DRAFTS
+from engine.params import Grammar
+from engine.scheduler.request import Request
+from engine.worker.rows import HostStep, Rows
+from engine.worker.sampling.drafts import NONE, HostDrafts
+from engine.worker.staging import Staging
+from models.demo import CHECKPOINT
+from models.qwen3_vl import Qwen3VL
+from models.weights import init_dummy_weights
+from tests.unit.scheduler.simulation import Key, key_of
+from tests.unit.worker.in_process import Engine, Picture, load_model, make_picture
+from tests.unit.worker.test_graphs import SIZES
+
+OUTPUT = 40
+ANY: dict[str, Any] = {"temperature": 1.0}
+REGEX = Grammar("regex", r"[a-f]{3}-[0-9]{2,4}!( [a-z]+)*\.")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Qwen3VL]:
+    made_up = load_model(CHECKPOINT)
+    init_dummy_weights(made_up, seed=0)
+    yield made_up
+
+
+@pytest.fixture(scope="module")
+def regex() -> bytes:
+    async def compiled() -> bytes:
+        compiler = GrammarCompiler(CHECKPOINT)
+        try:
+            return await compiler.compile(REGEX)
+        finally:
+            await compiler.close()
+
+    return asyncio.run(compiled())
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(length)]
+
+
+def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
+    """One request of each kind, all at once; some come while others decode. `free` is what a plain request draws."""
+    words = (*itertools.pairwise(free), tuple(free[3:6]), tuple(free[10:22]))
+    pictures = [make_picture(i, *size) for i, size in enumerate([(64, 64), (96, 160)])]
+    asked: list[tuple[list[list[int] | Picture], dict[str, Any]]] = [
+        ([text(20, 0)], {}),
+        ([text(20, 0)], ANY),
+        ([text(20, 0)], {**ANY, "bad_words": words}),
+        ([[4, 5], pictures[1], [9, 8, 7]], {**ANY, "top_k": 20, "top_p": 0.8}),
+        ([text(11, 1)], {**ANY, "presence_penalty": 2.0, "frequency_penalty": 0.5, "logprobs": 3}),
+        ([text(11, 1)], {"repetition_penalty": 1.7, "logprobs": 0}),
+        ([text(5, 2), pictures[0], text(30, 3), pictures[0], [3]], {"frequency_penalty": 1.0}),
+        ([text(50, 4)], {**ANY, "logit_bias": ((7, 3.0), (free[0], -100.0)), "min_p": 0.01}),
+        ([text(20, 0)], {**ANY, "stop_token_ids": tuple(free[4:12]), "min_tokens": 17}),
+        ([text(20, 0)], {**ANY, "stop_token_ids": (free[14],)}),
+        ([text(9, 5)], {**ANY, "allowed_token_ids": tuple(range(40, 80)), "logprobs": 1}),
+        ([text(9, 6)], {**ANY, "grammar": regex, "ignore_eos": False}),
+        ([text(20, 0)], {**ANY, "grammar": regex, "after": free[7], "ignore_eos": False, "presence_penalty": 0.5}),
+        ([text(17, 7)], {**ANY, "n": 3}),
+        ([text(40, 8)], {"prompt_logprobs": 2, "max_tokens": 5}),
+    ]
+    for rid, (parts, params) in enumerate(asked):
+        engine.add(rid, parts, **{"max_tokens": OUTPUT, "seed": 5, **params})
+        engine.step()
+    engine.run()
+
+
+def guesser(known: dict[Key, list[int]], rng: random.Random, share: float) -> Callable[[Request], tuple[int, ...]]:
+    """Up to MAX_DRAFTS of what an answer is known to go on with; each is right with probability `share`."""
+
+    def guess(request: Request) -> tuple[int, ...]:
+        done = request.num_known - request.num_prompt
+        right = known[key_of(request.rid, request.index)][done : done + rng.randrange(MAX_DRAFTS + 1)]
+        return tuple(token if rng.random() < share else rng.randrange(300) for token in right)
+
+    return guess
+
+
+@pytest.fixture(scope="module")
+def free(model: Qwen3VL) -> list[int]:
+    engine = Engine(model)
+    engine.add(0, [text(20, 0)], max_tokens=OUTPUT, seed=5, **ANY)
+    return engine.run()[0]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
+    """Every kind of request without drafts."""
+    engine = Engine(model, max_num_seqs=17)
+    ask_everything(engine, regex, free)
+    assert free[7] in engine.tokens[12] and len({tuple(tokens) for tokens in engine.tokens.values()}) == 17
+    return engine
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8])
+@pytest.mark.parametrize("limits", [{}, {"graphs": True, "sizes": SIZES}, {"num_blocks": 26, "prefix_cache": False}])
+def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]) -> None:
+    """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that
+    holds is refused; if a graph takes the tokens of a row for those of several."""
+    engine = Engine(model, max_num_seqs=17, max_num_batched_tokens=256, max_num_mixed_tokens=48, mixed_step_tokens=64, **limits)
+    engine.guess = guesser(plain.tokens, random.Random(share), share)
+    ask_everything(engine, regex, free)
+    assert engine.tokens == plain.tokens and not engine.errors
+    for key, expected in plain.logprobs.items():
+        assert [item.top_ids for item in engine.logprobs[key]] == [item.top_ids for item in expected]
+        assert [item.logprob for item in engine.logprobs[key]] == pytest.approx([item.logprob for item in expected], abs=1e-4)
+    assert engine.prompt_logprobs.keys() == plain.prompt_logprobs.keys() == {14}
+    assert (engine.core.state.counters.preemptions > 0) == ("num_blocks" in limits)
+
+
+def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
+    """Red if a row with k right drafts takes more than one step for k + 1 tokens."""
+    engine = Engine(model)
+    engine.guess = lambda request: tuple(free[request.num_known - request.num_prompt :][:MAX_DRAFTS])
+    engine.add(0, [text(20, 0)], max_tokens=OUTPUT, seed=5, **ANY)
+    engine.run()
+    assert engine.tokens[0] == free and engine.core.state.num_steps == 1 + -(-(OUTPUT - 1) // (MAX_DRAFTS + 1))
+
+
+def test_rows_of_a_step_differ(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the tests above stop to mix rows of one and of several tokens with prompts and images."""
+    seen: set[tuple[int, bool]] = set()
+    build = Rows.build
+
+    def noted(self: Rows, *args: Any) -> HostStep:
+        step = build(self, *args)
+        rows = np.diff(step.attention.qo_indptr_cpu.numpy())[step.attention.num_prefill_rows :]
+        seen.update((count, len(step.visual) > 0) for count in rows.tolist() if len({*rows.tolist()}) > 1)
+        return step
+
+    monkeypatch.setattr(Rows, "build", noted)
+    engine = Engine(model, max_num_seqs=17, max_num_batched_tokens=256, max_num_mixed_tokens=48, mixed_step_tokens=64)
+    engine.guess = guesser(plain.tokens, random.Random(1), 0.9)
+    ask_everything(engine, regex, free)
+    assert {count for count, _ in seen} == set(range(1, MAX_DRAFTS + 2)) and len([has_images for _, has_images in seen if has_images]) > 4
+
+
+def test_unseeded_answers_have_the_same_distribution(model: Qwen3VL) -> None:
+    """Red if drafts make a token more or less likely: what is drawn behind a draft that comes every time, by chi-squared."""
+    num_answers = 400
+    drawn = []
+    for drafted in (False, True):
+        engine = Engine(model, max_num_seqs=16)
+        rng = random.Random(2)
+        if drafted:
+            engine.guess = lambda request, rng=rng: tuple(rng.choice((45, 46, 47, 48)) for _ in range(3))  # type: ignore[misc]
+        for rid in range(num_answers):
+            engine.add(
+                rid, [text(6, 9)], max_tokens=3, seed=rng.getrandbits(62) + drafted, temperature=1.0, allowed_token_ids=(45, 46, 47, 48)
+            )
+        drawn.append(Counter(tuple(tokens) for tokens in engine.run().values()))
+    outcomes = [key for key in drawn[0].keys() | drawn[1].keys() if drawn[0][key] + drawn[1][key] >= 10]
+    chi_squared = sum((drawn[0][key] - drawn[1][key]) ** 2 / (drawn[0][key] + drawn[1][key]) for key in outcomes)
+    degrees = len(outcomes) - 1
+    assert degrees >= 10 and chi_squared < degrees + 4 * (2 * degrees) ** 0.5, (chi_squared, degrees)
+
+
+def test_what_is_kept() -> None:
+    """Red if device and host part over which draws count, or which drafts stand before a draw."""
+    rng = random.Random(0)
+    for _ in range(50):
+        host = HostDrafts(tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_DRAFTS + 1))) for _ in range(6)))
+        staging = Staging(4096, torch.device("cpu"))
+        staging.begin()
+        drafts = host.stage(staging)
+        tokens = [rng.randrange(2) for _ in drafts.next_S]
+        is_kept, is_last = drafts.keep(torch.tensor(tokens))
+        runs = list(host.kept(tokens))
+        assert is_kept.nonzero().flatten().tolist() == [i for run in runs for i in run]
+        assert is_last.nonzero().flatten().tolist() == [run[-1] for run in runs]
+        before = drafts.before(torch.arange(len(tokens))).tolist()
+        expected = [row[:offset] for row in host.rows for offset in range(1 + len(row))]
+        assert before == [[NONE] * (MAX_DRAFTS - len(row)) + list(row) for row in expected]
