@@ -19,6 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
 PICTURE_KEYS = ("image_url", "image_pil", "image", "url", "path")
+VIDEO_KEYS = ("video_url", "video", "url", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +71,19 @@ def _part_json(part: Any) -> Any:
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
         return {"type": "image_url", "image_url": {"url": picture_url(part)}}
-    key = next((key for key in PICTURE_KEYS if key in part), None)
+    is_video = str(part.get("type", "")).startswith("video")
+    key = next((key for key in (VIDEO_KEYS if is_video else PICTURE_KEYS) if key in part), None)
     if key is None:
         return dict(part)
-    given = part[key] if isinstance(part[key], Mapping) else {"url": part[key]}
     others = {name: value for name, value in part.items() if name not in (key, "type")}
-    return {"type": "image_url", "image_url": {**given, "url": picture_url(given.get("url"))}, **others}
+    if is_video and isinstance(part[key], list | tuple):
+        return {"type": "video", "video": [picture_url(frame) for frame in part[key]], **others}
+    given = part[key] if isinstance(part[key], Mapping) else {"url": part[key]}
+    kind = "video_url" if is_video else "image_url"
+    return {"type": kind, kind: {**given, "url": picture_url(given.get("url"), "video" if is_video else "image")}, **others}
 
 
-def picture_url(picture: Any) -> str | None:
+def picture_url(picture: Any, kind: str = "image") -> str | None:
     """Of a PIL image (without loss), the bytes of a file, a path, or a URL, which the engine fetches. None stays: a `uuid` names it."""
     if picture is None or (isinstance(picture, str) and picture.lower().startswith(URL_SCHEMES)):
         return picture
@@ -90,7 +95,7 @@ def picture_url(picture: Any) -> str | None:
         data = Path(picture).expanduser().read_bytes()
     else:
         raise ValueError(f"a picture is a PIL image, bytes, a path or a URL, not {type(picture).__name__}")
-    return f"data:image/unknown;base64,{pybase64.b64encode_as_string(data)}"
+    return f"data:{kind}/unknown;base64,{pybase64.b64encode_as_string(data)}"
 
 
 def _png(picture: Image.Image) -> bytes:

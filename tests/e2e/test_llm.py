@@ -92,6 +92,20 @@ def test_pictures_as_programs_hold_them(llm: LLM, engine: Engine, tmp_path: Path
     assert [output.outputs[0].text for output in outputs] == ["472"] * len(forms)
 
 
+def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
+    """Red if a video is taken for a picture, or if its file and its frames are lost on the way."""
+    frames = [picture(seed, 64, 64) for seed in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    forms: list[Any] = [
+        {"type": "video", "video": frames}, {"type": "video", "video": tmp_path / "a.gif"},
+        {"type": "video_url", "video_url": {"url": (tmp_path / "a.gif").read_bytes()}},
+    ]  # fmt: skip
+    chats = [[{"role": "user", "content": [form, "What is it?"]}] for form in forms]
+    lengths = [output.num_prompt_tokens for output in llm.chat(chats, GREEDY, use_tqdm=False)]
+    assert lengths[0] > llm.chat([{"role": "user", "content": "What is it?"}], GREEDY, use_tqdm=False)[0].num_prompt_tokens + 4
+    assert lengths[1] == lengths[2] > 20
+
+
 def test_a_bad_request_among_good_ones(llm: LLM) -> None:
     """Red if one bad picture ends a long run although it need not, or passes for an answer."""
     chats = [HELLO, [{"role": "user", "content": [b"no picture", "What is it?"]}], [{"role": "user", "content": [Path("/none.png")]}]]
