@@ -139,10 +139,11 @@ class Reply(Answer):
         choice = self._choices[event.rid, event.index]
         if not choice.usage.num_prompt:
             choice.usage.num_prompt, choice.usage.num_cached = event.num_prompt_tokens, event.num_cached_tokens
+            choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
-        is_token = event.num_tokens > choice.usage.num_generated and event.finish_reason is None
+        is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
         choice.note(event)
-        if event.text or is_token or event.calls or event.logprobs:
+        if event.text or is_token or event.calls or event.logprobs or event.token_ids:
             chunks.append(self._format.token_chunk(choice, event))
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
@@ -164,7 +165,7 @@ class Reply(Answer):
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
         arguments = choices, self._total(), self._timings()
-        is_large = sum(len(choice.logprobs) for choice in choices) > LARGE_LOGPROBS
+        is_large = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in choices) > LARGE_LOGPROBS
         document = self._format.document
         body = await asyncio.to_thread(document, *arguments) if is_large else document(*arguments)
         return Response(body, media_type="application/json")

@@ -412,3 +412,12 @@ def test_a_span_for_every_request(model_folder: Path, monkeypatch: pytest.Monkey
     spans = [span for request in requests for found in request.resource_spans for scope in found.scope_spans for span in scope.spans]
     assert sorted(span.name for span in spans) == ["GET /v1/models", "POST /v1/chat/completions"]
     assert {span.trace_id.hex() for span in spans} == {trace_id}
+
+
+def test_what_clients_of_other_servers_look_for(stack: Stack) -> None:
+    """Red if a slash too many is another resource, or if Anthropic's client cannot tell which request failed."""
+    assert stack.http.get("/v1/models/").json() == stack.http.get("/v1/models").json()
+    answer = stack.http.post("/v1/messages", json={}, headers={"x-request-id": "mine"})
+    assert answer.status_code == 400 and answer.headers["request-id"] == answer.headers["x-request-id"] == "mine"
+    assert "request-id" not in stack.http.get("/v1/models").headers
+
