@@ -196,6 +196,7 @@ def moving_page() -> str:
         "  that cannot be had is refused with what to use instead. Flags of the same name (`--host`, `--port`, `--api-key`, `--dtype`,",
         "  `--served-model-name`, `--chat-template`, `--max-model-len`, `--seed`, ...) are on [flags](flags.md). A checkpoint's code is",
         "  never run.",
+        "* **Python**: `from engine.llm import LLM, SamplingParams` stands for vLLM's `from vllm import ...`: [Python](python.md).",
         "* **Requests**: the dialects of OpenAI and Anthropic with the fields of both servers: [API](api.md) and [fields](fields.md).",
         "",
         "## From vLLM",

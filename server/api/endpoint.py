@@ -144,13 +144,15 @@ class Endpoint(ABC):
                 undo.callback(body.give_up)
                 body = await self.prepare(body)
                 undo.pop_all()
-            return await self._submit(body)
+            stream, job = await self.submit(body)
+            return self.reply(stream, job, body)
 
     async def prepare(self, body: Body) -> Body:
         """The body to read, this one or another one, which is then given up. RequestError: this one is still there."""
         return body
 
-    async def _submit(self, body: Body) -> ASGIApp:
+    async def submit(self, body: Body) -> tuple[Stream, Job]:
+        """The body is the processor's from then on. RequestError; then it is given up."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
@@ -169,7 +171,7 @@ class Endpoint(ABC):
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
-        return self.reply(stream, job, body)
+        return stream, job
 
     def _limit_time(self, job: Job, body: Body) -> None:
         """From the last byte of the body on."""

@@ -76,6 +76,9 @@ class Api:
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
+    def endpoint(self, path: str) -> Endpoint:
+        return ENDPOINTS[path](self._service)
+
     def build_metrics(self) -> ASGIApp:
         app = FastAPI(openapi_url=None)
         app.router.routes = [route for route in self._status.routes() if route.path == METRICS_PATH]
@@ -87,7 +90,7 @@ class Api:
             title=TITLE, version=VERSION, license_info=LICENCE, openapi_url=None, redirect_slashes=False,
             separate_input_output_schemas=False,
         )  # fmt: skip
-        app.router.routes += [endpoint(self._service).route(path) for path, endpoint in ENDPOINTS.items()]
+        app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
         app.router.routes += [*responses.StoredResponses(self._service).routes(), *sglang.Native(self._service).routes()]
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 

@@ -104,8 +104,11 @@ class Reply(Answer):
 
     def finish(self) -> None:
         super().finish()
-        self._metrics.note_finish(self._reason, time.monotonic() - self._options.received)
-        total = self._total()
+        now, total = time.monotonic(), self._total()
+        self._metrics.note_finish(self._reason, now - self._options.received)
+        if self._has_first_token:
+            lengths = [choice.usage.num_generated for choice in self._choices.values()]
+            self._metrics.note_work(total.num_prompt, lengths, self._stages, now)
         self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
         self._record.num_generated = total.num_generated
 
@@ -191,7 +194,11 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _timings(self) -> dict[str, object]:
-        return {"timings": timings_json(self._stages, self._options.started)} if self._options.timings else {}
+        if not self._options.timings:
+            return {}
+        last = max(choice.last_time for choice in self._choices.values())
+        generation = max(0.0, last - self._record.first_token) if self._has_first_token else 0.0
+        return {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
 
 
 class GatheredReply(Answer):
