@@ -105,6 +105,11 @@ class ChatClient:
         async with self._session.get(f"{self._base}/version") as response:
             return dict(await response.json()) if response.status == 200 else {}
 
+    async def metrics(self) -> str:
+        """The server's /metrics."""
+        async with self._session.get(f"{self._base}/metrics") as response:
+            return await response.text()
+
     async def chat(self, body: dict[str, Any]) -> Answer:
         """Sends one request and reads its stream to the end. An error answer or a broken connection is `Answer.error`."""
         answer = Answer(started=time.perf_counter())

@@ -66,9 +66,9 @@ def body_of(phase: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def engine(flags: Sequence[str] = ()) -> AsyncIterator[tuple[Process, str]]:
+async def engine(flags: Sequence[str] = (), module: Sequence[str] = ("engine.serve",)) -> AsyncIterator[tuple[Process, str]]:
     """A running engine and its address; it is removed completely at the end."""
-    command = [sys.executable, "-m", "engine.serve", "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
+    command = [sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
     process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
     children: list[int] = []

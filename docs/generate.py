@@ -81,6 +81,7 @@ WHEN = {
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
     "prefix_cache": "Off to measure without it.",
     "draft": "`suffix` for few streams whose answers repeat themselves, each other or the prompt: see [drafting](drafting.md).",
+    "snapshot_share": "Lower if hybrid models lose keys and values to snapshots: see [models](models.md#snapshots-of-states).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",
     "image_host_cache_bytes": "There are more long conversations than the KV pool holds: embeddings are restored instead of encoded again.",
     "gpu_memory_utilization": "Lower if other programs use the GPU.",

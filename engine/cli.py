@@ -7,7 +7,7 @@ import sys
 from engine.config import VERSION
 
 BENCHMARKS = (
-    "probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "tokens", "overload", "soak", "faults",
+    "probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "tokens", "overload", "soak", "faults", "drafts",
 )  # fmt: skip
 
 

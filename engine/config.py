@@ -107,6 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         " and verifies several in one step; 'auto' is refused until its cost is measured",
     ] = "off"
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
+    snapshot_share: Annotated[
+        float, "most of the KV pool that snapshots of recurrent states take (hybrid models): prefixes are reused up to one"
+    ] = 0.75
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     image_host_cache_bytes: Annotated[
         int, "host memory (pinned with GPUs) for embeddings evicted from the image cache, for each worker; 0: none"
@@ -231,6 +234,8 @@ def find_problem(config: EngineConfig) -> str | None:
         return f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
     if config.dp > 1 and config.metrics_port is not None:
         return "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
+    if not 0 <= config.snapshot_share <= 1:
+        return "--snapshot-share must lie in [0, 1]"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
     if config.draft == "auto":

@@ -27,7 +27,7 @@ LOGITS_BYTES = 24  # for each row and entry of the vocabulary, while rows are dr
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
 IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of what it and the KV pool have together
-ENOUGH_TOKENS = 8192  # of the KV pool: for less, steps are made smaller
+ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # of the KV pool: for less, steps are made smaller
 SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
@@ -103,10 +103,12 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     """Of a forward pass, at its peak."""
     text = model.text
-    of_token = 3 * text.intermediate_size // tp + 3 * text.hidden_size
+    of_token = 3 * text.intermediate_size // tp
     if text.moe is not None:
-        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size) + 3 * text.hidden_size
-    return VALUE_BYTES * of_token * num_tokens
+        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size)
+    if text.delta is not None:
+        of_token = max(of_token, text.delta.step_values // tp)
+    return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
 
 
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
@@ -172,7 +174,8 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConf
     """Makes steps smaller where the KV pool that flags say, or one of ENOUGH_TOKENS, would not fit. Keeps what differs from its default."""
     defaults = dict(zip(config.__struct_fields__[-len(config.__struct_defaults__) :], config.__struct_defaults__, strict=True))
     free = [name for name in SMALLEST if getattr(config, name) == defaults[name]]
-    while not _is_enough(config, make_plan(config, model, gpu_memory)):
+    snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
+    while not _is_enough(config, make_plan(config, model, gpu_memory), snapshots):
         name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
         if name is None or getattr(config, name) <= SMALLEST[name]:
             return config
@@ -180,8 +183,9 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConf
     return config
 
 
-def _is_enough(config: EngineConfig, plan: Plan) -> bool:
-    return plan.spare >= 0 and (fixed_kv_bytes(config, 1) is not None or plan.num_blocks * config.block_size >= ENOUGH_TOKENS)
+def _is_enough(config: EngineConfig, plan: Plan, snapshots: int) -> bool:
+    is_fixed = fixed_kv_bytes(config, 1) is not None
+    return plan.spare >= 0 and (is_fixed or (plan.num_blocks - snapshots) * config.block_size >= ENOUGH_TOKENS)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:

@@ -16,7 +16,8 @@ class Stages(msgspec.Struct):
     decode_ms: float = 0.0  # of the host in steps of this request's prefill: reading and decoding images;
     encode_ms: float = 0.0  # of the device: preprocessing and vision tower,
     forward_ms: float = 0.0  # and decoder
-    images_encoded: int = 0  # for this request, not from a cache
+    images_encoded: int = 0  # and frame pairs, for this request, not from a cache
+    video_frames: int = 0  # that are seen
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -56,6 +56,12 @@ class DeltaConfig:
         """Of the matrices, for each value of the hidden size."""
         return self.conv_width + 2 * self.num_value_heads * (self.value_dim + 1)
 
+    @property
+    def step_values(self) -> int:
+        """Activations of a layer and token: its inputs, before and behind the convolution, changes and outputs of chunks of 64."""
+        width = self.num_value_heads * self.value_dim
+        return 2 * self.conv_width + 5 * width + 64 * self.num_value_heads
+
     def state_bytes(self, tp: int, dtype_bytes: int) -> int:
         """Of a layer and row: the recurrent state in float32 and the last inputs of the convolution, of one rank's heads."""
         recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim

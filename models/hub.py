@@ -17,10 +17,16 @@ from models.scaffold import SHAPES, write_model_folder
 LoadFormat = Literal["auto", "dummy"]
 
 SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
+HYBRIDS = {  # of Qwen3.5 and later: names that are sizes
+    "3.5": ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B"),
+    "3.6": ("27B", "35B-A3B"),
+    "3.8": ("27B",),
+}
 DEMO = "demo"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
 INDEX_PATTERNS = ("*.safetensors.index.json",)
 QWEN = re.compile(rf"(Qwen3-VL-(?:{'|'.join(SIZES)}))(-Instruct|-Thinking)?(-FP8)?")
+HYBRID = re.compile("|".join(rf"Qwen{version}-(?:{'|'.join(sizes)})(?:-FP8)?" for version, sizes in HYBRIDS.items()))
 COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 
@@ -57,12 +63,16 @@ def hub_id_of(model: str) -> str:
     """What a short name stands for: `Qwen3-VL-8B` is the Instruct checkpoint."""
     if qwen := QWEN.fullmatch(model):
         return f"Qwen/{qwen[1]}{qwen[2] or '-Instruct'}{qwen[3] or ''}"
+    if HYBRID.fullmatch(model):
+        return f"Qwen/{model}"
     return f"nvidia/{model.removesuffix('-Reasoner')}" if COSMOS.fullmatch(model) else model
 
 
 def _published_size(hub_id: str) -> str | None:
     if hub_id.startswith("nvidia/Cosmos-Reason2-"):
         return hub_id.removeprefix("nvidia/Cosmos-Reason2-")
+    if hybrid := re.fullmatch(rf"Qwen/({HYBRID.pattern})", hub_id):
+        return "3.5-" + hybrid[1].removesuffix("-FP8").partition("-")[2]
     return next((size for size in SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
 
 

@@ -63,9 +63,10 @@ class BlockPool:
     Invariant (`check`): a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, snapshot_share: float = 1.0):
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._max_snapshot_blocks = int(snapshot_share * num_blocks)
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -94,17 +95,22 @@ class BlockPool:
 
     def snapshot(self, digest: bytes) -> list[int]:
         """The blocks with the states behind the block of this name, now the most recently used; empty if there are none."""
-        blocks = self._snapshots.get(digest, [])
+        blocks = self._snapshots.pop(digest, [])
+        if blocks:
+            self._snapshots[digest] = blocks
         self.acquire(blocks)
         self.release(blocks)
         return blocks
 
     def commit_snapshot(self, blocks: list[int], digest: bytes) -> None:
-        """Names the states in held blocks, unless the name is taken, and drops the hold."""
+        """Names the states in held blocks, unless the name is taken, and drops the hold. Beyond their share of the pool, the snapshots
+        that nobody used for longest are forgotten."""
         if digest not in self._snapshots:
             self._snapshots[digest] = blocks
             self._snapshot_names |= dict.fromkeys(blocks, digest)
         self.release(blocks)
+        while len(self._snapshot_names) > self._max_snapshot_blocks:
+            self._forget(next(iter(self._snapshots.values()))[0])
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free."""

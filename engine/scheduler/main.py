@@ -90,7 +90,7 @@ class Scheduler:
 
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
         config = self._child.config
-        blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size)
+        blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))

@@ -11,6 +11,7 @@ from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan,
 from engine.scheduler.blocks import BlockHasher
 
 MIN_SNAPSHOT_TOKENS = 256  # between snapshots
+ANSWER_OPENING = 8  # tokens with which a template opens an answer, at most: a next turn need not repeat what opened the thoughts
 
 
 class Status(enum.Enum):
@@ -153,9 +154,9 @@ class Request:
 
 
 def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int) -> tuple[int, ...]:
-    """Where the states of a prompt are kept, at ends of blocks: before its last token, and behind images that other questions may follow;
-    of images close to each other, behind the last one."""
+    """Where the states of a prompt are kept, at ends of blocks: before the answer is opened, and behind images that other questions may
+    follow; of images close to each other, behind the last one."""
     ends = [span.end // block_size * block_size for span in images]
-    last = (num_prompt - 1) // block_size * block_size
+    last = max(0, num_prompt - ANSWER_OPENING) // block_size * block_size
     spaced = [end for end, later in pairwise([*ends, last]) if later - end >= MIN_SNAPSHOT_TOKENS]
     return (*spaced, last)

@@ -74,7 +74,7 @@ class NewHeads:
 @dataclass(frozen=True, slots=True)
 class StateRows:
     """Which of a step's tokens are whose: row r has tokens `starts_R1[r] : starts_R1[r + 1]`, none or more; rows `num_prefill_rows :` have
-    one. All tokens are somebody's."""
+    few. All tokens are somebody's."""
 
     rows_R: torch.Tensor  # (R,) int64: permanent rows, whose states they go on from
     starts_R1: torch.Tensor  # (R + 1,) int32

@@ -28,7 +28,7 @@ def write_model_folder(out: Path, shape: Shape, weights: str, seed: int, is_fp8:
     files = {
         "config.json": config_json(shape) | (quantization_json() if is_fp8 else {}),
         "generation_config.json": generation_config_json(shape),
-        "tokenizer_config.json": tokenizer_config_json(shape.num_base_tokens),
+        "tokenizer_config.json": tokenizer_config_json(shape.num_base_tokens, thinks=shape.delta is not None),
         "preprocessor_config.json": image_processor_json(),
         "video_preprocessor_config.json": video_processor_json(),
     }

@@ -1,9 +1,10 @@
-"""The chat template of scaffolded folders: the ChatML text that Qwen3-VL was trained on, written anew in Jinja. Used by the scaffold.
+"""The chat templates of scaffolded folders: the ChatML text that Qwen3-VL and Qwen3.5 were trained on, written anew in Jinja. Used by the
+scaffold. Nobody compared that of Qwen3.5 with the original: it has what is known of it.
 
 Content is a string or a list of parts; an image or video part of any role's message becomes one placeholder that the server expands.
 """
 
-CHAT_TEMPLATE = """\
+_RENDER = """\
 {%- macro render(content) -%}
   {%- if content is string -%}
     {{- content -}}
@@ -20,6 +21,11 @@ CHAT_TEMPLATE = """\
   {%- endif -%}
 {%- endmacro -%}
 {%- set system = render(messages[0].content) if messages and messages[0].role == 'system' else '' -%}
+"""
+
+CHAT_TEMPLATE = (
+    _RENDER
+    + """\
 {%- if tools -%}
   {{- '<|im_start|>system\\n' + (system + '\\n\\n' if system else '') -}}
   {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
@@ -58,3 +64,60 @@ CHAT_TEMPLATE = """\
   {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+)
+
+# Thinks unless `enable_thinking` is false. Thoughts of turns before the last user's are left out, unless `preserve_thinking`.
+THINKING_TEMPLATE = (
+    _RENDER
+    + """\
+{%- if tools -%}
+  {{- '<|im_start|>system\\n# Tools\\n\\nThese functions may be called:\\n<tools>' -}}
+  {%- for tool in tools -%}
+    {{- '\\n' + (tool | tojson) -}}
+  {%- endfor -%}
+  {{- '\\n</tools>\\n\\nA call has this form, with nothing behind it:\\n<tool_call>\\n<function=NAME>\\n' -}}
+  {{- '<parameter=KEY>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>' + ('\\n\\n' + system if system else '') + '<|im_end|>\\n' -}}
+{%- elif messages and messages[0].role == 'system' -%}
+  {{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- set last = namespace(user=-1) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}
+    {%- set last.user = loop.index0 -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}
+    {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
+      {{- '<|im_start|>user' -}}
+    {%- endif -%}
+    {{- '\\n<tool_response>\\n' + render(message.content) + '\\n</tool_response>' -}}
+    {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}
+      {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
+  {%- elif message.role == 'assistant' -%}
+    {%- set thoughts = message.reasoning_content or '' -%}
+    {{- '<|im_start|>assistant\\n' -}}
+    {%- if loop.index0 > last.user or preserve_thinking -%}
+      {{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' -}}
+    {%- endif -%}
+    {{- render(message.content) -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set function = call.function or call -%}
+      {{- '\\n\\n' if loop.first and message.content else '\\n' if not loop.first else '' -}}
+      {{- '<tool_call>\\n<function=' + function.name + '>\\n' -}}
+      {%- for name, value in (function.arguments.items() if function.arguments is mapping else []) -%}
+        {{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+      {%- endfor -%}
+      {{- '</function>\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- elif not (loop.first and message.role == 'system') -%}
+    {{- '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n<think>\\n' + ('\\n</think>\\n\\n' if enable_thinking is false else '') -}}
+{%- endif -%}
+"""
+)

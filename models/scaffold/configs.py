@@ -8,7 +8,7 @@ def config_json(shape: Shape) -> dict[str, object]:
     """config.json; transformers and `ModelConfig.from_folder` both read it."""
     ids = special_token_ids(shape.num_base_tokens)
     return {
-        "architectures": [f"Qwen3VL{'Moe' if shape.experts else ''}ForConditionalGeneration"],
+        "architectures": [f"Qwen3{'VL' if shape.delta is None else '_5'}{'Moe' if shape.experts else ''}ForConditionalGeneration"],
         "model_type": _model_type(shape),
         "transformers_version": "4.57.0",
         "dtype": shape.dtype,
@@ -17,25 +17,27 @@ def config_json(shape: Shape) -> dict[str, object]:
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
         "tie_word_embeddings": shape.tied,
-        "text_config": _text_config(shape, bos=ids["<|endoftext|>"], eos=ids["<|im_end|>"]),
+        "text_config": _text_config(shape, ids["<|endoftext|>"], ids["<|im_end|>" if shape.delta is None else "<|endoftext|>"]),
         "vision_config": _vision_config(shape),
     }
 
 
 def _model_type(shape: Shape) -> str:
-    return "qwen3_vl_moe" if shape.experts else "qwen3_vl"
+    return ("qwen3_vl" if shape.delta is None else "qwen3_5") + ("_moe" if shape.experts else "")
 
 
 def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
     return {
         **_experts_config(shape),
+        **_rope_config(shape),
+        **_delta_config(shape),
         "model_type": f"{_model_type(shape)}_text",
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": bos,
         "eos_token_id": eos,
         "dtype": shape.dtype,
-        "head_dim": 128,
+        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "initializer_range": 0.02,
@@ -45,24 +47,52 @@ def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": 1e-6,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-        "rope_theta": 5_000_000,
         "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "vocab_size": shape.vocab_size,
     }
 
 
+def _rope_config(shape: Shape) -> dict[str, object]:
+    rope = {"mrope_interleaved": True, "mrope_section": list(shape.mrope_section), "rope_type": "default"}
+    if shape.delta is None:
+        return {"rope_scaling": rope, "rope_theta": 5_000_000}
+    return {"rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_theta": 10_000_000}}
+
+
+def _delta_config(shape: Shape) -> dict[str, object]:
+    if shape.delta is None:
+        return {}
+    return {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(shape.layers)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": shape.delta.dim,
+        "linear_num_key_heads": shape.delta.key_heads,
+        "linear_num_value_heads": shape.delta.value_heads,
+        "linear_value_head_dim": shape.delta.dim,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    }
+
+
 def _experts_config(shape: Shape) -> dict[str, object]:
     if shape.experts is None:
         return {}
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+    sizes = {
         "moe_intermediate_size": shape.experts.intermediate,
-        "norm_topk_prob": True,
         "num_experts": shape.experts.count,
         "num_experts_per_tok": shape.experts.per_token,
+    }
+    if shape.delta is not None:
+        return {**sizes, "shared_expert_intermediate_size": shape.experts.shared}
+    return {
+        **sizes,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
     }
 
 

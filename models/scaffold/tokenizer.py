@@ -7,7 +7,7 @@ so English words take about as many tokens as with the real one, but other ones.
 from collections.abc import Iterator
 from itertools import product
 
-from models.scaffold.chat_template import CHAT_TEMPLATE
+from models.scaffold.chat_template import CHAT_TEMPLATE, THINKING_TEMPLATE
 
 # In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and thoughts.
 SPECIAL_TOKENS = (
@@ -62,8 +62,8 @@ def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
     }
 
 
-def tokenizer_config_json(num_base_tokens: int) -> dict[str, object]:
-    """tokenizer_config.json as transformers reads it, the chat template included."""
+def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[str, object]:
+    """tokenizer_config.json as transformers reads it, the chat template included: that of Qwen3.5 if it `thinks`."""
     return {
         "tokenizer_class": "Qwen2Tokenizer",
         "added_tokens_decoder": {str(num_base_tokens + i): _added_token(i) for i in range(len(SPECIAL_TOKENS))},
@@ -78,7 +78,7 @@ def tokenizer_config_json(num_base_tokens: int) -> dict[str, object]:
         "errors": "replace",
         "split_special_tokens": False,
         "model_max_length": 262_144,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": THINKING_TEMPLATE if thinks else CHAT_TEMPLATE,
     }
 
 

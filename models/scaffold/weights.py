@@ -17,6 +17,7 @@ from models.layers.fp8 import BlockScaled
 Shapes = dict[str, tuple[int, ...]]
 
 MAX_SHARD_BYTES = 4 << 30
+FLOAT8_MATRICES = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
@@ -33,6 +34,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
     normal = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
         return normal
+    if name.endswith("A_log"):
+        return normal.mul_(0.1).sub_(2.0)  # a state lasts for some ten tokens
     if _is_experts(name):
         return normal.mul_(shape[1] ** -0.5)
     if len(shape) > 1:
@@ -52,7 +55,7 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: random_tensor(name, shapes[name], seed, dtype, torch.device("cpu")) for name in names}
         if config.text.is_fp8:
-            tensors = _quantized(tensors)
+            tensors = _quantized(tensors, has_input_major=config.text.delta is None)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
@@ -61,16 +64,16 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The decoder's matrices as float8 values and scales, the others as they are."""
+def _quantized(tensors: dict[str, torch.Tensor], has_input_major: bool) -> dict[str, torch.Tensor]:
+    """The decoder's matrices as float8 values and scales, the others as they are, and those of the gates."""
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if _is_experts(name):  # their scales lie as they do
-            matrix = BlockScaled.quantized(tensor.transpose(1, 2).flatten(0, 1))
+            matrix = BlockScaled.quantized((tensor.transpose(1, 2) if has_input_major else tensor).flatten(0, 1))
             parts = (part.contiguous().unflatten(0, (len(tensor), -1)) for part in (matrix.values, matrix.scales))
-            values, scales = (part.transpose(1, 2).contiguous() for part in parts)
+            values, scales = ((part.transpose(1, 2) if has_input_major else part).contiguous() for part in parts)
             stored |= {name: values, f"{name}_scale_inv": scales}
-        elif name.startswith("model.language_model.layers.") and name.endswith("_proj.weight"):
+        elif name.startswith("model.language_model.layers.") and name.endswith(FLOAT8_MATRICES):
             matrix = BlockScaled.quantized(tensor)
             stored |= {name: matrix.values, f"{name}_scale_inv": matrix.scales.contiguous()}
         else:
@@ -144,25 +147,56 @@ def _text_shapes(text: TextConfig) -> Shapes:
     shapes: Shapes = {"model.language_model.embed_tokens.weight": (text.vocab_size, hidden)}
     for i in range(text.num_layers):
         layer = f"model.language_model.layers.{i}"
+        shapes |= {f"{layer}.{name}layernorm.weight": (hidden,) for name in ("input_", "post_attention_")}
+        shapes |= _mlp_shapes(f"{layer}.mlp", text)
+        if i in text.delta_layers:
+            shapes |= _delta_shapes(f"{layer}.linear_attn", text)
+            continue
         shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (queries, hidden),
+            f"{layer}.self_attn.q_proj.weight": (queries * (1 if text.delta is None else 2), hidden),
             f"{layer}.self_attn.k_proj.weight": (keys, hidden),
             f"{layer}.self_attn.v_proj.weight": (keys, hidden),
             f"{layer}.self_attn.q_norm.weight": (text.head_dim,),
             f"{layer}.self_attn.k_norm.weight": (text.head_dim,),
             f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-        } | _mlp_shapes(f"{layer}.mlp", text)
+        }
     return shapes | {"model.language_model.norm.weight": (hidden,)}
+
+
+def _delta_shapes(name: str, text: TextConfig) -> Shapes:
+    delta, hidden = text.delta, text.hidden_size
+    assert delta is not None
+    heads, width = delta.num_value_heads, delta.num_value_heads * delta.value_dim
+    return {
+        f"{name}.in_proj_qkv.weight": (delta.conv_width, hidden),
+        f"{name}.in_proj_z.weight": (width, hidden),
+        f"{name}.in_proj_b.weight": (heads, hidden),
+        f"{name}.in_proj_a.weight": (heads, hidden),
+        f"{name}.conv1d.weight": (delta.conv_width, 1, delta.kernel_size),
+        f"{name}.A_log": (heads,),
+        f"{name}.dt_bias": (heads,),
+        f"{name}.norm.weight": (delta.value_dim,),
+        f"{name}.out_proj.weight": (hidden, width),
+    }
+
+
+def _swiglu_shapes(name: str, hidden: int, inner: int) -> Shapes:
+    return {f"{name}.{part}_proj.weight": (hidden, inner) if part == "down" else (inner, hidden) for part in ("gate", "up", "down")}
 
 
 def _mlp_shapes(name: str, text: TextConfig) -> Shapes:
     hidden = text.hidden_size
     if text.moe is None:
-        sizes = {"gate_proj": (text.intermediate_size, hidden), "up_proj": (text.intermediate_size, hidden)}
-        return {f"{name}.{part}.weight": size for part, size in {**sizes, "down_proj": (hidden, text.intermediate_size)}.items()}
-    count, inner = text.moe.num_experts, text.moe.intermediate_size
+        return _swiglu_shapes(name, hidden, text.intermediate_size)
+    count, inner, shared = text.moe.num_experts, text.moe.intermediate_size, text.moe.shared_size
+    if shared:
+        return {
+            f"{name}.gate.weight": (count, hidden),
+            f"{name}.experts.gate_up_proj": (count, 2 * inner, hidden),
+            f"{name}.experts.down_proj": (count, hidden, inner),
+            f"{name}.shared_expert_gate.weight": (1, hidden),
+            **_swiglu_shapes(f"{name}.shared_expert", hidden, shared),
+        }
     return {
         f"{name}.gate.weight": (count, hidden),
         f"{name}.experts.gate_up_proj": (count, hidden, 2 * inner),

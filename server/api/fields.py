@@ -47,7 +47,7 @@ LIMITED = limits_of(
 HARMLESS = frozenset(
     limits_of(
         ((), "add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank"),
-        ((), "extra_key guided_decoding_backend metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention"),
+        ((), "extra_key guided_decoding_backend metadata prompt_cache_key prompt_cache_options prompt_cache_retention"),
         ((), "request_id return_mm_kwargs rid routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier"),
         ((), "service_tier session_id spaces_between_special_tokens store stream_interval"),
     )

@@ -18,6 +18,7 @@ GAUGES = frozenset({
     "image_cache_budget", "image_host_cache_bytes", "image_host_cache_budget",
 })  # fmt: skip
 LABELS = ("model_name",)
+DRAFTS = "vllm:spec_decode_num_"
 
 
 class StatsCollector(Collector):
@@ -31,7 +32,18 @@ class StatsCollector(Collector):
         stats = self._client.stats
         spared = stats.images_hit + stats.images_skipped + stats.images_restored
         kv_usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        for name, value in msgspec.structs.asdict(stats).items():
+        totals = msgspec.structs.asdict(stats)
+        accepted = CounterMetricFamily(f"{DRAFTS}accepted_tokens_per_pos", "drafts in answers, by place", labels=[*LABELS, "position"])
+        for position, value in enumerate(totals.pop("accepted_by_position")):
+            accepted.add_metric((*self._values, str(position)), value)
+        yield accepted
+        for name, text, value in (
+            ("drafts", "rows that were verified with drafts", stats.drafts),
+            ("draft_tokens", "drafts", stats.draft_tokens),
+            ("accepted_tokens", "drafts in answers", stats.accepted_draft_tokens),
+        ):
+            yield self._one(CounterMetricFamily(DRAFTS + name, text, labels=LABELS), value)
+        for name, value in totals.items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             yield self._one(family(PREFIX + name, f"{name.replace('_', ' ')} (engine)", labels=LABELS), value)
         for name, text, value in (

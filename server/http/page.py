@@ -19,7 +19,7 @@ class Page:
         # Nothing but the page's own script and style may run; nothing is loaded from, or sent to, anywhere else.
         policy = (
             f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
-            "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            "img-src data: blob:; media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
         self._headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
         self._headers |= {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}

@@ -26,6 +26,8 @@ class Usage(msgspec.Struct):
     num_cached: int = 0
     num_generated: int = 0
     num_reasoning: int = 0  # of the generated ones
+    num_drafts: int = 0  # that were verified
+    num_accepted: int = 0  # of these, that were generated
 
     def note(self, event: Event) -> None:
         if event.num_prompt_tokens:  # with the first and the last event
@@ -33,12 +35,22 @@ class Usage(msgspec.Struct):
         self.num_generated = event.num_tokens or self.num_generated
         if event.is_reasoning:
             self.num_reasoning = event.num_tokens
+        if event.num_drafts:
+            self.num_drafts, self.num_accepted = event.num_drafts, event.num_accepted
 
     def add(self, other: "Usage", with_prompt: bool) -> None:
         self.num_prompt += other.num_prompt * with_prompt
         self.num_cached += other.num_cached * with_prompt
         self.num_generated += other.num_generated
         self.num_reasoning += other.num_reasoning
+        self.num_drafts += other.num_drafts
+        self.num_accepted += other.num_accepted
+
+    def draft_json(self) -> dict[str, int]:
+        """OpenAI's names for drafts, of whatever source, if any were verified."""
+        if not self.num_drafts:
+            return {}
+        return {"accepted_prediction_tokens": self.num_accepted, "rejected_prediction_tokens": self.num_drafts - self.num_accepted}
 
 
 def stage_times(stages: Stages, started: float) -> dict[str, float]:
@@ -54,10 +66,12 @@ def stage_times(stages: Stages, started: float) -> dict[str, float]:
 
 
 def timings_json(stages: Stages, started: float) -> dict[str, float]:
-    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache."""
+    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache,
+    and frames of videos."""
     timings = {f"{name}_ms": round(1000 * seconds, 3) for name, seconds in stage_times(stages, started).items()}
     device = {"device_decode_ms": stages.decode_ms, "device_encode_ms": stages.encode_ms, "device_forward_ms": stages.forward_ms}
-    return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded}
+    counts = {"images_encoded": stages.images_encoded} | ({"video_frames": stages.video_frames} if stages.video_frames else {})
+    return timings | {name: round(value, 3) for name, value in device.items()} | counts
 
 
 class Call:

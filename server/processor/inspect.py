@@ -83,6 +83,7 @@ class Inspector:
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
         self.video = checkpoint.video
+        self.takes_videos = checkpoint.video_token_id is not None
         self.pair_parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes[:3]))  # of a frame pair, beside its size
         self._max_video_frames = config.max_video_frames
 
@@ -137,13 +138,17 @@ class Inspector:
             changes["num_frames"] = None
         return dataclasses.replace(usual, min_pixels=least, max_pixels=most, **changes)
 
+    def check_frames(self, num_frames: int) -> None:
+        """RequestError 400 for more than there may be of a video."""
+        if num_frames > self._max_video_frames:
+            words = f"{num_frames} of its frames would be seen, the limit is {self._max_video_frames}: lower fps or num_frames"
+            raise RequestError(400, words, code="video_too_large")
+
     def plan_video(self, video: VideoGeometry, indices: list[int], times: list[float], size: tuple[int, int]) -> VideoPlan:
         """Of these frames of this size (height, width). RequestError 400 for a shape that the model cannot see, or too many frames or
         tokens."""
         num_frames = len(indices)
-        if num_frames > self._max_video_frames:
-            words = f"{num_frames} of its frames would be seen, the limit is {self._max_video_frames}: lower fps or num_frames"
-            raise RequestError(400, words, code="video_too_large")
+        self.check_frames(num_frames)
         try:
             _, rows, columns = video.grid(num_frames, *size)
         except ValueError as error:

@@ -8,6 +8,7 @@
 import asyncio
 import contextlib
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Medium, Request, Way, release_all
 from server.processor.room import wire
 from server.processor.video import FrameList, VideoFile
+from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
@@ -158,15 +160,15 @@ class Intake(Way):
             if isinstance(medium, Image):
                 medium.start()
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
-        is_large = self._prompts.size(submit.prompt) >= LARGE_MESSAGES_BYTES
-        ids = [] if is_large else self._encode(submit)
+        is_large = self._prompts.size(submit.prompt) + len(submit.prediction) >= LARGE_MESSAGES_BYTES
+        ids, predicted = ([], []) if is_large else self._encode(submit)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
                     group.create_task(_load(medium, i, ref, allowance))
                 group.create_task(self._compile(request))
                 if is_large:
-                    ids = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
+                    ids, predicted = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
             if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
@@ -180,8 +182,9 @@ class Intake(Way):
             request.counted = prompt.ids.tolist()
         elif num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
-        region = request.prompt = self.tools.room.take(4 * num_prompt)
-        region.append(prompt.ids.tobytes())
+        region = request.prompt = self._put(prompt.ids)
+        if predicted:
+            request.prediction = self._put(array("i", predicted))
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
@@ -194,6 +197,7 @@ class Intake(Way):
         if submit.pooled_words is not None:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
+        submit.stages.video_frames = sum(medium.num_frames for medium in media if not isinstance(medium, Image))
         return EngineRequest(
             rid=submit.rid,
             prompt=wire(region),
@@ -205,14 +209,24 @@ class Intake(Way):
             priority=submit.priority,
             deadline=submit.deadline,
             grammar=self._grammar_of(request),
+            tenant=submit.tenant,
+            prediction=None if request.prediction is None else wire(request.prediction),
         )
 
-    def _encode(self, submit: Submit) -> list[int]:
+    def _put(self, ids: "array[int]") -> Region:
+        region = self.tools.room.take(4 * len(ids))
+        region.append(ids.tobytes())
+        return region
+
+    def _encode(self, submit: Submit) -> tuple[list[int], list[int]]:
+        """The prompt and, if drafts are made of it, the prediction."""
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
-            return submit.prompt.ids
+            return submit.prompt.ids, []
         limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
-        return self._prompts.encode(submit.prompt, are_videos, limit, is_framed=submit.pooled_words is not None)
+        ids = self._prompts.encode(submit.prompt, are_videos, limit, is_framed=submit.pooled_words is not None)
+        is_used = bool(submit.prediction) and self.config.draft != "off"
+        return ids, self._prompts.predicted(submit.prediction, limit) if is_used else []
 
     async def _compile(self, request: Request) -> None:
         """Puts the grammar of the answer, if any, into the arena. RequestError 400."""

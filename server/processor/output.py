@@ -56,12 +56,14 @@ class Output(Way):
             return
         if request.submit.params.max_tokens == 0:  # nothing but the echo is asked for: the one token that was drawn is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
+        answer.num_drafts += output.num_drafts
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
             text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             answer.num_tokens += 1
+            answer.num_accepted += i < output.num_accepted
             logprobs = request.logprobs_of(output, i)
             if is_stopped:
                 self._stop_early(request, answer, output)
@@ -168,6 +170,8 @@ def _full_event(
         stop_reason=stop_reason,
         index=output.index,
         pooled=output.pooled,
+        num_drafts=answer.num_drafts,
+        num_accepted=answer.num_accepted,
     )
 
 

@@ -149,6 +149,11 @@ class PromptBuilder:
     def _ids_of(self, word: str) -> tuple[int, ...]:
         return tuple(self._literal.encode(word, add_special_tokens=False).ids)
 
+    def predicted(self, text: str, limit: int) -> list[int]:
+        """Ids of what an answer is expected to be, at most `limit`. What looks like a special token is text."""
+        encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
+        return list(encoding.ids[:limit])
+
     def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
         found: dict[tuple[int, ...], None] = {}

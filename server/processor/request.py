@@ -36,6 +36,8 @@ class Answer:
     text: OutputText
     echo: str = ""  # what it begins with
     num_tokens: int = 0
+    num_drafts: int = 0  # verified for it
+    num_accepted: int = 0  # of these, that it has
     is_ended: bool = False  # its last event is out
 
 
@@ -49,6 +51,7 @@ class Request:
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     prompt: Region | None = None  # token ids
     grammar: Region | None = None
+    prediction: Region | None = None  # token ids
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
@@ -95,7 +98,7 @@ class Request:
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
         await release_all(self.media)
-        for region in (self.prompt, self.grammar):
+        for region in (self.prompt, self.grammar, self.prediction):
             if region is not None:
                 room.give_back(region)
 

@@ -55,8 +55,15 @@ class Video(ABC):
         """As medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with self._named():
+            if not self._tools.inspector.takes_videos:
+                raise RequestError(400, "this model takes no videos", code="invalid_value")
             self._video = self._tools.inspector.video_of(self._ref)
             await self._load(allowance)
+
+    @property
+    def num_frames(self) -> int:
+        """That are seen; the last one may be seen twice."""
+        return len(self.plan.indices)
 
     @property
     def visual(self) -> Visual:
@@ -151,7 +158,7 @@ class VideoFile(Video):
         times = [index / fps for index in indices]
         self.plan = tools.inspector.plan_video(self._video, indices, times, (clip.height, clip.width))
         self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
-        await self._decode(tools.room.take(self.num_bytes))
+        await self._decode(await tools.room.take_patiently(self.num_bytes))
 
     async def _read(self, file: MediaRef, allowance: Allowance) -> None:
         tools = self._tools
@@ -214,12 +221,12 @@ class FrameList(Video):
     async def _load(self, allowance: Allowance) -> None:
         tools, ref = self._tools, self._ref
         refs = ref.frames
-        for frame in self._frames:
-            frame.start()
         if ref.file is not None:
             refs = await self._cut(ref.file)
             self._frames = [Image(tools, frame, is_frame=True) for frame in refs]
         self._check_number(len(self._frames))
+        for frame in self._frames:
+            frame.start()
         try:
             async with asyncio.TaskGroup() as group:
                 for i, frame in enumerate(self._frames):
@@ -240,16 +247,20 @@ class FrameList(Video):
         self.hashes = [digest or b"" for digest in known]
         self.sources = [self._file(self._frame(PAIR * pair).encoded) for pair in range(num_pairs)]
         new = [pair for pair in range(num_pairs) if known[pair] is None]
-        regions = [self._hold(tools.room.take(self.plan.pair_bytes)) for _ in new]
+        if not new:
+            return
+        pixels = self._hold(await tools.room.take_patiently(self.plan.pair_bytes * len(new)))
+        pixels.used = pixels.capacity
         try:
             async with asyncio.TaskGroup() as group:
-                for pair, pixels in zip(new, regions, strict=True):
-                    group.create_task(self._decode(pair, pixels))
+                for i, pair in enumerate(new):
+                    group.create_task(self._decode(pair, self._rgb(pixels, i)))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
     def _check_number(self, num_frames: int) -> None:
-        """Of what was said of each frame. RequestError 400."""
+        """Of frames, and of what was said of each. RequestError 400."""
+        self._tools.inspector.check_frames(num_frames)
         for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
             if told is not None and len(told) != num_frames:
                 raise RequestError(400, f"it has {num_frames} frames, but {len(told)} {name}", code="invalid_value")
@@ -284,25 +295,28 @@ class FrameList(Video):
         return self._frame(PAIR * pair).digest, self._frame(PAIR * pair + 1).digest, self.plan.size
 
     async def _make(self, item: int) -> None:
-        await self._decode(item, self._hold(await self._tools.room.take_patiently(self.plan.pair_bytes)))
+        pixels = self._hold(await self._tools.room.take_patiently(self.plan.pair_bytes))
+        pixels.used = pixels.capacity
+        await self._decode(item, self._rgb(pixels, 0))
 
     def _task_of(self, item: int) -> int:
         return item
 
-    async def _decode(self, pair: int, pixels: Region) -> None:
-        tools, plan = self._tools, self.plan
+    async def _decode(self, pair: int, source: ImageSource) -> None:
+        """Both frames of a pair, to where the source says."""
+        tools, plan, place = self._tools, self.plan, source.region
         half = plan.pair_bytes // PAIR
         for i in range(PAIR):
             with _frame_named(plan.indices[PAIR * pair + i]):
-                frame, place = self._frame(PAIR * pair + i), (pixels.offset + i * half, half)
-                size = await tools.decoders.decode(frame.header, frame.encoded, place, plan.size, is_upright=True)
+                frame = self._frame(PAIR * pair + i)
+                size = await tools.decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
                 if size != self._frame_size:
                     (height, width), (first_height, first_width) = size, self._frame_size
                     words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
                     raise RequestError(400, words, code="invalid_video")
-        pixels.used = pixels.capacity
-        self.hashes[pair] = await run(tools.media_pool, lambda: pair_hash(tools.inspector.pair_parameters, plan.size, pixels.view))
-        self.sources[pair] = self._rgb(pixels, 0)
+        pixels = tools.room.arena.view(place.offset, place.length)
+        self.hashes[pair] = await run(tools.media_pool, lambda: pair_hash(tools.inspector.pair_parameters, plan.size, pixels))
+        self.sources[pair] = source
         tools.known_pairs.put(self._pair_key(pair), self.hashes[pair])
 
 

@@ -6,7 +6,7 @@ over the time from the first one's beginning to the last one's end.
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,6 +23,7 @@ from server.errors import RequestError, invalid_video
 from server.processor.video_jobs import Clip, VideoLimits
 
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
+SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
 READ_BYTES = 1 << 17
 SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, -180: Image.Transpose.ROTATE_180, -90: Image.Transpose.ROTATE_270}
@@ -206,6 +207,7 @@ def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -
 
 def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, wanted: list[int]) -> Iterator[VideoFrame]:
     """Frames by index, ascending: of each, the last one that begins no later than it should."""
+    times = {scan.times[index] for index in wanted}
     position = -1  # index of the frame before
     frames: Iterator[VideoFrame] = iter(())
     shown: VideoFrame | None = None
@@ -214,10 +216,10 @@ def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, w
         time = scan.times[index]
         key = max(0, bisect_right(scan.key_times, time) - 1)
         if position < 0 or bisect_right(scan.times, scan.key_times[key]) - 1 - position > SEEK_FRAMES:
-            frames, shown = _decoded_from(container, stream, scan.seek_times[key]), None
+            frames, shown = _decoded_from(container, stream, scan.seek_times[key], times), None
             ahead = next(frames, None)
             if ahead is None or _time_of(ahead) > time:  # some files lead behind their keyframes
-                frames = _decoded_from(container, stream, scan.seek_times[0])
+                frames = _decoded_from(container, stream, scan.seek_times[0], times)
                 ahead = next(frames, None)
         while ahead is not None and _time_of(ahead) <= time:
             shown, ahead = ahead, next(frames, None)
@@ -228,16 +230,21 @@ def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, w
         yield found
 
 
-def _decoded_from(container: InputContainer, stream: VideoStream, time: int) -> Iterator[VideoFrame]:
+def _decoded_from(container: InputContainer, stream: VideoStream, time: int, wanted: Container[int] = ()) -> Iterator[VideoFrame]:
+    """From the keyframe at `time` on. With `wanted` times, frames at others may be missing."""
     container.seek(time, stream=stream)
-    size = None
-    for frame in container.decode(stream):
-        assert isinstance(frame, VideoFrame)
-        size = size or (frame.width, frame.height)
-        if (frame.width, frame.height) != size:
-            words = f"its frames change their size, from {size[0]}x{size[1]} to {frame.width}x{frame.height}"
-            raise invalid_video(words)
-        yield frame
+    context, size = stream.codec_context, None
+    may_skip = bool(wanted) and context.codec.canonical_name in SKIPPING
+    for packet in container.demux(stream):
+        if may_skip:
+            context.skip_frame = "DEFAULT" if packet.pts is None or packet.pts in wanted else "NONREF"
+        for frame in packet.decode():
+            assert isinstance(frame, VideoFrame)
+            size = size or (frame.width, frame.height)
+            if (frame.width, frame.height) != size:
+                words = f"its frames change their size, from {size[0]}x{size[1]} to {frame.width}x{frame.height}"
+                raise invalid_video(words)
+            yield frame
 
 
 def _time_of(frame: VideoFrame) -> int:

@@ -94,7 +94,7 @@ class Checked:
         parts: list[list[int] | in_process.Picture] = []
         text: list[int] = []
         pictures = iter(item.pictures)
-        for token_id in self._builder.encode(ChatPrompt(msgspec.json.encode(item.template_messages())), len(item.pictures)):
+        for token_id in self._builder.encode(ChatPrompt(msgspec.json.encode(item.template_messages())), [False] * len(item.pictures)):
             if token_id == self._image_token_id:
                 picture = next(pictures)
                 data = memoryview(picture.data)

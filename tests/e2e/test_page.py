@@ -19,6 +19,8 @@ from models.demo.smalltalk import ABOUT
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.browser import CHROMIUM, Page, open_page
 from tests.e2e.serving import Engine, serve
+from tests.unit.server.clips import encode as encode_video
+from tests.unit.server.clips import frames_of
 from tests.unit.server.stack import Stack, answer_ids
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
@@ -176,7 +178,7 @@ async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
             await page.click(field)
             await page.type(value)
         await page.click("#draw-number")
-        await ask(page, "What number is in picture 1? It's \"one\".")
+        await ask(page, 'What number is in picture 1? It\'s "one".')
         (body,) = [json.loads(text) for text in await page.evaluate("sent")]
         assert (body["messages"][0], body["temperature"], body["max_tokens"]) == ({"role": "system", "content": "Be short."}, 0, 7)
         for i in (1, 2, 3):
@@ -188,6 +190,19 @@ async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
             said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
             assert (json.loads(said)["choices"][0]["message"]["content"] if said.startswith("{") else said.strip()) == answer
         assert not page.complaints
+
+
+@needs_browser
+async def test_a_video_plays_and_is_seen(page: Page, tmp_path: Path) -> None:
+    """Red if a video cannot be attached, does not play, is not sent, or if nothing is said of its frames. The demo has never seen one."""
+    path = tmp_path / "clip.webm"
+    path.write_bytes(encode_video(frames_of(20, 120, 160), "webm", "libvpx-vp9"))
+    await page.choose_files("#files", [path])
+    await page.wait("document.querySelector('#attached video')?.videoWidth === 160")
+    await ask(page, "What is this?")
+    (numbers,) = await page.evaluate(NUMBERS)
+    assert (numbers["Frames read"], numbers["Pictures and frame pairs encoded"]) == ("4", "2")
+    assert await page.evaluate("document.querySelector('.mine video').duration") == pytest.approx(2, abs=0.1)
 
 
 @needs_browser

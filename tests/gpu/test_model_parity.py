@@ -27,7 +27,7 @@ from models.qwen3_vl import Qwen3VL
 from models.weights import fill
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.unit.models import reference
-from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, noise_image, smooth_image
+from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, Want, noise_image, smooth_image
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
@@ -159,20 +159,20 @@ def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL, backend: Backend) ->
 
 
 def host_step(batch: ForwardBatch) -> HostStep:
-    """The batch as a worker's rows would give it: rows 0, 1, ... decode and are new, so that their input tokens come with the step."""
+    """The batch as a worker's rows would give it: the ids of decode rows' tokens come with the step, as those of new rows and of drafts."""
     layout = replace(batch.attention, pages=batch.attention.pages.cpu(), slot_mapping_T=batch.attention.slot_mapping_T.cpu())
     ids, num_prefill = batch.input_ids_T.cpu().numpy(), int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-    decode_rows = np.arange(len(ids) - num_prefill)
+    places, decode_rows = np.arange(len(ids) - num_prefill), np.arange(len(batch.rows) - layout.num_prefill_rows)
     return HostStep(
         ids=ids[:num_prefill],
-        places=decode_rows,
+        places=places,
         rows=np.concatenate((np.zeros(layout.num_prefill_rows, dtype=np.int64), decode_rows)),
         positions=batch.positions_3T.cpu().numpy(),
         attention=layout,
         visual=batch.visual,
         logits_indices=batch.logits_indices.cpu().numpy(),
         draws=HostDraws.empty(),
-        known=np.stack((decode_rows, ids[num_prefill:])),
+        known=np.stack((places, ids[num_prefill:])),
     )
 
 
@@ -182,15 +182,15 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model, backend)
     rows = Rows(2, 1024, 16, model.config.geometry, model.device)
-    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 2, 1024)
+    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 8, 1024)
     assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2, 2)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2, 8)
     step_graphs.capture()
 
-    def step(members: list[tuple[Session, int]], num_prefill_rows: int) -> torch.Tensor:
-        logits, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, "last")))
+    def step(members: list[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
+        logits, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, want)))
         logits = logits.clone()
         for session, count in members:
             session.computed += count
@@ -210,7 +210,17 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
             assert relative(logits[0], whole(model, backend, images)[-1]) < TOLERANCE
         if len(decoded) == 60:
             break
-    assert relative(torch.stack(decoded), whole(model, backend, text)[100:160]) < TOLERANCE and prefilling.computed == len(images.ids)
+    expected = whole(model, backend, text)
+    assert relative(torch.stack(decoded), expected[100:160]) < TOLERANCE and prefilling.computed == len(images.ids)
+    drafting = [runner.start(Prompt(text.ids[:length], [], [])) for length in (70, 90)]
+    for session in drafting:
+        step([(session, len(session.ids))], 1)
+        session.ids = text.ids
+    for counts in ((5, 3), (1, 6), (7, 1), (2, 2)):  # a row with that many tokens, of which all but the first are drafts
+        starts = [session.computed for session in drafting]
+        logits = step(list(zip(drafting, counts, strict=True)), 0, "all")
+        wanted = [expected[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        assert relative(logits, torch.cat(wanted)) < TOLERANCE
 
 
 def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:

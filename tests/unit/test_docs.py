@@ -100,7 +100,7 @@ def test_advice_is_for_flags_that_exist() -> None:
 
 OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
 OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
-OF_OTHERS |= {"--backends", "--bound", "--fd", "--replicas", "--max-replicas", "--address", "--clients", "--turns"}
+OF_OTHERS |= {"--backends", "--bound", "--fd", "--replicas", "--max-replicas", "--address", "--clients", "--turns", "--accept", "--drafts"}
 OF_OTHERS |= {"--hypothesis-profile", "--dist", "--add", "--clock", "--counts", "--resolutions", "--input-tokens", "--output-tokens"}
 
 

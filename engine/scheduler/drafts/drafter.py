@@ -91,7 +91,7 @@ class Drafter:
     def _offer(self, request: Request, most: int) -> Offer:
         """Behind the tokens on the way, which have to be as guessed, too. The last token may not be a draft: one more is drawn."""
         offer, source, num_ahead = Offer(request), self._sources[request], request.num_drawn
-        guess = self.guess(request, MAX_DRAFTS + MAX_AHEAD)
+        guess = self.guess(request, most + MAX_AHEAD)
         most = 0 if source.is_paused else min(most, request.max_tokens - request.num_output - 1)
         trust, probability = source.trust, 1.0
         for i, (token, share) in enumerate(guess[: num_ahead + max(0, most)]):

@@ -10,7 +10,6 @@ from engine.scheduler.drafts.suffixes import SuffixAutomaton
 MAX_TENANTS = 64
 MAX_TOKENS = 1 << 18  # of all tenants: beyond it, whoever asked longest ago loses all
 GENERATION_TOKENS = 1 << 15  # then another automaton begins; of a tenant the last two are kept
-MIN_TOKENS = 8  # of an answer that is worth it
 MAX_QUEUED = 64  # answers that wait to be read: of more, the oldest are dropped
 
 
@@ -40,7 +39,7 @@ class RecentAnswers:
 
     def add(self, tenant: bytes, tokens: Sequence[int]) -> None:
         """An answer, with a few tokens before it; `read` makes it known. Without a tenant it is nobody's."""
-        if tenant and len(tokens) >= MIN_TOKENS:
+        if tenant and tokens:
             if len(self._queue) == MAX_QUEUED:
                 self._position = 0
             self._queue.append((tenant, array("i", tokens[-GENERATION_TOKENS:])))

@@ -11,6 +11,7 @@ from engine.scheduler.request import Request
 
 MAX_TEXT = 1 << 14  # tokens: of a prompt its last, of a prediction its first; of text that has twice as many, the last are read again
 MAX_LAG = 16  # tokens that are read before a guess; more are left to spare time
+MIN_ANSWER = 8  # tokens that are worth to be remembered
 HEAD = 8  # tokens before an answer by which its beginning is found
 BREAK = -1  # instead of an image: a context does not reach across it
 
@@ -54,13 +55,7 @@ class Source:
         num_known = self._request.num_known
         if num_known != self._num_known:
             self._score()
-            found = []
-            if self.lag <= MAX_LAG:
-                self.read(MAX_LAG)
-                found.append(self._text.guess(most))
-            self._follow(recent)
-            found += [reader.guess(most) for reader in self._readers]
-            self._guess = max(found, key=lambda one: one[0] if one[1] else 0, default=(0, []))[1]
+            self._guess = self._find(most, recent)
             self._num_known = num_known
         return self._guess
 
@@ -88,6 +83,15 @@ class Source:
             self._text.extend(more)
             self._num_read += len(more)
 
+    def _find(self, most: int, recent: Sequence[SuffixAutomaton]) -> Guess:
+        found = []
+        if self.lag <= MAX_LAG:
+            self.read(MAX_LAG)
+            found.append(self._text.guess(most))
+        self._follow(recent)
+        found += [reader.guess(most) for reader in self._readers]
+        return max(found, key=lambda one: one[0] if one[1] else 0, default=(0, []))[1]
+
     def _score(self) -> None:
         came = self._request.known_ids()[self._num_known :].tolist() if self._guess else []
         for token, (guessed, probability) in zip(came, self._guess, strict=False):
@@ -110,9 +114,9 @@ class Source:
 
 
 def answer_of(request: Request) -> Sequence[int]:
-    """What others may be guessed from: the known output, behind the last tokens of the prompt's text."""
+    """What others may be guessed from: the known output, behind the last tokens of the prompt's text; nothing of a short one."""
     ids: list[int] = request.known_ids()[_start_of_head(request) :].tolist()
-    return ids if request.num_known > request.num_prompt else []
+    return ids if request.num_known - request.num_prompt >= MIN_ANSWER else []
 
 
 def _start_of_head(request: Request) -> int:

@@ -19,18 +19,18 @@ NONE = -1  # where there is no draft
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of S draws: the draft that stands behind each one's place, or NONE behind a row's last; and the number of its row's drafts before
-    it."""
+    """Of S draws: the draft that stands behind each one's place, or NONE behind a row's last; the number of its row's drafts before it; the
+    row's first draw."""
 
     next_S: torch.Tensor  # int64
     offsets_S: torch.Tensor  # int64
+    firsts_S: torch.Tensor  # int64
 
     def keep(self, tokens_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of these draws count, and which of them are their row's last: bool (S,), one of the latter a row."""
         is_miss = tokens_S != self.next_S
         before = is_miss.cumsum(0) - is_miss.long()
-        first_S = torch.arange(len(before), device=before.device) - self.offsets_S
-        is_kept = before == before[first_S]
+        is_kept = before == before[self.firsts_S]
         return is_kept, is_kept & is_miss
 
     def before(self, index_A: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,9 @@ class HostDrafts:
     def stage(self, staging: Staging) -> Drafts:
         """Puts them into `staging`, whose `copy` comes later."""
         following = [token for drafts in self.rows for token in (*drafts, NONE)]
-        offsets = [offset for drafts in self.rows for offset in range(1 + len(drafts))]
-        return Drafts(*staging.put(np.asarray((following, offsets), dtype=np.int64)))
+        counts = self.counts
+        firsts = np.repeat(counts.cumsum() - counts, counts)
+        return Drafts(*staging.put(np.stack((following, np.arange(len(firsts)) - firsts, firsts))))
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
         """Of each row, which of these draws count."""

@@ -30,7 +30,7 @@ LAST_SHIFT = np.uint64(31)
 
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
-BYTES_PER_DRAW = 4 * NUM_PARAMS + 7 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset
+BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, three of its drafts
 PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
 
 
@@ -127,13 +127,16 @@ class DrawTable:
         return HostDraws(rows, positions, words, drafts)
 
 
-def draws_of(params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device) -> Draws:
-    """Draws by these parameters at these positions, of rows 0, 1, ... of no worker."""
-    table, staging = DrawTable(len(params), max_top_k), Staging(MIB, device)
+def draws_of(
+    params: Sequence[SamplingParams], positions: npt.ArrayLike, max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
+) -> Draws:
+    """Draws at these positions by rows 0, 1, ... of no worker, which have these parameters."""
+    table, staging, rows = DrawTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
     staging.begin()
-    draws = table.draws(np.arange(len(params)), np.asarray(positions)).stage(staging)
+    rows = rows if drafts is None else rows.repeat(drafts.counts)
+    draws = table.draws(rows, np.asarray(positions), drafts).stage(staging)
     staging.copy()
     return draws
 

@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.messages import SamplingParams, TokenLogprobs
+from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, draws_of
 from engine.worker.sampling.grammar import Grammars, Mask
 from engine.worker.sampling.state import LogitState
@@ -61,7 +62,7 @@ class Sampler:
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, max_draws: int, config: ModelConfig, model_folder: Path, device: torch.device):
         self.grammars = Grammars(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
-        self._ops = ops
+        self._ops, self._max_draws = ops, max_draws
         self._eos_ids = config.eos_token_ids
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
@@ -73,12 +74,14 @@ class Sampler:
     def warm_up(self) -> None:
         """Runs every stage, so that no request waits for a compiler."""
         _, vocab_size, device = self._state.shape
+        guessed = HostDrafts(((0,),)) if self._max_draws > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
-            draws = draws_of([params], [1], self._ops.max_top_k, device)
+            draws = draws_of([params], 1 + np.arange(guessed.counts[0]), self._ops.max_top_k, device, guessed)
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-            self.sample(torch.zeros((1, vocab_size), device=device), draws, (torch.zeros_like(draws.rows_S), everything))
+            logits_SV = torch.zeros((len(draws.rows_S), vocab_size), device=device)
+            self.sample(logits_SV, draws, (torch.zeros_like(draws.rows_S[:1]), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
         """A token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""

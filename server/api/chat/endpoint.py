@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from engine.params import OutputOptions, SamplingParams
 from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.api.chat.conversation import read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat
-from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, json_of
+from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, Tool
 from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, submits_of
 from server.api.grammar import check_strict_tools, read_grammar
 from server.http.body import Body
@@ -101,6 +102,11 @@ ROUTES: dict[str, type[Endpoint]] = {
     "/tokenize": TokenizeEndpoint,
     "/detokenize": DetokenizeEndpoint,
 }
+
+
+def json_of(tools: list[Tool]) -> bytes:
+    """Tools as templates see them: without what was not said."""
+    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()
 
 
 def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:

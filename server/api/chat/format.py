@@ -129,7 +129,8 @@ def usage_json(usage: Usage) -> dict[str, object]:
         "total_tokens": usage.num_prompt + usage.num_generated,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
     }
-    return shown | {"completion_tokens_details": {"reasoning_tokens": usage.num_reasoning}} if usage.num_reasoning else shown
+    details = ({"reasoning_tokens": usage.num_reasoning} if usage.num_reasoning else {}) | usage.draft_json()
+    return shown | {"completion_tokens_details": details} if details else shown
 
 
 def _ending(choice: Choice) -> dict[str, object]:

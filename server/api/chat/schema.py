@@ -3,7 +3,6 @@
 None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -16,11 +15,10 @@ MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
 MAX_TOOLS = 1024
-MAX_PROMPTS = 128
-MAX_ANSWERS = 16
+MAX_PROMPTS, MAX_ANSWERS = 128, 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "add_vision_id"})
+TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 
 # Lists that a client may fill with very many bad values fail at the first one.
 FIRST = Field(fail_fast=True)
@@ -147,6 +145,15 @@ class StructuredOutputs(Open):
     structural_tag: JsonObject | None = None
 
 
+class Prediction(Strict):
+    type: Literal["content"]
+    content: Annotated[Annotated[list[TextPart], FIRST] | str, OneOf()]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 def _stop_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
@@ -200,6 +207,7 @@ class GenerationRequest(Open):
     timings: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
+    prediction: Prediction | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -352,8 +360,3 @@ class DetokenizeRequest(GenerationRequest):
         super().check_together(vocab_size)
         if max(self.tokens) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
-
-
-def json_of(tools: list[Tool]) -> bytes:
-    """Tools as templates see them: without what was not said."""
-    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()

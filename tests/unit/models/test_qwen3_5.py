@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from models.backends.torch.delta import chunked, recurrent
 from models.config import ModelConfig
+from models.layers.fp8 import BlockScaled
 from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models import reference
 from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, SEVERAL_TURNS, TEXT, PagedRunner, Prompt, load
 from tests.unit.models.qwen3_5_checkpoints import write
+from tests.unit.models.test_moe import difference, multiplied_out, rounded, rounding_experts
 
 PROMPTS = {"text": [list(range(5, 2500, 13))], "one image": ONE_IMAGE, "several turns": SEVERAL_TURNS}
 KINDS = ("dense", "sparse")
@@ -120,3 +125,39 @@ def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_p
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=next(iter(change))):
             ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
+def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path) -> None:
+    """Red if a head's query or gate has another block's scale, if the gates or the convolution are rounded, or the shared expert is not."""
+    write_model_folder(tmp_path / "whole", SHAPES[name], weights="random", seed=1)
+    write_model_folder(tmp_path / "fp8", SHAPES[name], weights="random", seed=1, is_fp8=True)
+    ours, tensors = load(tmp_path / "fp8"), load_file(tmp_path / "fp8" / "model.safetensors")
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
+    for tensor in [tensor for tensor in tensors if f"{tensor}_scale_inv" in tensors]:
+        theirs.get_parameter(tensor).data.copy_(multiplied_out(tensors, tensor))
+    prompt = Prompt.build(ours.config, ONE_IMAGE)
+    unrounded = reference.logits(theirs, ours.config, prompt)
+    for path, module in theirs.model.language_model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear) and not path.endswith(("in_proj_a", "in_proj_b", "shared_expert_gate")):
+            module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+        elif path.endswith(".experts"):
+            module.register_forward_hook(lambda module, args, _: rounding_experts(module, args))
+    expected = reference.logits(theirs, ours.config, prompt)
+    runner = PagedRunner(ours)
+    found = runner.step([(runner.start(prompt), len(prompt.ids))], num_prefill_rows=1, want="all")
+    assert difference(found, expected, 0.1) < 1e-4  # see `test_moe`
+    assert difference(found, unrounded, 0.1) > 2e-2
+
+
+def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(tmp_path: Path) -> None:
+    """Red if `--quantization fp8` leaves out a matrix that FP8 checkpoints round, or rounds one that they do not."""
+    for is_fp8 in (False, True):
+        write_model_folder(tmp_path / str(is_fp8), SHAPES["3.5-tiny-moe"], weights="random", seed=1, is_fp8=is_fp8)
+    models = [load(tmp_path / str(is_fp8)) for is_fp8 in (False, True)]
+    models[0].quantize_()
+    first, second = ([matrix for module in model.modules() for matrix in vars(module).values() if isinstance(matrix, BlockScaled)]
+                     for model in models)  # fmt: skip
+    assert len(first) == len(second) == 4 * (2 + 2 + 2) and not [name for name, _ in models[0].named_parameters() if "experts.gate" in name]
+    for made, read in zip(first, second, strict=True):
+        assert made.values.view(torch.uint8).equal(read.values.view(torch.uint8)) and made.scales.equal(read.scales)

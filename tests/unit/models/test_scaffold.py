@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from models.config import ModelConfig
 from models.hub import hub_id_of, resolve
@@ -74,6 +74,56 @@ def test_chat_template_writes_chatml(published: Path) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("27B")
+    write_model_folder(folder, SHAPES["3.5-27B"], weights="none", seed=0)
+    return folder
+
+
+def test_a_thinking_template(hybrid: Path) -> None:
+    """Red if a next turn repeats thoughts, if a turn that goes on behind a tool lacks them, or if calls are written as another model's."""
+    tokenizer = AutoTokenizer.from_pretrained(hybrid)
+    arguments = {"city": "Bern", "days": 2}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]},
+        {"role": "assistant", "content": "Bern.", "reasoning_content": "A bear."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I ask.", "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+    ]
+
+    def text(**options: object) -> str:
+        written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        assert isinstance(written, str)
+        return written
+
+    first = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Where?<|im_end|>\n<|im_start|>assistant\n"
+    rest = (
+        "Bern.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nI ask.\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+    assert text() == first + rest
+    assert text(preserve_thinking=True) == first + "<think>\nA bear.\n</think>\n\n" + rest
+    assert text(enable_thinking=False) == first + rest + "\n</think>\n\n"
+    assert text(tools=[call]).count("<function=") == 2
+
+
+def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
+    config, tokenizer = ModelConfig.from_folder(hybrid), AutoTokenizer.from_pretrained(hybrid)
+    assert config.eos_token_ids == (248_046, 248_044) and tokenizer.convert_tokens_to_ids("<|endoftext|>") == 248_044
+    assert (config.image_token_id, config.video_token_id) == (248_056, 248_057)
+    assert (config.vision_start_token_id, config.vision_end_token_id) == (248_053, 248_054)
+    delta = config.text.delta
+    assert delta is not None and config.text.cache_spec(1, 2).bytes_per_row == 48 * delta.state_bytes(1, 2) == 153_944_064
+    for name in ("Qwen3.5-27B", "Qwen3.6-35B-A3B-FP8", "Qwen3.8-27B"):
+        assert hub_id_of(name) == f"Qwen/{name}"
+    assert ModelConfig.from_folder(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.is_fp8
+
+
 def test_chat_template_writes_tools(published: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(published)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -92,6 +142,13 @@ def test_chat_template_writes_tools(published: Path) -> None:
         f"<|im_start|>assistant\n{block}\n{block}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
+def test_hybrid_weights_are_those_that_transformers_expects(name: str, tmp_path: Path) -> None:
+    write_model_folder(tmp_path, SHAPES[name], weights="random", seed=0)
+    _, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 @pytest.mark.parametrize("name", SHAPES)

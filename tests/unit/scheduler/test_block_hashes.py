@@ -9,7 +9,7 @@ import pytest
 
 from engine.scheduler import blocks
 from engine.scheduler import core as core_module
-from engine.scheduler.blocks import BlockHasher
+from engine.scheduler.blocks import BlockHasher, BlockPool
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 BLOCK = 4
@@ -99,3 +99,19 @@ def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
         fresh.extend(np.asarray(prompt, dtype=np.int32))
         assert request.hasher.links == fresh.links[:num_shared]
         sim.run()
+
+
+def test_snapshots_keep_to_their_share() -> None:
+    """Red if snapshots push keys and values out beyond their share, if the one used last goes first, or if its blocks are lost."""
+    pool = BlockPool(12, 16, snapshot_share=0.5)
+    for name in (b"a", b"b", b"c"):
+        blocks = pool.alloc(2)
+        assert blocks is not None
+        pool.commit_snapshot(blocks, name)
+    assert pool.snapshot(b"a")
+    blocks = pool.alloc(2)
+    assert blocks is not None
+    pool.commit_snapshot(blocks, b"d")
+    assert [bool(pool.snapshot(name)) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    pool.check()
+    assert pool.num_free == 12

@@ -76,6 +76,12 @@ class Loading:
         await video.load(0, Allowance(self.max_request_pixels, 8))
         return video
 
+    async def load_url(self, url: str) -> Video:
+        video = VideoFile(self.tools, VideoRef(file=MediaRef(url=url)))
+        self._images.append(video)
+        await video.load(0, Allowance(self.max_request_pixels, 8))
+        return video
+
     def pairs_of(self, video: Video) -> np.ndarray:
         """Pixels (pairs, 2, h, w, 3)."""
         regions = [self.arena.view(source.region.offset, source.region.length) for source in video.sources]

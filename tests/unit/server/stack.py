@@ -88,7 +88,9 @@ class FakeScheduler:
         return bytes(self._arena.view(region.offset, region.length))
 
     def beat(self, age: float = 0.0) -> None:
-        self._processor.send(EngineOutputs([], [], EngineStats(max_model_len=self.max_model_len, steps=1), time.monotonic() - age))
+        drafts = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
+        stats = EngineStats(max_model_len=self.max_model_len, steps=1, **drafts)  # type: ignore[arg-type]
+        self._processor.send(EngineOutputs([], [], stats, time.monotonic() - age))
 
     def _run(self) -> None:
         last = 0.0

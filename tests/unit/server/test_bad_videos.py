@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from tests.unit.server.clips import claiming, encode, frames_of, gif, long_gif, of_jpegs, sound
+from tests.unit.server.clips import claiming, encode, frames_of, gif, joined, long_gif, of_jpegs, sound
 from tests.unit.server.loading import Loading
 from tests.unit.server.stack import Stack, answer_text
 from tests.unit.server.test_stack_video import video
@@ -103,6 +104,40 @@ async def test_a_decoder_that_dies_or_hangs_is_that_requests_error(strict: Loadi
     assert (await strict.load_video(base64.b64encode(encode(frames_of(30))))).hashes
 
 
+async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
+    """Red if too many frames are decoded before they are counted, or if a model or an installation without videos ends in a 500."""
+    few = Loading(checkpoint, max_video_frames=3)
+    error = await refusal(few, b"")  # nothing is read of what is said to be frames
+    assert error.info.status == 400
+    with pytest.raises(RequestError, match=r"4 of its frames would be seen, the limit is 3"):
+        await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
+    with pytest.raises(RequestError, match=r"20 of its frames would be seen, the limit is 3"):
+        await few.load_video(base64.b64encode(CLIP), samples=False)
+    few.tools.video_decoders._is_installed = False
+    error = await refusal(few, CLIP)
+    assert (error.info.status, error.info.code) == (400, "no_video_decoder")
+    assert (await few.load_video(joined(frames_of(2)), holds_frames=True)).hashes  # Pillow reads frames
+    await few.close()
+    still = Loading(dataclasses.replace(checkpoint, video_token_id=None))
+    error = await refusal(still, CLIP)
+    assert (error.info.status, "takes no videos" in error.info.message) == (400, True)
+    await still.close()
+
+
+async def test_files_of_the_server(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Red if a local file is read from outside of its folder, or is held to the limit of an image."""
+    (tmp_path / "clip.mp4").write_bytes(CLIP)
+    made = Loading(checkpoint, allowed_local_media_path=str(tmp_path), max_download_bytes=100, max_video_bytes=len(CLIP))
+    video = await made.load_url(f"file://{tmp_path}/clip.mp4")
+    assert len(video.hashes) == 2
+    (tmp_path / "clip.mp4").write_bytes(CLIP + bytes(1))
+    for url, status in ((f"file://{tmp_path}/clip.mp4", 413), ("file:///etc/passwd", 400), ("http://127.0.0.1/a.mp4", 400)):
+        with pytest.raises(RequestError) as caught:
+            await made.load_url(url)
+        assert caught.value.info.status == status and caught.value.info.message.startswith("Video 1: ")
+    await made.close()
+
+
 @pytest.fixture(scope="module")
 def stack(model_folder: Path) -> Iterator[Stack]:
     running = Stack(model_folder, max_video_bytes=1 << 20, video_timeout=4)
@@ -129,4 +164,18 @@ def test_ten_clients_at_once(stack: Stack) -> None:
     refused = stack.chat([video(b"\0\0\0\x18ftypmp42" + bytes(2 << 20))])
     assert refused.status_code == 413 and "larger than 1048576 bytes" in refused.json()["error"]["message"]
     assert stack.chat([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}]).status_code == 400
+    stack.recover()
+
+
+def test_clips_wait_for_each_others_room(stack: Stack) -> None:
+    """Red if clips that do not fit into the arena at once are refused instead of waiting for each other."""
+    stack.scheduler.script = answer_text
+    files = [encode(frames_of(12, 640, 640, first=i)) for i in range(6)]  # of 32 MiB, each takes 14.7 MB as pixels
+    answers: list[httpx.Response] = []
+    asks = [threading.Thread(target=lambda data=data: answers.append(stack.chat([video(data, fps=100.0)]))) for data in files]
+    for ask in asks:
+        ask.start()
+    for ask in asks:
+        ask.join()
+    assert [answer.status_code for answer in answers] == [200] * 6
     stack.recover()

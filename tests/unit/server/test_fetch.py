@@ -22,8 +22,8 @@ from server.errors import RequestError
 from server.processor import fetch
 from server.processor.fetch import Fetcher, Resolver, is_public
 from server.processor.image import Image
-from server.processor.request import release_all
 from server.processor.inspect import Allowance
+from server.processor.request import release_all
 from tests.unit.server.loading import Loading
 
 PRIVATE = [

@@ -292,6 +292,9 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) 
         assert all(sample.labels["model_name"] == "test-model" for sample in family.samples)
         assert all(sample.name.endswith(("_total", "_created")) for sample in family.samples) or family.type != "counter"
     assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= families.keys()
+    kinds = "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
+    samples = [sample for kind in kinds for sample in families[f"vllm:spec_decode_num_{kind}"].samples]
+    assert [(sample.labels.get("position"), sample.value) for sample in samples] == [(None, 3), (None, 9), (None, 5), ("0", 3), ("1", 2)]
     for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds", "stage_seconds"):
         assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
     refusals = {sample.labels["reason"]: sample.value for sample in families["engine_refused_requests"].samples if "total" in sample.name}

@@ -17,7 +17,8 @@ from engine.messages import MAX_DRAFTS
 from engine.params import Grammar
 from engine.scheduler.request import Request
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.drafts import NONE, Drafts, HostDrafts
+from engine.worker.sampling.drafts import NONE, HostDrafts
+from engine.worker.staging import Staging
 from models.demo import CHECKPOINT
 from models.qwen3_vl import Qwen3VL
 from models.weights import init_dummy_weights
@@ -176,10 +177,10 @@ def test_what_is_kept() -> None:
     rng = random.Random(0)
     for _ in range(50):
         host = HostDrafts(tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_DRAFTS + 1))) for _ in range(6)))
-        following = [token for drafts in host.rows for token in (*drafts, NONE)]
-        offsets = [offset for drafts in host.rows for offset in range(1 + len(drafts))]
-        drafts = Drafts(torch.tensor(following), torch.tensor(offsets))
-        tokens = [rng.randrange(2) for _ in following]
+        staging = Staging(4096, torch.device("cpu"))
+        staging.begin()
+        drafts = host.stage(staging)
+        tokens = [rng.randrange(2) for _ in drafts.next_S]
         is_kept, is_last = drafts.keep(torch.tensor(tokens))
         runs = list(host.kept(tokens))
         assert is_kept.nonzero().flatten().tolist() == [i for run in runs for i in run]

@@ -36,7 +36,7 @@ GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(SCHEMA)),
     "object": Grammar("json_object"),
     "regex": Grammar("regex", REGEX),
-    "choice": Grammar("choice", json.dumps(["a \"b\"", "c\n", "ü"])),
+    "choice": Grammar("choice", json.dumps(['a "b"', "c\n", "ü"])),
     "ebnf": Grammar("ebnf", 'root ::= ("ab" | "ba")+ "."'),
 }
 PARAMS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": False, "max_tokens": 60}
@@ -84,9 +84,7 @@ def follows(name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("num_blocks", [256, 6])
-def test_answers_follow_their_grammars(
-    model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], num_blocks: int
-) -> None:
+def test_answers_follow_their_grammars(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], num_blocks: int) -> None:
     """Red if a mask is of another row, of another step or missing; if a preemption loses what was matched; if others' answers change."""
     engine, plain = Engine(model, num_blocks=num_blocks, prefix_cache=False), Engine(model)
     names = [name for name in GRAMMARS if name != "object"] * 2

@@ -25,9 +25,7 @@ def test_attention_in_the_interpreter(interpreted_files: list[str]) -> None:
     run_interpreted(interpreted_files)
 
 
-def step_of(
-    tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0, short: Sequence[int] | None = None
-) -> Step:
+def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0, short: Sequence[int] | None = None) -> Step:
     """With decode rows behind the prompts, or rows of `short` tokens."""
     from dataclasses import replace
 

@@ -1,0 +1,100 @@
+"""An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft suffix`.
+
+The first time that a prompt comes, its greedy answer is recorded, without drafts. From the second time on each draft is the recorded token
+with probability P, and a wrong one otherwise. K drafts a row in every step; with K = 0 the engine adapts as always and is told that each
+draft holds with BELIEVED. Only the scheduler's process differs from `python -m engine.serve`: this module runs in its place.
+"""
+
+import random
+import sys
+from collections.abc import Sequence
+
+import engine.scheduler.main
+import engine.serve
+from engine.ipc import Runtime
+from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.drafts.source import Source
+from engine.scheduler.drafts.suffixes import Guess, SuffixAutomaton
+from engine.scheduler.request import Request
+from engine.scheduler.state import State
+from engine.supervise import Supervisor
+
+BELIEVED = 0.9
+REAL, INSTEAD = "engine.scheduler.main", "bench.accepting"
+
+
+class AcceptingSource(Source):
+    def __init__(self, request: Request, answer: Sequence[int], probability: float, num_drafts: int, rng: random.Random):
+        super().__init__(request)
+        self._of, self._answer, self._probability, self._num_drafts, self._rng = request, answer, probability, num_drafts, rng
+
+    @property
+    def trust(self) -> float:
+        return 1.0 if self._num_drafts else super().trust
+
+    @property
+    def is_paused(self) -> bool:
+        return super().is_paused and not self._num_drafts
+
+    @property
+    def lag(self) -> int:
+        """It reads nothing."""
+        return 0
+
+    def _find(self, most: int, recent: Sequence[SuffixAutomaton]) -> Guess:
+        start, share = self._of.num_known - self._of.num_prompt, 1.0 if self._num_drafts else BELIEVED
+        count = min(most, self._of.num_drawn + self._num_drafts) if self._num_drafts else most
+        wrong = (self._rng.random() >= self._probability for _ in range(count))
+        return [(token ^ is_wrong, share) for token, is_wrong in zip(self._answer[start : start + count], wrong, strict=False)]
+
+
+class AcceptingDrafter(Drafter):
+    def __init__(self, verify_rows: int, probability: float, num_drafts: int):
+        super().__init__(verify_rows)
+        self._probability, self._num_drafts, self._rng = probability, num_drafts, random.Random(0)
+        self._answers: dict[bytes, list[int]] = {}
+
+    def offer(self, state: State) -> None:
+        for request in state.running:
+            if request not in self._sources:
+                answer = self._answers.get(_prompt_of(request), [])
+                self._sources[request] = AcceptingSource(request, answer, self._probability, self._num_drafts, self._rng)
+        super().offer(state)
+
+    def release(self, request: Request) -> None:
+        self._answers.setdefault(_prompt_of(request), request.known_ids()[request.num_prompt :].tolist())
+        super().release(request)
+
+
+def _prompt_of(request: Request) -> bytes:
+    return request.token_ids[: request.num_prompt].tobytes()
+
+
+class _Supervisor(Supervisor):
+    """Starts this module as the scheduler."""
+
+    settings: tuple[str, str]
+
+    def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
+        more = self.settings if module == REAL else ()
+        super().start(role, INSTEAD if module == REAL else module, runtime, *arguments, *more, fds=fds)
+
+
+def main() -> int:
+    """Of the launcher, or of the scheduler, whose first argument is a file."""
+    if not sys.argv[1].endswith(".json"):
+        _Supervisor.settings = sys.argv[1], sys.argv[2]
+        engine.serve.Supervisor = _Supervisor  # type: ignore[misc]
+        return engine.serve.main(sys.argv[3:])
+    probability, num_drafts = float(sys.argv[2]), int(sys.argv[3])
+
+    def make(verify_rows: int) -> Drafter:
+        return AcceptingDrafter(verify_rows, probability, num_drafts)
+
+    engine.scheduler.main.Drafter = make  # type: ignore[misc, assignment]
+    engine.scheduler.main.main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

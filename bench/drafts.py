@@ -1,0 +1,169 @@
+"""What --draft suffix brings: milliseconds a token without and with drafts, and how many of them hold.
+
+    python -m bench.drafts --flags "--model demo" --sets demo forms --streams 1 4
+    python -m bench.drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.7 --drafts 4 --sets random
+    python -m bench.drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.0 --sets random
+
+Starts an engine without and one with drafts. With --accept, for dummy weights, drafts hold with that probability (`bench.accepting`): the
+second engine answers every prompt twice and the second time counts. Without --drafts it adapts to that, as always.
+"""
+
+import argparse
+import asyncio
+import random
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.faults import engine
+from bench.load import drive
+from bench.report import environment, table, write_json
+from models.demo.questions import question
+
+BEAT_S = 1.5  # after which the metrics know of the last steps
+NAMES = ("Ada", "Emil", "Grete", "Ibrahim", "Lin", "Maria", "Noor", "Otto", "Rosa", "Yusuf")
+TOWNS = ("Aarhus", "Basel", "Cork", "Delft", "Gent", "Lyon", "Porto", "Turku")
+FIELDS = ("name", "town", "street", "date_of_birth", "customer_number", "iban", "amount_due", "remarks")
+CODE = """class Basket:
+    def __init__(self, owner):
+        self.owner = owner
+        self.items = []
+
+    def add(self, name, price, count=1):
+        for item in self.items:
+            if item["name"] == name and item["price"] == price:
+                item["count"] += count
+                return item
+        item = {"name": name, "price": price, "count": count}
+        self.items.append(item)
+        return item
+
+    def total(self):
+        return sum(item["price"] * item["count"] for item in self.items)
+"""
+
+
+def forms(i: int) -> dict[str, Any]:
+    """Text of a page, as OCR gives it, to be written as JSON: its fields are those of every other page."""
+    rng = random.Random(i)
+    values = (rng.choice(NAMES), rng.choice(TOWNS), f"High Street {rng.randint(1, 99)}", f"19{rng.randint(40, 99)}-0{rng.randint(1, 9)}-11",
+              rng.randint(10**7, 10**8), f"NL{rng.randint(10**9, 10**10)}", f"{rng.randint(1, 999)}.50 EUR", "none")  # fmt: skip
+    page = "\n".join(f"{name.replace('_', ' ').upper()} ..... {value}" for name, value in zip(FIELDS, values, strict=True))
+    return {"messages": [user_message([], f"Write this form as JSON with the keys {', '.join(FIELDS)} and nothing else.\n\n{page}")]}
+
+
+def code(i: int) -> dict[str, Any]:
+    """A small change to a text that the answer repeats; the client predicts that nothing changes."""
+    name = ("price", "items", "owner", "count")[i % 4]
+    asked = f"Rename `{name}` to `{name}_{i}` and repeat the whole file, nothing else.\n\n{CODE}"
+    return {"messages": [user_message([], asked)], "prediction": {"type": "content", "content": CODE}}
+
+
+def chance(i: int) -> dict[str, Any]:
+    """Nothing to be foreseen."""
+    rng = random.Random(i)
+    return {"messages": [user_message([], text_of(64, i) + " " + " ".join(str(rng.randrange(10**6)) for _ in range(20)))]}
+
+
+def demo(i: int) -> dict[str, Any]:
+    """What the demo knows to answer."""
+    return {"messages": question(i, ("count_to", "list", "describe")[i % 3]).messages()}
+
+
+SETS: dict[str, Callable[[int], dict[str, Any]]] = {"forms": forms, "code": code, "random": chance, "demo": demo}
+TOTALS = ("drafts", "draft_tokens", "accepted_draft_tokens")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.drafts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flags", default="", help="of both engines, as one string")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["forms", "code", "random"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1], help="clients at once")
+    parser.add_argument("--requests", type=int, default=16, help="of a set")
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--accept", type=float, help="probability that a draft holds; needs no weights")
+    parser.add_argument("--drafts", type=int, default=0, help="with --accept: so many in every step of a row; 0: as the engine adapts")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def make_bodies(args: argparse.Namespace, model: str, name: str) -> list[dict[str, Any]]:
+    fields = {"ignore_eos": args.accept is not None, "cache_salt": name}
+    return [chat_body(model, [], args.output_tokens) | fields | SETS[name](i) for i in range(args.requests)]
+
+
+async def totals(client: ChatClient) -> dict[str, float]:
+    lines = (await client.metrics()).splitlines()
+    return {name: float(line.rsplit(" ", 1)[1]) for line in lines for name in TOTALS if line.startswith(f"engine_{name}_total{{")}
+
+
+async def measure(args: argparse.Namespace, module: Sequence[str], flags: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Numbers of each set and number of streams, of the last round."""
+    found = {}
+    async with engine(flags, module) as (_, url), ChatClient(url) as client:
+        model = await client.model()
+        await drive(client, make_bodies(args, model, "random")[:2], 1)  # a warm-up
+        for name in args.sets:
+            for streams in args.streams:
+                bodies = [body | {"cache_salt": f"{name}-{streams}"} for body in make_bodies(args, model, name)]
+                for _ in range(rounds):
+                    before = await totals(client)
+                    answers = await drive(client, bodies, streams)
+                    await asyncio.sleep(BEAT_S)
+                    after = await totals(client)
+                found[f"{name}, {streams}"] = figures(answers) | {total: after[total] - before[total] for total in TOTALS}
+    return found
+
+
+def figures(answers: list[Answer]) -> dict[str, Any]:
+    if bad := [answer.error for answer in answers if answer.error]:
+        raise SystemExit(f"{len(bad)} requests failed: {bad[0]}")
+    long = [answer for answer in answers if answer.num_tokens > 1]
+    seconds = sum(answer.finished - answer.token_times[0] for answer in long)
+    num_tokens = sum(answer.num_tokens - 1 for answer in long)
+    return {"ms_per_token": 1000 * seconds / max(1, num_tokens), "tokens": num_tokens, "texts": [answer.text for answer in answers]}
+
+
+def row_of(name: str, plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
+    """A row's step brings a token and its accepted drafts: what it takes longer than without drafts is their verification, and the time
+    from its result to the next step. Texts are sorted, for answers come in the order in which they end."""
+    before, after = plain["ms_per_token"], drafted["ms_per_token"]
+    steps = max(1, drafted["tokens"] - drafted["accepted_draft_tokens"])
+    return {
+        "set, streams": name,
+        "ms a token without": round(before, 3),
+        "with": round(after, 3),
+        "a step": round(after * drafted["tokens"] / steps, 3),
+        "times faster": round(before / after, 2),
+        "tokens": drafted["tokens"],
+        "steps with drafts": int(drafted["drafts"]),
+        "proposed": int(drafted["draft_tokens"]),
+        "accepted": f"{drafted['accepted_draft_tokens'] / max(1, drafted['draft_tokens']):.0%}",
+        "same texts": f"{sum(map(str.__eq__, sorted(plain['texts']), sorted(drafted['texts'])))} of {len(plain['texts'])}",
+    }
+
+
+async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    flags = shlex.split(args.flags)
+    accepting = ["bench.accepting", str(args.accept), str(args.drafts)]
+    module, rounds = (["engine.serve"], 1) if args.accept is None else (accepting, 2)
+    plain = await measure(args, ["engine.serve"], flags, rounds)
+    drafted = await measure(args, module, [*flags, "--draft", "suffix"], rounds)
+    return [row_of(name, plain[name], drafted[name]) for name in plain]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    args = parse_args(argv)
+    rows = uvloop.run(compare(args))
+    print(table(list(rows[0]), [list(row.values()) for row in rows]))
+    if args.json:
+        write_json(args.json, {"environment": environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A hybrid model behind the API: conversations whose states are found again, thoughts, two end tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.scaffold import SHAPES, write_model_folder
+from tests.e2e.serving import Engine, image_part, picture, serve, text_part
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = tmp_path_factory.mktemp("hybrid")
+    write_model_folder(folder, SHAPES["3.5-tiny"], weights="random", seed=0)
+    with serve(folder, "--max-model-len", "4096") as running:
+        yield running
+
+
+def ask(engine: Engine, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
+    response = engine.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> None:
+    """Red if states are kept where a turn that drops the thoughts never finds them: behind `<think>`, or nowhere near the turn's end."""
+    pictures = (image_part(picture(seed + 10 * thinks, 448, 448)) for seed in range(4))
+    messages: list[dict[str, Any]] = []
+    before = 0
+    for question in ("Compare them. " * 30, "And what is left of it? " * 3, "Why? " * 5):
+        shown = [next(pictures) for _ in range(1 if messages else 2)]
+        messages.append({"role": "user", "content": [*shown, text_part(question)]})
+        found = ask(engine, messages, chat_template_kwargs={"enable_thinking": thinks})
+        usage, message = found["usage"], found["choices"][0]["message"]
+        assert bool(message.get("reasoning_content")) == thinks
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= 0.95 * before, "of what the turn before had, up to its answer"
+        before = usage["prompt_tokens"]
+        messages.append({"role": "assistant", "content": "It is like this.", "reasoning_content": "I look."})
+
+
+def test_either_end_token_ends_an_answer(engine: Engine) -> None:
+    """Red if a text's end token is taken for a token like others."""
+    for end in (4000, 4002):
+        found = ask(engine, [{"role": "user", "content": "Hi"}], ignore_eos=False, logit_bias={str(end): 100}, max_tokens=5)
+        assert found["choices"][0]["finish_reason"] == "stop" and found["usage"]["completion_tokens"] == 1

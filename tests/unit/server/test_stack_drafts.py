@@ -1,0 +1,117 @@
+"""What the scheduler is told for drafts, and what clients are told of them; through the real api and processor."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from engine.messages import EngineRequest, RequestOutput
+from engine.stats import Stages
+from tests.unit.server.stack import FakeScheduler, Stack
+from tests.unit.server.test_stack import ids_of
+
+TEXT = "one two three four five six seven eight"
+
+
+@pytest.fixture(scope="module")
+def drafting(model_folder: Path) -> Iterator[Stack]:
+    stack = Stack(model_folder, draft="suffix", api_key="first", api_key_file=None)
+    stack.http.headers["Authorization"] = "Bearer first"
+    yield stack
+    stack.recover()
+    stack.close()
+
+
+def predicted(stack: Stack) -> list[int] | None:
+    region = stack.scheduler.requests[-1].prediction
+    if region is None:
+        return None
+    ids: list[int] = np.frombuffer(stack.scheduler.bytes_at(region), dtype=np.int32).tolist()
+    return ids
+
+
+@pytest.mark.parametrize("content", [TEXT, [{"type": "text", "text": TEXT[:11]}, {"type": "text", "text": TEXT[11:]}]])
+def test_a_prediction_goes_to_the_scheduler(drafting: Stack, tokenizer: Tokenizer, content: object) -> None:
+    """Red if it is lost, or not the tokens of its text."""
+    seen = []
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        seen.append(predicted(drafting))
+        scheduler.send([RequestOutput(request.rid, [65], "stop", stages=Stages())], [request.rid])
+
+    drafting.scheduler.script = script
+    prediction = {"type": "content", "content": content}
+    assert drafting.chat("x", prediction=prediction).status_code == 200
+    assert drafting.http.post("/v1/completions", json={"prompt": "x", "prediction": prediction}).status_code == 200
+    long = {"type": "content", "content": "word " * 50_000 + "<|im_end|>"}
+    assert drafting.chat("x", prediction=long).status_code == 200
+    assert drafting.chat("x", prediction=None).status_code == 200
+    assert seen[0] == seen[1] == ids_of(tokenizer, TEXT) and seen[3] is None
+    assert seen[2] is not None and 1000 < len(seen[2]) <= drafting.scheduler.max_model_len, "longer than any answer"
+
+
+@pytest.mark.parametrize(
+    "prediction", ["text", {"type": "content"}, {"type": "other", "content": "x"}, {"type": "content", "content": [1]}]
+)
+def test_what_is_no_prediction(stack: Stack, prediction: object) -> None:
+    """Red if it is taken for one, or if the error does not name the field."""
+    response = stack.chat("x", prediction=prediction)
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith("prediction")
+
+
+def test_without_drafts_a_prediction_costs_nothing(stack: Stack) -> None:
+    """Red if it is tokenized for nobody."""
+    assert stack.chat("x", prediction={"type": "content", "content": TEXT}).status_code == 200
+    assert stack.scheduler.requests[-1].prediction is None
+
+
+def test_who_shares_answers(stack: Stack, drafting: Stack) -> None:
+    """Red if two salts or keys are one tenant, if a key that nobody checks makes one, or if a request without either has one."""
+
+    def tenant(of: Stack, **fields: object) -> bytes:
+        assert of.chat("x", **fields).status_code == 200
+        return of.scheduler.requests[-1].tenant
+
+    key = tenant(drafting)
+    assert key and key == tenant(drafting) != tenant(drafting, cache_salt="a")
+    assert tenant(stack) == b"" and tenant(stack, cache_salt="a") == tenant(stack, cache_salt="a") != tenant(stack, cache_salt="b")
+    stack.http.headers["Authorization"] = "Bearer made-up"
+    try:
+        assert tenant(stack) == b"" != tenant(stack, cache_salt="a") != tenant(drafting, cache_salt="a")
+    finally:
+        del stack.http.headers["Authorization"]
+
+
+def test_usage_counts_the_drafts_of_kept_tokens(drafting: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a draft behind a stop string counts as accepted, if a rejected one is not told, or if an event is missing."""
+    ids = ids_of(tokenizer, TEXT)
+    num_run = len(ids) - 4
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        outputs = [
+            RequestOutput(request.rid, ids[:1], stages=Stages()),
+            RequestOutput(request.rid, ids[1:-3], num_drafts=num_run + 2, num_accepted=num_run - 1),
+            RequestOutput(request.rid, ids[-3:], "length", num_drafts=4, num_accepted=3),
+        ]
+        scheduler.send(outputs, [request.rid])
+
+    drafting.scheduler.script = script
+    client = openai.OpenAI(base_url=f"{drafting.url}/v1", api_key="first", max_retries=0)
+    create = client.chat.completions.create
+    answer = create(model="test-model", messages=[{"role": "user", "content": "x"}], prediction={"type": "content", "content": TEXT})
+    assert answer.choices[0].message.content == TEXT and answer.usage and answer.usage.completion_tokens_details
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (num_run + 2, 3 + 1)
+    shown = drafting.chat("x", stop=["three"]).json()["usage"]["completion_tokens_details"]
+    num_kept = next(n for n in range(1, len(ids)) if "three" in tokenizer.decode(ids[:n]))
+    assert shown == {"accepted_prediction_tokens": num_kept - 1, "rejected_prediction_tokens": num_run + 2 - (num_kept - 1)}
+    events = list(
+        create(model="test-model", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True})
+    )
+    assert events[-1].usage and events[-1].usage.completion_tokens_details == answer.usage.completion_tokens_details
+    assert sum(bool(event.choices and event.choices[0].delta.content) for event in events) >= len(ids) - 1
+    body = drafting.http.post("/v1/responses", json={"input": "x"}).json()
+    assert body["usage"]["output_tokens_details"]["accepted_prediction_tokens"] == num_run + 2
