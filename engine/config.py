@@ -37,9 +37,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, "name that the API shows and accepts, or several with commas between; default: the model as given"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
-    load_format: Annotated[
-        Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"
-    ] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
+        "auto"
+    )
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto': bfloat16 on GPUs, float32 on CPUs"] = "auto"
     quantization: Annotated[
         Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' follows the checkpoint"
@@ -55,18 +55,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "vllm"], "temperature and others that a request leaves out: the checkpoint's generation_config.json, or vLLM's own"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
-    dp: Annotated[
-        int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"
-    ] = 1
+    dp: Annotated[int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"] = 1
     ep: Annotated[bool, "split a mixture of experts over the --tp workers by whole experts, not by width"] = False
-    symmetric_memory: Annotated[
-        bool, "sum small steps over the --tp GPUs in symmetric memory if they support it; else by NCCL"
-    ] = True
+    symmetric_memory: Annotated[bool, "sum small steps over the --tp GPUs in symmetric memory if they support it; else by NCCL"] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
-    api_key: Annotated[
-        str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"
-    ] = None
+    api_key: Annotated[str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"] = (
+        None
+    )
     api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; lines that begin with # are comments"] = None
     metrics_port: Annotated[
         int | None, "serve /metrics on this port of --host, without a key, instead of on --port; 0 picks a free one"
@@ -82,9 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once"] = 30
-    wedge_timeout: Annotated[
-        int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"
-    ] = 120
+    wedge_timeout: Annotated[int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"] = 120
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "requests that run at once"] = 128
@@ -130,9 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
-    body_timeout: Annotated[
-        int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"
-    ] = 30
+    body_timeout: Annotated[int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,
         "clients at once, three quarters of them from one address; beyond it the longest idle connection is closed; if none is idle, only"

@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import configargparse
@@ -65,13 +66,19 @@ def make_parser() -> Parser:
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of flags, as `max-num-seqs: 64`")
     parser.add_argument("--version", action="version", version=VERSION)
-    group: Any = parser
-    for name, annotated in get_type_hints(EngineConfig, include_extras=True).items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        _add_flag(group, name, annotated, msgspec.structs.fields(EngineConfig)[EngineConfig.__struct_fields__.index(name)].default)
+    add_flags(parser, EngineConfig.__struct_fields__, GROUPS)
     _add_flags_of_others(parser)
     return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], groups: Mapping[str, str] = types.MappingProxyType({})) -> None:
+    """Of these fields of EngineConfig."""
+    group: Any = parser
+    hints, defaults = get_type_hints(EngineConfig, include_extras=True), msgspec.structs.asdict(EngineConfig())
+    for name in names:
+        if name in groups:
+            group = parser.add_argument_group(groups[name])
+        _add_flag(group, name, hints[name], defaults[name])
 
 
 def _add_flags_of_others(parser: Parser) -> None:

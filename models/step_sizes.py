@@ -26,6 +26,8 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
     verify_rows: int = 0  # query rows of a step, drafts included, that cost little more than one: --draft; 0: none are verified
+    read_bytes: int = 0  # of keys and values that the rows of a step may read; 0: as many as they have
+    max_read_tokens: int = 0  # the same in tokens, see `for_layers`
     large_step: int = 64  # beyond the listed sizes, numbers of decode rows in steps of this
 
     def chunks(self, num_decode_rows: int) -> list[int]:
@@ -46,11 +48,14 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
             size += max(LONG_STEP, size // LONG_PADDING // LONG_STEP * LONG_STEP)
             yield size
 
-    def for_layers(self, num_parameters: int, max_tokens: int, is_sparse: bool = False, is_float8: bool = False) -> "StepSizes":
-        """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`. `is_sparse`: they are
-        a mixture of experts."""
+    def for_layers(
+        self, num_parameters: int, max_tokens: int, is_sparse: bool = False, is_float8: bool = False, token_bytes: int = 1
+    ) -> "StepSizes":
+        """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`, and which caches
+        `token_bytes` of a token there. `is_sparse`: they are a mixture of experts."""
         return msgspec.structs.replace(
             self,
+            max_read_tokens=self.read_bytes // token_bytes,
             largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST),
             usual=self.usual_sparse if is_sparse and not is_float8 else self.usual,
         )

@@ -44,6 +44,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
 # The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.
 SERVER_MAY_IMPORT = {
     "engine.config",
+    "engine.flags",
     "engine.messages",
     "engine.stats",
     "engine.params",

@@ -32,8 +32,8 @@ MEMORY_BYTES = 4 << 30  # beyond it a compilation fails
 NUM_THREADS = 4
 PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 MAX_REASON = 200  # characters: some repeat the grammar
-BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r'[^\"\\\r\n]'))
-PLAIN = r'[^\0-\x1f\"\\\r\n]'
+BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r"[^\"\\\r\n]"))
+PLAIN = r"[^\0-\x1f\"\\\r\n]"
 NUM_FOLLOWED = 64
 MAX_TOKEN_S = 0.05  # for one token; usual ones take a hundredth
 

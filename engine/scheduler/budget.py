@@ -1,7 +1,8 @@
-"""How many prompt tokens a step computes: streams wait, or prompts do."""
+"""How many prompt tokens a step computes, and how much of the cache it reads: streams wait, or others do."""
 
 from itertools import islice
 
+from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
 FEW_STEPS = 2  # steps beside decodes over which a short prompt is spread
@@ -26,3 +27,22 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
     size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
     return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
+
+
+def resting(state: State) -> set[Request]:
+    """Running requests that a step leaves out, if all would read more of the cache than it may. Those that read an equal share or less
+    never rest; the oldest of the others neither, so that it ends; the rest take turns, at least one a step."""
+    limit = state.limits.step_sizes.max_read_tokens
+    active = [request for request in state.running if request.wants_tokens and not request.awaited] if limit else []
+    left = limit - sum([request.num_computed for request in active])
+    if left >= 0:
+        return set()
+    share = limit // len(active)
+    others = [request for request in active if request.num_computed > share][1:]
+    left += sum([request.num_computed for request in others])
+    others.sort(key=lambda request: request.last_step)
+    for i, request in enumerate(others):
+        left -= request.num_computed
+        if left < 0 and i:
+            return set(others[i:])
+    return set()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef
-from engine.scheduler.budget import prefill_budget
+from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
@@ -61,8 +61,12 @@ class _StepBuilder:
         self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row,
         self.num_reserved_blocks = 0  # and all these blocks
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
+        self.resting = resting(state)
+        self.num_read = 0  # tokens in the cache, by requests that start
         num_lacking = 0
         for request in state.running:
+            if request in self.resting:
+                continue
             if not request.is_decoding:
                 num_lacking += request.num_tokens - request.num_computed
             elif request.wants_tokens:
@@ -78,7 +82,7 @@ class _StepBuilder:
                 i += self._admit_waiting(request.order)
             if request in self.due:
                 self._decode(request)
-            elif not request.is_decoding:
+            elif not request.is_decoding and request not in self.resting:
                 self.budget -= self._schedule(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # not: it has preempted itself
         self._admit_waiting(BEHIND_ALL)
@@ -161,9 +165,12 @@ class _StepBuilder:
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
         start = len(hits) * blocks.block_size
+        if self.num_read and self.num_read + start > self.limits.step_sizes.max_read_tokens // 2 > 0:
+            return False
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no room for an embedding: nobody is preempted for a newcomer
             return False
+        self.num_read += start
         self.state.start(request, hits, len(equal))
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]

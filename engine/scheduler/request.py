@@ -52,6 +52,7 @@ class Request:
     drafts: tuple[int, ...] = ()  # guesses of what follows the last known token
     is_held: bool = False  # drafts are to follow the tokens on the way
     prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # the client's, of the output
+    last_step: int = 0  # that computed some of it
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it
     blocks: list[int] = field(default_factory=list)

@@ -178,6 +178,7 @@ class State:
         request.num_drawn += chunk.sample
         request.first_needed += num_images
         request.num_in_flight += 1
+        request.last_step = self.num_steps
 
     def note_plan(self, plan: StepPlan) -> None:
         self.num_steps += 1

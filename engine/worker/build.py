@@ -71,10 +71,11 @@ def build_runner(
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
     is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", text.layer_parameters // tp.size
-    step_sizes = backend.step_sizes.for_layers(of_rank, config.max_num_batched_tokens, text.moe is not None, is_float8)
+    spec, max_tokens = model.cache_spec, config.max_num_batched_tokens
+    token_bytes = spec.paged.bytes_per_token
+    step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, text.moe is not None, is_float8, token_bytes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
-    spec = model.cache_spec
     memory = plan_memory(config, spec, needs, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // tp.size)

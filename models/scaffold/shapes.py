@@ -62,8 +62,8 @@ def _hybrid(
 ) -> Shape:
     """Of Qwen3.5. That the small ones have the small tower of Qwen3-VL is a guess."""
     shape = _published(layers, hidden, heads, kv_heads, intermediate, tied, big_tower)
-    vocabulary = {"vocab_size": VOCABULARY_3_5, "num_base_tokens": NUM_BASE_TOKENS_3_5}
-    return replace(shape, **vocabulary, head_dim=256, mrope_section=(11, 11, 10), delta=Delta(value_heads), deepstack=())
+    shape = replace(shape, vocab_size=VOCABULARY_3_5, num_base_tokens=NUM_BASE_TOKENS_3_5, deepstack=())
+    return replace(shape, head_dim=256, mrope_section=(11, 11, 10), delta=Delta(value_heads))
 
 
 TINY = Shape(4, 128, 4, 2, 256, False, 5, 64, 4, 128, (1, 2, 3), vocab_size=4096, num_base_tokens=4000, dtype="float32")

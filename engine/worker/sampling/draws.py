@@ -30,7 +30,7 @@ LAST_SHIFT = np.uint64(31)
 
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
-BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, three of its drafts
+BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset, first
 PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
 
 
@@ -128,14 +128,14 @@ class DrawTable:
 
 
 def draws_of(
-    params: Sequence[SamplingParams], positions: npt.ArrayLike, max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
+    params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
 ) -> Draws:
-    """Draws at these positions by rows 0, 1, ... of no worker, which have these parameters."""
+    """Draws by these parameters of rows 0, 1, ... of no worker, at a position for each draw."""
     table, staging, rows = DrawTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
     staging.begin()
-    rows = rows if drafts is None else rows.repeat(drafts.counts)
+    rows = rows if drafts is None else np.repeat(rows, drafts.counts)
     draws = table.draws(rows, np.asarray(positions), drafts).stage(staging)
     staging.copy()
     return draws

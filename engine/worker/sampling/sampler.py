@@ -76,11 +76,12 @@ class Sampler:
         _, vocab_size, device = self._state.shape
         guessed = HostDrafts(((0,),)) if self._max_draws > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
+        positions = range(1, 1 + guessed.counts[0])
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
-            draws = draws_of([params], 1 + np.arange(guessed.counts[0]), self._ops.max_top_k, device, guessed)
+            draws = draws_of([params], positions, self._ops.max_top_k, device, guessed)
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-            logits_SV = torch.zeros((len(draws.rows_S), vocab_size), device=device)
+            logits_SV = torch.zeros((len(positions), vocab_size), device=device)
             self.sample(logits_SV, draws, (torch.zeros_like(draws.rows_S[:1]), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:

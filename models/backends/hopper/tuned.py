@@ -20,6 +20,7 @@ STEP_SIZES = StepSizes(
     few_decodes=8,
     launch_work=230_000_000_000,
     verify_rows=160,  # computed: an H200 reads a weight in the time of 184 products, of 160 in float8
+    read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
 )
 
 # Computed, not measured: a patch takes 1.6 us, its exchange 62 kB over NVLink at two ranks; 54 exchanges and as many copies.

@@ -23,6 +23,7 @@ STEP_SIZES = StepSizes(
     few_decodes=8,
     launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
     verify_rows=96,  # computed: an H200 has 184 products a weight that it reads, an A100 160, an L40S 210; tiles of few rows lose some
+    read_bytes=64 << 30,  # about 40 ms of an A100, 200 of an L4
 )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from engine.scheduler import budget
 from engine.scheduler import core as core_module
 from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
+from engine.scheduler.policy import PlannedStep
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request
 
@@ -191,6 +193,7 @@ def serve_any_load(
         snapshot_blocks=rng.randint(1, 3) if stateful else 0,
         verify_rows=rng.choice([8, 32]) if drafter else 0,
         num_ranks=2,
+        step_sizes=msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=rng.choice([0, 0, 1, 20, 60])),
     )
     sim = Simulation(core, rng, num_ranks=2)
     if drafter:
@@ -357,3 +360,39 @@ def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed=(16, 18, 20, 22))
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12, step_sizes=sizes)
     assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]
+
+
+def test_long_contexts_take_turns_and_short_ones_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a step reads many times what it may, so that streams stop beside long prompts from the cache, if one of these starves, if the
+    oldest waits, or if newcomers wait for others to end."""
+    limit, heavy, num_light = 2000, 1000, 2
+    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=limit)
+    core = make_core(num_blocks=500, max_num_seqs=16, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, step_sizes=sizes)
+    sim = Simulation(core, random.Random(0))
+    same = [20] * heavy
+    sim.add(make_request(100, same, [], 1), same)
+    sim.run()
+    for rid in range(num_light):
+        sim.add(make_request(rid, [30 + rid] * 4, [], 40, ignore_eos=True), [30 + rid] * 4)
+    sim.step()
+    for rid in range(10, 20):
+        sim.add(make_request(rid, same, [], 20, ignore_eos=True), same)
+    seen: Counter[int] = Counter()
+    plan = core.next_step
+    steps: list[PlannedStep] = []
+
+    def watch() -> PlannedStep | None:
+        if (step := plan()) is not None:
+            steps.append(step)
+        return step
+
+    monkeypatch.setattr(core, "next_step", watch)
+    while len(steps) < 30:
+        sim.step()
+    for step in steps[:30]:
+        members = [request.rid for request in step.requests]
+        seen.update(members)
+        assert sum(chunk.start for chunk in step.plan.chunks) <= 2 * limit and set(range(num_light)) <= set(members), members
+    younger = [seen[rid] for rid in range(12, 20)]  # 11 is the oldest when 10 has ended
+    assert seen[10] == 20 and max(younger) - min(younger) <= 3 and min(younger) >= 3
+    sim.run()

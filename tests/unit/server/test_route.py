@@ -19,10 +19,11 @@ from aiohttp import web
 
 from engine.config import EngineConfig
 from server import balance, route
-from server.balance import HASHED_BYTES, HEADER_BYTES, Balancer, ImageKey
+from server.balance import Balancer
 from server.http.connection import ConnectionLimiter
 from server.http.listen import make_server, url_of
-from server.route import SCANNED_BYTES, Proxy
+from server.http.shares import Shares
+from server.route import IMAGE_BYTES, SCANNED_BYTES, Body, Proxy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TURNS, CONVERSATIONS, REPLICAS = 4, 200, 4
@@ -117,8 +118,8 @@ def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "POLL_SECONDS", 0.05)
 
 
-def balancer(num_backends: int, max_keys: int = 1 << 18, bound: float = balance.BOUND) -> Balancer:
-    made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)], max_keys, bound)
+def balancer(num_backends: int, bound: float = balance.BOUND) -> Balancer:
+    made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)], bound)
     for backend in made.backends:
         backend.healthy = True
     return made
@@ -164,25 +165,11 @@ def test_a_replica_that_leaves_moves_its_own_keys_only_and_one_that_returns_move
     gone.healthy = False
     after = homes(made, KEYS)
     assert {key for key in KEYS if before[key] != after[key]} == {key for key in KEYS if before[key] == gone.url}
-    assert gone.num_keys == 0
     gone.healthy = True
     assert homes(made, KEYS) == after
 
 
-@pytest.mark.parametrize("num_backends", (4, 8))
-def test_a_replica_more_takes_its_share_of_keys_that_nobody_remembers(num_backends: int) -> None:
-    """Red if the order of the others depends on who is there: a proxy that starts anew, with one replica more, moves about 1/n."""
-    orders = [
-        {key: [backend.url for backend in balance._order(key, balancer(count).backends)] for key in KEYS[:1000]}
-        for count in (num_backends, num_backends + 1)
-    ]
-    moved = sum(orders[0][key][0] != orders[1][key][0] for key in KEYS[:1000])
-    assert 0.7 * 1000 / (num_backends + 1) < moved < 1.3 * 1000 / (num_backends + 1)
-    added = f"http://replica-{num_backends}:8000"
-    assert all([url for url in orders[1][key] if url != added] == orders[0][key] for key in KEYS[:1000])
-
-
-def test_the_bound_holds_and_the_rest_goes_on_along_the_keys_order() -> None:
+def test_the_bound_holds_and_the_rest_goes_where_least_runs() -> None:
     """Red if one hot key fills its replica while others idle."""
     made = balancer(4)
     for count in range(1, 101):
@@ -191,83 +178,82 @@ def test_the_bound_holds_and_the_rest_goes_on_along_the_keys_order() -> None:
         assert max(backend.num_in_flight for backend in made.backends) <= bound
     few = balancer(4)
     taken = [few.take(KEYS[0]) for _ in range(8)]
-    order = balance._order(KEYS[0], few.backends)
-    assert taken[0] in order[:2] and taken[:4] == [taken[0]] * 4
-    assert taken[4:] == [next(backend for backend in order if backend is not taken[0])] * 4
+    assert taken[:4] == [taken[0]] * 4 and taken[4:] == [taken[4]] * 4 and taken[0] is not taken[4]
     for backend in taken:
         assert backend is not None
         few.release(backend)
     assert few.take(KEYS[0]) is taken[-1]  # what went on stays: its images are there now
-    assert [backend.num_keys for backend in few.backends if backend.num_keys] == [1]
 
 
-def test_a_new_key_goes_to_the_less_loaded_of_its_first_two_and_stays() -> None:
-    """Red if load is ignored for new conversations, or forgotten homes make old ones wander."""
+def test_a_new_key_goes_where_least_runs_and_stays() -> None:
+    """Red if load is ignored for new conversations, or makes old ones wander."""
     made = balancer(4)
-    first, second = balance._order(KEYS[0], made.backends)[:2]
-    first.num_in_flight = 1
-    assert made.take(KEYS[0]) is second
-    second.num_in_flight = 3
-    assert made.take(KEYS[0]) is second
+    for backend in made.backends[:3]:
+        backend.num_in_flight = 1
+    assert made.take(KEYS[0]) is made.backends[3]
+    made.backends[3].num_in_flight = 3
+    assert made.take(KEYS[0]) is made.backends[3]
 
 
-def test_homes_are_forgotten_oldest_first() -> None:
-    """Red if the proxy's memory grows with every conversation it ever saw."""
-    made = balancer(4, max_keys=10)
-    homes(made, KEYS)
-    assert sum(backend.num_keys for backend in made.backends) == 10
-    assert set(made._homes) == set(KEYS[-10:])
+def test_homes_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the proxy's memory grows with every conversation it ever saw, or with the length of what names it."""
+    monkeypatch.setattr(balance, "MAX_KEYS", 10)
+    made = balancer(4)
+    homes(made, [key * 1000 for key in KEYS])
+    assert len(made._homes) == 10 and all(len(key) == 32 for key in made._homes)
+    before = made.backends[0].num_taken
+    made.backends[0].num_taken = 10**9  # new keys go elsewhere
+    homes(made, [key * 1000 for key in KEYS[-10:]])
+    assert made.backends[0].num_taken - 10**9 == sum(home is made.backends[0] for home in made._homes.values()) < before
 
 
 def test_requests_without_a_key_go_where_least_runs() -> None:
     """Red if texts all go to one replica."""
     made = balancer(4)
     made.backends[2].num_in_flight = 3
-    assert Counter(backend.url for _ in range(9) if (backend := made.take(None))).most_common()[-1][1] == 3
+    assert Counter(backend.url for _ in range(9) if (backend := made.take(b""))).most_common()[-1][1] == 3
     assert [backend.num_in_flight for backend in made.backends] == [3, 3, 3, 3]
-    assert Balancer(["http://a"]).take(None) is None
+    assert Balancer(["http://a"]).take(b"") is None and not made._homes
 
 
 # The key
 
 
-def key_of(body: bytes, cuts: list[int]) -> bytes | None:
-    image = ImageKey(bytearray())
-    for begin, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
-        key = image.feed(body[begin:end])
-        if key is not None:
-            return key
-    return None
+async def key_of(body: bytes, cuts: list[int]) -> tuple[bytes, int]:
+    """And how much is held of it."""
+    pieces = iter([body[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(body)], strict=True)])
+
+    async def receive() -> dict[str, object]:
+        piece = next(pieces, None)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    with Shares(1 << 20, small_bytes=0).claim("") as claim:
+        read = Body(receive, claim)  # type: ignore[arg-type]
+        return await read.find_image(), len(read.held)
 
 
-def test_the_key_is_the_same_however_a_body_is_split() -> None:
-    """Red if an opening that two chunks share is missed, or the hash depends on where a chunk ended."""
-    payload = base64.b64encode(b"a small picture")
-    body = b'{"a":"data:text,x","b":"data: see data:,","url":"data:image/png;charset=x;base64,' + payload + b'","c":"data:i/p;base64,AAAA"}'
-    expected = hashlib.sha256(payload).digest()
-    assert all(key_of(body, [cut]) == expected for cut in range(len(body)))
-    assert key_of(body, list(range(1, len(body)))) == expected
-    assert all(key_of(body, [cut, cut + 7]) == expected for cut in range(len(body) - 7))
+async def test_the_key_is_the_same_however_a_body_is_split() -> None:
+    """Red if an opening that two chunks share is missed, or the key depends on where a chunk ended."""
+    payload = base64.b64encode(b"a small picture") + b'"'
+    body = b'{"a":"data:text,x","b":"data: see data:,","url":"data:image/png;charset=x;base64,' + payload + b',"c":"data:i/p;base64,AAAA"}'
+    assert all([(await key_of(body, [cut]))[0] == payload for cut in range(len(body))])
+    assert (await key_of(body, list(range(1, len(body)))))[0] == payload
+    assert all([(await key_of(body, [cut, cut + 7]))[0] == payload for cut in range(len(body) - 7)])
 
 
-def test_the_longest_header_is_found_behind_much_text() -> None:
-    """Red if what is searched again is shorter than the longest header."""
-    header = b'"data:' + b"x" * 256 + b";base64,"
-    assert len(header) == HEADER_BYTES
-    body = b" " * 1000 + header + b'AAAA"'
-    assert all(key_of(body, [cut]) == hashlib.sha256(b"AAAA").digest() for cut in range(900, len(body)))
-
-
-def test_only_the_begin_of_a_payload_is_hashed_and_held() -> None:
-    """Red if the proxy waits for a whole image."""
-    body = b'{"url":"data:image/png;base64,'
-    image = ImageKey(bytearray())
-    assert image.feed(body) is None
-    payload = random.Random(0).randbytes(HASHED_BYTES).hex().encode()[:HASHED_BYTES]
-    assert image.feed(payload[:-1]) is None
-    assert image.feed(payload[-1:]) == hashlib.sha256(payload).digest()
-    assert key_of(body + payload + b'AB"', []) == key_of(body + payload + b'CD"', [7]) == hashlib.sha256(payload).digest()
-    assert len(image.held) == len(body) + HASHED_BYTES
+async def test_the_longest_image_is_found_behind_much_text_and_none_behind_more() -> None:
+    """Red if what is searched again is shorter than the longest match, if whole images are awaited, or if the place of a cut decides
+    what is near the limit."""
+    header, payload = b'"data:' + b"x" * 256 + b";base64,", b"A" * 8192
+    assert len(header + payload) == IMAGE_BYTES
+    body = b" " * 1000 + header + payload + b"B" * 10_000
+    for cut in range(900, len(body) - 10_000, 97):
+        assert (await key_of(body, [cut]))[0] == payload
+    assert await key_of(body, [len(body) - 10_000]) == (payload, len(body) - 10_000)
+    far = b" " * (SCANNED_BYTES - IMAGE_BYTES)
+    for cut in range(len(far), SCANNED_BYTES, 97):
+        assert (await key_of(far + header + payload + b"B", [cut]))[0] == payload
+        assert (await key_of(far + b" " + header + payload + b"B", [cut]))[0] == b""
 
 
 async def test_session_and_image_decide_where_a_request_goes() -> None:
@@ -389,7 +375,7 @@ async def test_the_first_bytes_of_a_large_body_pass_before_the_rest_is_there() -
     """Red if the proxy collects bodies: the client sends the rest of 30 MB only when the replica has the begin."""
     begun = asyncio.Event()
     size = 30 << 20
-    begin = b'{"url":"data:image/jpeg;base64,' + b"A" * HASHED_BYTES
+    begin = b'{"url":"data:image/jpeg;base64,' + b"A" * IMAGE_BYTES
 
     async def read(request: web.Request) -> web.StreamResponse:
         num_bytes = len(await request.content.readany())
@@ -438,7 +424,7 @@ async def test_an_early_refusal_reaches_its_client() -> None:
         return web.json_response({"error": {}}, status=413)
 
     async def body() -> AsyncIterator[bytes]:
-        yield b'{"url":"data:image/jpeg;base64,' + b"A" * HASHED_BYTES
+        yield b'{"url":"data:image/jpeg;base64,' + b"A" * IMAGE_BYTES
         await asyncio.sleep(60)
 
     async with stack(Replica("a", refuse)) as running:
@@ -508,7 +494,7 @@ async def test_a_death_ends_its_own_streams_with_an_error_and_no_others() -> Non
         answers = [await ask(str(index), "sse") for index in range(8)]
         backends = running.proxy.balancer.backends
         assert [backend.num_in_flight for backend in backends] == [4, 4]
-        home = running.proxy.balancer.take(hashlib.sha256(b"session:x").digest())
+        home = running.proxy.balancer.take(b"x")
         assert home is not None
         running.proxy.balancer.release(home)
         dying = running.of(home.url)

@@ -100,11 +100,3 @@ async def test_more_clients_than_open_files_are_no_fault_of_the_replicas(most: i
         process.terminate()
         process.wait()
         await runner.cleanup()
-
-
-def test_a_bound_that_leaves_no_room_is_refused() -> None:
-    """Red if a request could find no replica at all although all are healthy."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "server.route", "--bound", "1", "--backends", "http://a"], capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 2 and "--bound: 1 is not above 1" in ended.stderr
