@@ -22,9 +22,9 @@ MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
-    "engine": 135_400,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too; 1,500 for --draft
+    "engine": 136_500,  # 13,500 for the flags of vLLM and SGLang, a table that is documentation too; 1,500 for --draft; the proxy's flags
     "engine/grammar": 14_900,
-    "engine/scheduler": 87_200,
+    "engine/scheduler": 89_000,  # 1,700: a step reads a bounded amount of the cache
     "engine/scheduler/drafts": 23_600,  # guesses without a model: what stood before, kept, found and offered
     "engine/worker": 132_200,  # 9,900: rows of several tokens, drafts are verified
     "server": 27_100,
