@@ -200,5 +200,7 @@ def repair_part(part: dict[str, Any]) -> None:
         part.pop(name, None)
     if part.get("type") == "image":
         part["source"] = {"type": "url", "url": PICTURE}
-    for inner in part["content"] if isinstance(part.get("content"), list) else ():
-        repair_part(inner)
+    if isinstance(part.get("content"), list):
+        part["content"] = [inner for inner in part["content"] if inner.get("type") not in VIDEOS]
+        for inner in part["content"]:
+            repair_part(inner)
