@@ -119,7 +119,7 @@ def is_whole(kind: str, data: memoryview) -> bool:
     while position + 16 <= size:
         length = int.from_bytes(data[position : position + 4], "big")
         length = int.from_bytes(data[position + 8 : position + 16], "big") if length == 1 else length
-        if length == 0:
+        if length == 0 or not bytes(data[position + 4 : position + 8]).isalnum():  # the last box, or what is none
             return True
         position += max(8, length)
     return position <= size

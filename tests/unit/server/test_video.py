@@ -103,9 +103,10 @@ def dimensions(file: Path) -> tuple[int, int]:
 
 
 async def test_what_an_edit_list_leaves(loading: Loading) -> None:
-    """Red if a file that was trimmed without being encoded anew is taken for one that is cut off, or shows what was trimmed."""
+    """Red if a file that was trimmed without being encoded anew, or that has something behind its end, is taken for one that is cut off, or
+    shows what was trimmed."""
     frames = frames_of(40)
-    video = await loading.load_video(b64(trimmed(encode(frames, gap=10), start=1.5, seconds=1.0)), samples=False)
+    video = await loading.load_video(b64(trimmed(encode(frames, gap=10), start=1.5, seconds=1.0) + b"\xff" * 99), samples=False)
     assert len(video.plan.indices) == 10
     found = shown(loading, video).astype(int)
     assert [int(np.argmin([np.abs(one - frame).mean() for frame in frames])) for one in found] == list(range(15, 25))
