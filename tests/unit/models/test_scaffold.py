@@ -110,6 +110,7 @@ def test_a_thinking_template(hybrid: Path) -> None:
     assert text(preserve_thinking=True) == first + "<think>\nA bear.\n</think>\n\n" + rest
     assert text(enable_thinking=False) == first + rest + "\n</think>\n\n"
     assert text(tools=[call]).count("<function=") == 2
+    assert "user\nPicture 1: <|vision_start|>" in text(add_vision_id=True)
 
 
 def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
