@@ -37,7 +37,7 @@ class Ask:
 
     def value(self) -> dict[str, Any]:
         """The JSON body. Reads and encodes the pictures of a conversation, in a thread. Raises ValueError or OSError."""
-        told = {} if self.path == EMBEDDINGS else self.params.as_fields(is_chat=self.path == CHAT)
+        told = {} if self.path == EMBEDDINGS else {"return_token_ids": True, **self.params.as_fields(is_chat=self.path == CHAT)}
         if self.is_conversation:
             return {**told, **self.fields, "messages": [_message_json(message) for message in self.prompt]}
         return {**told, **self.fields, "input" if self.path == EMBEDDINGS else "prompt": _prompt_json(self.prompt)}

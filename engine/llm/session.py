@@ -173,7 +173,11 @@ class Growing:
         choices = list(self._choices.values())
         usage, is_finished = choices[0].usage, all(choice.finish_reason is not None for choice in choices)
         said = [_completion(choice) for choice in choices]
-        return RequestOutput(self._request_id, self._prompt, said, usage.num_prompt, usage.num_cached, is_finished)
+        first = choices[0]
+        return RequestOutput(
+            self._request_id, self._prompt, said, list(first.prompt_ids), list(first.prompt_logprobs) or None, usage.num_prompt,
+            usage.num_cached, is_finished,
+        )  # fmt: skip
 
 
 def _completion(choice: Choice) -> CompletionOutput:
@@ -183,6 +187,7 @@ def _completion(choice: Choice) -> CompletionOutput:
         reasoning="".join(choice.reasoning),
         tool_calls=[ToolCall(call.id, call.name, call.arguments) for call in choice.calls],
         logprobs=list(choice.logprobs) or None,
+        token_ids=list(choice.token_ids),
         num_tokens=choice.usage.num_generated,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,

@@ -66,6 +66,7 @@ def test_answers_are_those_over_http(llm: LLM, engine: Engine) -> None:
         assert (said.text, said.finish_reason, said.num_tokens) == (
             choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"],
         )  # fmt: skip
+        assert said.num_tokens == len(said.token_ids) and len(output.prompt_token_ids) == output.num_prompt_tokens
         assert output.num_prompt_tokens == answer["usage"]["prompt_tokens"] and output.finished
     body = {"prompt": "What number", "temperature": 0.9, "seed": 5, "n": 2, "logprobs": 1, "max_tokens": 6}
     over_http = engine.client.post("/v1/completions", json=body).json()["choices"]
