@@ -16,7 +16,7 @@ import pybase64
 
 from engine.flags import read_flags
 from engine.hosted import HostedEngine
-from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, words_of
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES, Ask, words_of
 from engine.llm.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ToolCall
 from engine.messages import Event
 from engine.supervise import ChildDied
@@ -53,7 +53,7 @@ class Session:
     async def start(self) -> None:
         """Until the engine is ready. Raises ValueError, OSError or ChildDied."""
         await self._engine.start()
-        self._endpoints = {path: self._engine.api.endpoint(path) for path in (CHAT, COMPLETIONS, EMBEDDINGS)}
+        self._endpoints = {path: self._engine.api.endpoint(path) for path in (CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES)}
 
     async def close(self) -> None:
         """Ends every process."""
@@ -108,7 +108,7 @@ class Session:
     @contextlib.asynccontextmanager
     async def _asked(self, ask: Ask) -> AsyncIterator[tuple[Stream, Job, list[Event]]]:
         """With the first events. Waits while the engine is full."""
-        value = await asyncio.to_thread(ask.value) if ask.is_conversation else ask.value()
+        value = await asyncio.to_thread(ask.value) if ask.reads_files else ask.value()
         data = msgspec.json.encode(value)
         while True:
             stream, job = await self._submit(ask.path, data)
