@@ -13,7 +13,7 @@ import pybase64
 from PIL import Image
 
 Content = Literal["noise", "smooth"]
-RESOLUTIONS = {"720p": (1280, 720), "1080p": (1920, 1080), "2k": (2560, 1440)}
+RESOLUTIONS = {"small": (320, 192), "720p": (1280, 720), "1080p": (1920, 1080), "2k": (2560, 1440)}
 QUALITY: dict[str, int] = {"noise": 85, "smooth": 90}
 NOISE_AMPLITUDE = 24
 

@@ -5,14 +5,19 @@ Content is a string or a list of parts; an image or video part of any role's mes
 """
 
 _RENDER = """\
+{%- set seen = namespace(pictures=0, videos=0) -%}
 {%- macro render(content) -%}
   {%- if content is string -%}
     {{- content -}}
   {%- elif content is not none -%}
     {%- for part in content -%}
       {%- if part.type in ('image', 'image_url') -%}
+        {%- set seen.pictures = seen.pictures + 1 -%}
+        {{- 'Picture ' ~ seen.pictures ~ ': ' if add_vision_id else '' -}}
         {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
       {%- elif part.type in ('video', 'video_url') -%}
+        {%- set seen.videos = seen.videos + 1 -%}
+        {{- 'Video ' ~ seen.videos ~ ': ' if add_vision_id else '' -}}
         {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
       {%- elif part.type == 'text' -%}
         {{- part.text -}}

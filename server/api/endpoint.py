@@ -36,7 +36,7 @@ from server.http.direct import direct_reader
 from server.http.guards import address_of, credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
-from server.http.shares import Shares
+from server.http.shares import Shares, host_of
 from server.http.sse import Format, ReplyOptions
 from server.http.validate import check, read_object
 
@@ -134,7 +134,7 @@ class Endpoint(ABC):
         service = self.service
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        address = address_of(request.scope)
+        address = host_of(address_of(request.scope))
         with service.client.reading(), service.shares.claim(address) as claim:
             direct = direct_reader(request.scope)
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)

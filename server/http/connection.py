@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.messages import ErrorInfo
 from server.errors import error_body, error_type, overloaded
 from server.http.guards import error_response, is_open
+from server.http.shares import host_of
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNSENT_BYTES = 1 << 26  # of all answers: beyond it the address with most of them loses its largest
@@ -121,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
+        self.address = host_of(self.client[0]) if self.client else ""
         excess = self._limiter.admit(self)
         self._is_reserve = excess > 0
         if self._is_reserve:

@@ -1,6 +1,7 @@
-"""Who may hold how much memory with bodies that still arrive: a few slow clients must not keep all others out."""
+"""Who may hold how much: a few slow clients must not keep all others out of the memory for bodies that still arrive."""
 
 import contextlib
+import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,16 @@ from server.errors import overloaded
 SMALL_BYTES = 1 << 20  # a body that finds room when large ones do not
 RESERVED_PART = 1 / 8  # of the arena, for those
 ADDRESS_PART = 3 / 4  # for all bodies of one address, unless it is a single one; a small one may go beyond as far as the reserve
+
+
+def host_of(address: str) -> str:
+    """Whose share an address has: an IPv6 client has its /64, from which it may take any."""
+    if ":" not in address:
+        return address
+    with contextlib.suppress(ValueError):
+        known = ipaddress.IPv6Address(address.partition("%")[0])
+        return str(known.ipv4_mapped or ipaddress.IPv6Network((int(known), 64), strict=False))
+    return address
 
 
 class Claim:
@@ -46,7 +57,7 @@ class Shares:
 
     @contextlib.contextmanager
     def claim(self, address: str) -> Iterator[Claim]:
-        claim = Claim(self, address)
+        claim = Claim(self, host_of(address))
         try:
             yield claim
         finally:

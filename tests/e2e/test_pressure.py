@@ -1,5 +1,6 @@
 """Small budgets, many requests, clients that leave: the real processes preempt, evict, abort, and end with everything free."""
 
+import asyncio
 import random
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench import stress
 from tests.e2e.serving import Engine, chat_body, image_part, picture, serve, text_part
 
 TIGHT = [
@@ -91,6 +93,16 @@ def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[st
     assert_everything_is_free(tight)
     assert all(tight.metric(name) > old for name, old in zip(totals, before, strict=True))
     assert [i for i, answer in enumerate(got) if answer != expected[SHORT][i % NUM_REQUESTS]] == []
+
+
+def test_a_mixed_stress_leaves_nothing() -> None:
+    """Red if `bench.stress` fails, or if dialects, images, schemas and clients that leave, all at once, make an error or leave a block."""
+    with serve("demo") as engine:
+        flags = ["--url", engine.url, "--seconds", "6", "--concurrency", "6", "--resolution", "small", "--pid", str(engine.process.pid)]
+        result = asyncio.run(stress.stress(stress.parse_args(flags)))
+    assert result["answered"] > 5 and result["errors"] == {}, result
+    assert result["at_rest"]["engine_num_free_blocks"] == result["at_rest"]["engine_num_blocks"] > 0
+    assert set(result["memory_mib"]) >= {"api", "processor", "scheduler"} and result["health_ms"]["p99"] > 0
 
 
 def test_a_prompt_that_the_pool_never_holds(tight: Engine) -> None:

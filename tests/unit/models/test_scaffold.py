@@ -110,6 +110,7 @@ def test_a_thinking_template(hybrid: Path) -> None:
     assert text(preserve_thinking=True) == first + "<think>\nA bear.\n</think>\n\n" + rest
     assert text(enable_thinking=False) == first + rest + "\n</think>\n\n"
     assert text(tools=[call]).count("<function=") == 2
+    assert "user\nPicture 1: <|vision_start|>" in text(add_vision_id=True)
 
 
 def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
@@ -175,6 +176,9 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
         ({"model_type": "qwen3_vl_moe"}, "qwen3_vl_moe"),
         ({"model_type": "llama"}, "llama"),
         ({"quantization_config": {}}, "quantization_config must name quant_method"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
+        ({"model_type": "qwen4_exp"}, "qwen4_exp"),  # Qwen3.8-Flash-Next
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ({"text_config": {"attention_bias": True}}, "attention_bias"),
         ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "yarn"),

@@ -5,7 +5,11 @@ import contextlib
 import dataclasses
 import functools
 import ipaddress
+import json
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -25,6 +29,7 @@ from server.processor.image import Image
 from server.processor.inspect import Allowance
 from server.processor.request import release_all
 from tests.unit.server.loading import Loading
+from tests.unit.server.stack import ROOT
 
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
@@ -165,6 +170,17 @@ async def _redirect_or_answer(inner: str, request: web.Request) -> web.Response:
     if request.path == "/inside":
         raise web.HTTPFound(f"{inner}/data")
     return web.Response(body=b"outer")
+
+
+def test_a_real_name_server_that_changes_its_answer() -> None:
+    """Red if between the check and the connection a name is resolved again: here by the system's resolver and a name server of our own."""
+    alone = ["unshare", "--map-root-user", "--net", "--mount"]
+    if shutil.which("ip") is None or subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a network namespace of its own")
+    command = [*alone, sys.executable, "-m", "tests.unit.server.rebinding"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    told = json.loads(done.stdout)
+    assert told["inner"] == 0 and told["outer"] == told["ends"]["fetched"] > 0 and set(told["ends"]) == {"fetched", "400"}, told
 
 
 async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.server.stack import MIB, ROOT, Stack, answer_text
+from tests.unit.server.stack import MIB, ROOT, Stack, answer_text, hold
 from tests.unit.server.test_connections import CHUNKED
 from tests.unit.server.test_direct import body_of, connect, from_elsewhere, head_of, large_image, read_answer
 
+NUM_BUSY = 200
 LISTENING = {"listen", "create_server", "start_server", "serve_forever", "AppRunner", "TCPSite", "Config", "run_app"}
 PLACES = {
     "server/http/listen.py: Config": "the limited server",
@@ -118,6 +120,32 @@ def test_two_of_the_largest_bodies_at_once(two_ports: Stack) -> None:
         assert read_answer(second)[0] == 503
         first.sendall(body[1000:])
         assert read_answer(first)[0] == 200
+
+
+def own_kib(pid: int) -> int:
+    """Of a process's memory, without the arenas."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_connection_takes_a_bounded_part_of_the_memory(two_ports: Stack) -> None:
+    """Red if the api takes more for a connection than `docs/operations.md` says: here each has a request that runs, and sends on."""
+    two_ports.scheduler.script = hold
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    before, count, connections = own_kib(two_ports.processes["api"].pid), len(two_ports.scheduler.requests), []
+    for _ in range(NUM_BUSY):
+        connections.append(connect(two_ports))
+        connections[-1].sendall(head_of(len(body)) + body + b"POST / HTTP/1.1\r\nX: " + b"y" * 60_000)
+    two_ports.wait_until(lambda: len(two_ports.scheduler.requests) == count + NUM_BUSY, 30)
+    time.sleep(0.5)
+    said = re.search(r"(\d+) KiB for each connection", (ROOT / "docs/operations.md").read_text())
+    assert said is not None
+    taken = (own_kib(two_ports.processes["api"].pid) - before) / NUM_BUSY
+    assert int(said[1]) / 4 < taken < int(said[1]), taken
+    for connection in connections:
+        connection.close()
+    two_ports.recover()
 
 
 def test_thousands_of_idle_connections(two_ports: Stack) -> None:

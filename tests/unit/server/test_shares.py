@@ -5,13 +5,23 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from engine.config import EngineConfig
+from server.errors import RequestError
+from server.http.connection import ConnectionLimiter, LimitedProtocol
+from server.http.shares import Shares, host_of
 from tests.unit.server.stack import MIB, Stack, answer_text
 from tests.unit.server.test_connections import CHUNKED
 from tests.unit.server.test_direct import body_of, connect, from_elsewhere, head_of, is_answered, large_image, read_answer
 
+ADDRESSES = [
+    ("10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"), ("2001:db8:1:2::/64", "2001:db8:1:2::/64"),
+    ("fe80::1%eth0", "fe80::/64"), ("::ffff:10.0.0.1", "10.0.0.1"), ("", ""), ("a:b", "a:b"),
+]  # fmt: skip
 SLOW = b"POST /v1/chat/completions" + CHUNKED + b"1\r\n{\r\n"
 
 
@@ -21,6 +31,29 @@ def clean(stack: Stack) -> Iterator[None]:
     stack.scheduler.script = answer_text
     yield
     stack.recover()
+
+
+@pytest.mark.parametrize(("address", "host"), ADDRESSES)
+def test_whose_share_an_address_has(address: str, host: str) -> None:
+    """Red if an IPv6 client, which may use 2**64 addresses, has as many shares, or one of IPv4 several."""
+    assert host_of(address) == host
+
+
+def test_addresses_of_one_prefix_share() -> None:
+    """Red if a limit counts the addresses of one IPv6 client one by one."""
+    shares, limiter = Shares(1 * MIB, small_bytes=0), ConnectionLimiter(EngineConfig(max_connections=8))
+    with shares.claim("2001:db8::1") as one, shares.claim("2001:db8::2") as other, shares.claim("2001:db8:0:1::1") as foreign:
+        one.grow_to(600_000)
+        with pytest.raises(RequestError):
+            other.grow_to(200_000)
+        foreign.grow_to(200_000)
+    for number in range(1, 9):
+        connection = LimitedProtocol.__new__(LimitedProtocol)
+        connection.address, connection.loop = (
+            host_of(f"2001:db8::{number}"),
+            cast(Any, SimpleNamespace(time=float, call_later=lambda *_: 0)),
+        )
+        assert (limiter.admit(connection) > 0) == (number > 6)
 
 
 def send(stack: Stack, data: bytes) -> socket.socket:

@@ -1,0 +1,184 @@
+"""Mixed stress of a server: dialects, texts, new and known images, structured output, streams and clients that leave, all at once.
+
+    python -m bench.stress --url http://127.0.0.1:8000 --seconds 150 --concurrency 48 --pid LAUNCHER
+
+Reports how requests ended, the blocks that are free at the end, how long `/health` took meanwhile, and what processes grew by.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from bench.client import text_of, user_message
+from bench.pictures import RESOLUTIONS, data_uri, make_jpeg
+from bench.processes import own_memory, roles_of
+from bench.report import environment, percentile, table, write_json
+
+NUM_KNOWN = 16
+LEFT_PART = 0.15  # of requests whose client leaves
+HEALTH_PAUSE_S = 0.05
+IDLE_S = 60.0  # for the engine to come to rest
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+Request = tuple[str, dict[str, Any]]  # path, body
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--concurrency", type=int, default=48)
+    parser.add_argument("--resolution", choices=sorted(RESOLUTIONS), default="720p")
+    parser.add_argument("--pid", type=int, help="the launcher, on this machine")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    return parser.parse_args(argv)
+
+
+class Mixture:
+    """Requests, each of a random kind."""
+
+    def __init__(self, resolution: str, seed: int):
+        self.rng = random.Random(seed)
+        self._resolution, self._numbers = resolution, itertools.count(1000)
+        self._known = [data_uri(make_jpeg(number, resolution, "smooth")) for number in range(NUM_KNOWN)]
+        self._kinds: tuple[Callable[[], Request], ...] = (
+            self._chat,
+            self._chat,
+            self._structured,
+            self._completion,
+            self._response,
+            self._message,
+        )
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        path, body = self.rng.choice(self._kinds)()
+        return path, {**body, "stream": self.rng.random() < 0.5}
+
+    def _text(self) -> str:
+        return text_of(self.rng.choice((16, 64, 400)), self.rng.randrange(200))
+
+    def _images(self) -> list[str]:
+        images = self.rng.sample(self._known, self.rng.choice((0, 1, 1, 2, 4)))
+        if images and self.rng.random() < 0.4:
+            images[0] = data_uri(make_jpeg(next(self._numbers), self._resolution, "smooth"))
+        return images
+
+    def _chat(self) -> Request:
+        extras = self.rng.choice(({}, {"logprobs": True, "top_logprobs": 5}, {"n": 2, "temperature": 1.0}, {"stop": ["e"]}))
+        body = {"messages": [user_message(self._images(), self._text())], "max_tokens": self.rng.choice((1, 16, 64))}
+        return "/v1/chat/completions", body | extras
+
+    def _structured(self) -> Request:
+        form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+        return "/v1/chat/completions", {"messages": [user_message([], self._text())], "max_tokens": 48, "response_format": form}
+
+    def _completion(self) -> Request:
+        return "/v1/completions", {"prompt": [self._text() for _ in range(self.rng.choice((1, 4)))], "max_tokens": 32}
+
+    def _response(self) -> Request:
+        parts = [{"type": "input_text", "text": self._text()}, *({"type": "input_image", "image_url": uri} for uri in self._images())]
+        return "/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 32, "store": False}
+
+    def _message(self) -> Request:
+        sources = ({"type": "base64", "media_type": "image/jpeg", "data": uri.partition(",")[2]} for uri in self._images())
+        parts = [*({"type": "image", "source": source} for source in sources), {"type": "text", "text": self._text()}]
+        return "/v1/messages", {"messages": [{"role": "user", "content": parts}], "max_tokens": 32}
+
+
+async def client(session: aiohttp.ClientSession, model: str, mixture: Mixture, end: float, ends: Counter[str]) -> None:
+    """One client, until it is that late."""
+    while time.monotonic() < end:
+        path, body = mixture.next()
+        leaves = mixture.rng.random() < LEFT_PART
+        try:
+            async with asyncio.timeout(3 * mixture.rng.random() if leaves else None):
+                async with session.post(path, json={"model": model, **body}) as answer:
+                    text = await answer.text()
+                    is_whole = answer.status == 200 and '"error":{' not in text.replace(" ", "")
+                    ends["answered" if is_whole else f"{path}: {answer.status}: {text[:120]}"] += 1
+        except TimeoutError:
+            ends["left"] += 1
+        except aiohttp.ClientError as error:
+            ends[f"{path}: {type(error).__name__}"] += 1
+
+
+async def watch_health(session: aiohttp.ClientSession, seconds: list[float]) -> None:
+    """For ever."""
+    while True:
+        started = time.perf_counter()
+        async with session.get("/health") as answer:
+            assert answer.status == 200, answer.status
+        seconds.append(time.perf_counter() - started)
+        await asyncio.sleep(HEALTH_PAUSE_S)
+
+
+async def at_rest(session: aiohttp.ClientSession) -> dict[str, float]:
+    """Blocks, once all that ran has ended and they are free, or after IDLE_S."""
+    names = ("engine_num_running", "engine_num_waiting", "engine_num_free_blocks", "engine_num_blocks")
+    for _ in range(int(IDLE_S)):
+        async with session.get("/metrics") as answer:
+            text = await answer.text()
+        found = {name: sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))) for name in names}
+        if found[names[0]] + found[names[1]] == 0 and found[names[2]] == found[names[3]]:
+            break
+        await asyncio.sleep(1)
+    return found
+
+
+def memory(pid: int | None) -> dict[str, int]:
+    """MiB by role."""
+    return {role: own_memory(child) >> 20 for role, child in roles_of(pid).items()} if pid else {}
+
+
+async def stress(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run as numbers."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(args.url, connector=connector, timeout=aiohttp.ClientTimeout(total=3600)) as session:
+        async with session.get("/v1/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+        mixture, ends, health = Mixture(args.resolution, args.seed), Counter[str](), list[float]()
+        before, watcher = memory(args.pid), asyncio.create_task(watch_health(session, health))
+        end = time.monotonic() + args.seconds
+        await asyncio.gather(*(client(session, model, mixture, end, ends) for _ in range(args.concurrency)))
+        assert not watcher.done(), watcher.exception()
+        watcher.cancel()
+        rest = await at_rest(session)
+    quantiles = {"p50": percentile(health, 50), "p99": percentile(health, 99), "max": max(health)}
+    return {
+        "answered": ends.pop("answered", 0),
+        "left": ends.pop("left", 0),
+        "errors": dict(ends),
+        "at_rest": rest,
+        "health_ms": {name: round(1e3 * value, 1) for name, value in quantiles.items()},
+        "memory_mib": {role: [before[role], after] for role, after in memory(args.pid).items()},
+    }
+
+
+def main() -> None:
+    """Entry point."""
+    args = parse_args()
+    result = uvloop.run(stress(args))
+    print(table(["", "value"], [[name, str(value)] for name, value in result.items()]))
+    if args.json:
+        settings = {name: str(value) for name, value in vars(args).items()}
+        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+
+
+if __name__ == "__main__":
+    main()
