@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvloop
 
 from bench.client import ChatClient
@@ -87,7 +88,10 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
     parser.add_argument("--json", type=Path, help="write scores, errors and wrong answers here")
     args = parser.parse_args()
-    results = uvloop.run(run(args))
+    try:
+        results = uvloop.run(run(args))
+    except aiohttp.ClientConnectionError as problem:
+        raise SystemExit(f"{args.url} does not answer: {problem}") from None
     summary = report(results)
     if args.json:
         args.json.write_text(json.dumps(summary, indent=1) + "\n")

@@ -8,6 +8,7 @@ name in the file system, and the kernel frees all of it with the last process.
 """
 
 import bisect
+import contextlib
 import mmap
 import os
 
@@ -39,13 +40,8 @@ def memory_limit() -> int:
     """Bytes that this process may use: of the machine or of its cgroup."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
+        with contextlib.suppress(OSError, ValueError), open(path) as file:  # "max" is no limit
+            limits.append(int(file.read()))
     return min(limits)
 
 

@@ -8,6 +8,7 @@ from engine.config import VERSION
 
 BENCHMARKS = (
     "probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "tokens", "overload", "soak", "faults", "drafts",
+    "inside", "video",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 MAY_BE_ZERO = frozenset(  # any other number is at least 1
     {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"}
+    | {"response_store_bytes"}
 )
 
 FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
@@ -124,6 +125,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
+    response_store_bytes: Annotated[
+        int, "memory for answers of /v1/responses and what was asked, for requests that name them; 0: none"
+    ] = 256 * MIB
+    response_store_seconds: Annotated[int, "how long such an answer is kept"] = 3600
     body_timeout: Annotated[int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,
@@ -174,7 +179,7 @@ def read_api_keys(config: EngineConfig) -> list[str]:
     keys = [] if config.api_key is None else [config.api_key]
     if config.api_key_file is not None:
         with open(config.api_key_file, encoding="utf-8") as file:
-            keys += [line.strip() for line in file if line.strip() and not line.startswith("#")]
+            keys += [key for line in file if (key := line.strip()) and not line.startswith("#")]
     return keys
 
 
@@ -183,9 +188,8 @@ def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
     if has_gpus:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        first = index * tp
-        gpus = listed.split(",")[first : first + tp] if listed else [str(gpu) for gpu in range(first, first + tp)]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        gpus = listed.split(",") if listed else list(map(str, range((index + 1) * tp)))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * tp : (index + 1) * tp])
     return environment
 
 
@@ -208,20 +212,17 @@ def set_ray_defaults() -> None:
 def find_problem(config: EngineConfig) -> str | None:
     """Why this cannot work."""
     for name, value in msgspec.structs.asdict(config).items():
-        least = 0 if name in MAY_BE_ZERO else 1
+        flag, least = "--" + name.replace("_", "-"), 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans
-            return f"--{name.replace('_', '-')} must be at least {least}"
-    files = {name: value for name, value in msgspec.structs.asdict(config).items() if name in FILES and value is not None}
-    for name, path in files.items():
-        if not os.path.isfile(path):
-            return f"--{name.replace('_', '-')}: there is no file {path}"
+            return f"{flag} must be at least {least}"
+        if name in ("port", "metrics_port") and value is not None and value > MAX_PORT:
+            return f"{flag} must be at most {MAX_PORT}"
+        if name in FILES and value is not None and not os.path.isfile(value):
+            return f"{flag}: there is no file {value}"
     if config.api_key is not None and not config.api_key.strip():
         return "--api-key must not be empty: leave it out to serve without a key"
     if config.api_key_file is not None and not read_api_keys(config):
         return f"--api-key-file: there is no key in {config.api_key_file}"
-    for flag, port in (("port", config.port), ("metrics-port", config.metrics_port)):
-        if port is not None and port > MAX_PORT:
-            return f"--{flag} must be at most {MAX_PORT}"
     if config.dp > 1 and config.port + config.dp > MAX_PORT:
         return f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
     if config.dp > 1 and config.metrics_port is not None:

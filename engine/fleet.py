@@ -71,9 +71,8 @@ class Fleet:
     async def serve(self, gpus: Sequence[Gpu]) -> int:
         """The exit code. Raises ValueError or OSError."""
         config = self._config
-        ends: list[Ended] = []
-        if gpus and len(gpus) < config.dp * config.tp:
-            raise ValueError(f"--dp {config.dp} with --tp {config.tp} needs {config.dp * config.tp} GPUs; this machine has {len(gpus)}")
+        if gpus and len(gpus) < (needed := config.dp * config.tp):
+            raise ValueError(f"--dp {config.dp} with --tp {config.tp} needs {needed} GPUs; this machine has {len(gpus)}")
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         members = divide(config, self._listener.getsockname()[1], bool(gpus))
@@ -81,11 +80,12 @@ class Fleet:
             async with asyncio.TaskGroup() as group:
                 for task in (self._end_when_stopped(), self._route(members), *(self._keep(member) for member in members)):
                     group.create_task(task)
-        except* Ended as group_of_ends:
-            ends += [end for end in group_of_ends.exceptions if isinstance(end, Ended)]
-        if ends[0].code:
-            logger.error("%s", ends[0])
-        return ends[0].code
+        except* Ended as ends:
+            end = ends.exceptions[0]
+        assert isinstance(end, Ended)
+        if end.code:
+            logger.error("%s", end)
+        return end.code
 
     def _interrupt(self) -> None:
         """The second time ends the engines' wait for running requests."""
@@ -153,9 +153,8 @@ class Fleet:
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
         command = tethered.command(cpus, "server.route", "--fd", str(fd), "--backends", *urls)
-        settings = msgspec.structs.asdict(config)
-        for name in OF_BOTH:
-            command += ["--" + name.replace("_", "-"), str(settings[name])] if settings[name] else []
+        for name, value in msgspec.structs.asdict(config).items():
+            command += ["--" + name.replace("_", "-"), str(value)] if name in OF_BOTH and value else []
         keys = os.memfd_create("keys", 0)  # in no file, and in no list of processes
         if told := read_api_keys(config):
             os.write(keys, "\n".join(told).encode())
@@ -183,12 +182,13 @@ def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
     counts its own CPUs."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
     defaults = msgspec.structs.asdict(EngineConfig())
-    told = {name: value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name] and name not in OF_THE_PROXY}
+    settings = msgspec.structs.asdict(config).items()
+    told = {name.replace("_", "-"): value for name, value in settings if value != defaults[name] and name not in OF_THE_PROXY}
     cpus = _neighbouring_cpus()
     members = []
     for index, own_port in enumerate(ports):
         fd = os.memfd_create(f"engine-{index}.yaml", 0)
-        os.write(fd, msgspec.json.encode({name.replace("_", "-"): value for name, value in told.items()} | {"port": own_port}))
+        os.write(fd, msgspec.json.encode(told | {"port": own_port}))
         share = cpus[index * len(cpus) // config.dp : (index + 1) * len(cpus) // config.dp]
         environment = share_environment(index, config.tp, has_gpus)
         members.append(Member(index, f"http://127.0.0.1:{own_port}", fd, frozenset(share or cpus), environment))

@@ -158,10 +158,11 @@ class StopFlag:
 
 
 class Child:
-    """A child process's view of the engine."""
+    """A child process's view of the engine. One that does not own its process, whose api is a part of it, leaves the heap alone."""
 
-    def __init__(self, role: str, runtime: Runtime):
+    def __init__(self, role: str, runtime: Runtime, owns_process: bool = True):
         self.role = role
+        self._owns_process = owns_process
         self.runtime = runtime
         self.config = runtime.config
         self.run_dir = runtime.run_dir
@@ -199,7 +200,8 @@ class Child:
         self._status.send(Status(self.role, "progress", text))
 
     def ready(self, text: str = "") -> None:
-        settle_heap()
+        if self._owns_process:
+            settle_heap()
         self._status.send(Status(self.role, "ready", text))
 
     def failed(self, text: str) -> None:

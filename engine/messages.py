@@ -25,6 +25,7 @@ from engine.params import (
     Logprob,
     OutputOptions,
     PromptLogprobs,
+    RankedToken,
     SamplingParams,
     TextPrompt,
     TokenLogprobs,
@@ -84,6 +85,8 @@ class Submit(msgspec.Struct, tag=True):
     grammar_field: str = ""  # of the client's request, for errors
     client: bytes = b""  # digest of key and address
     prompt_field: str = "messages"  # of the client's request, for errors
+    truncated_to: int | None = None  # most tokens of the prompt, the last ones; -1: as many as leave room for the answer
+    keeps_beginning: bool = False  # the first ones instead
     deadline: float | None = None  # after which nobody waits for an answer
     tenant: bytes = b""  # digest of a key that was checked and of the salt; empty: nobody's
     prediction: str = ""  # of the answer, by the client
@@ -128,7 +131,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: list[Logprob] = []  # of this event's tokens
     pooled: bytes = b""  # float32, instead of text
-    prompt_ids: list[int] = []  # of a request that was only counted, placeholders of images included
+    prompt_ids: list[int] = []  # if asked for with the first token; of a request that was only counted. Images are placeholders
+    token_ids: list[int] = []  # of this event, if asked for
+    prompt_logprobs: list[list[RankedToken]] = []  # of the prompt's next tokens: each, and the likely ones in its place
     index: int = 0  # of the answer
     num_drafts: int = 0  # of the answer, with its last event
     num_accepted: int = 0  # of these, that it has

@@ -23,6 +23,9 @@ class OutputOptions(msgspec.Struct, frozen=True):
     called: str | None = None  # of this function only
     echo: bool = False  # text and log-probabilities begin with the prompt's
     bad_words: list[str] = []  # as they are and behind a space
+    token_ids: bool = False  # beside the text, the prompt's with the first token
+    names_ids: bool = False  # log-probabilities are told by `token_id:5` instead of by text
+    prompt_logprobs: bool = False  # beside the answer, not as its beginning
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -101,6 +104,15 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: bytes
     logprob: float | None
     top: list[tuple[bytes, float]]
+
+
+class RankedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`rank` counts from 1 and is known of the most likely ones."""
+
+    id: int
+    text: bytes
+    logprob: float
+    rank: int | None
 
 
 class ChatPrompt(msgspec.Struct, tag=True, frozen=True):

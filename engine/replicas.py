@@ -9,7 +9,6 @@ run are replaced one after the other, and they stay when this command has ended.
 """
 
 import argparse
-import asyncio
 import logging
 import signal
 import sys
@@ -18,15 +17,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from engine.arena import memory_limit
 from engine.config import EngineConfig, set_ray_defaults
 from engine.flags import parse_args
-from engine.ipc import AsyncInbox, Child, raise_file_limit, setup_logging
-from engine.messages import Events
-from engine.serve import make_runtime, size_arenas, start_engine
-from engine.supervise import ChildDied, Supervisor
-from server.http.app import SHUTTING_DOWN, Api
-from server.warm import warm_up
+from engine.hosted import HostedEngine
+from engine.ipc import raise_file_limit, setup_logging
 
 set_ray_defaults()  # which Ray reads when it is imported
 import ray  # noqa: E402
@@ -48,52 +42,21 @@ class Replica:
         """Returns when the engine is ready. Raises ValueError, OSError or ChildDied."""
         setup_logging("replica", config.log_level)
         raise_file_limit()
-        self._supervisor = Supervisor()
-        self._death: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        try:
-            sized = size_arenas(config, memory_limit() // num_neighbours)
-            runtime = make_runtime(sized, self._supervisor, listener_fd=-1)
-            start_engine(self._supervisor, runtime)
-            child = Child("api", runtime)
-            inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
-            self._api = Api(child)
-            warm_up(self._api.arena)
-            self._tasks += [asyncio.create_task(self._api.pump(inbox, "ray")), asyncio.create_task(self._api.tell_the_launcher())]
-            await asyncio.to_thread(self._supervisor.wait_ready, {"processor", "scheduler", "api"})
-        except BaseException:
-            await self._stop()
-            raise
-        self._tasks.append(asyncio.create_task(self._watch(config.wedge_timeout)))
+        self._engine = HostedEngine(config, owns_process=True)
+        await self._engine.start(num_neighbours)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's name for it."""
-        return self._api.build()
+        return self._engine.api.build()
 
     async def check_health(self) -> None:
         """Serve's name for it. If it raises, Serve starts another replica."""
-        if self._death is not None:
-            raise RuntimeError(self._death)
+        if self._engine.death is not None:
+            raise RuntimeError(self._engine.death)
 
     async def __del__(self) -> None:
         """Serve calls it when the running requests have ended."""
-        await self._stop()
-
-    async def _watch(self, patience: float) -> None:
-        try:
-            while not self._tasks[0].done():
-                await asyncio.to_thread(self._supervisor.check, patience)
-            self._death = f"the api ended: {self._tasks[0].exception()}"
-        except ChildDied as death:
-            self._death = str(death)
-        logger.error("%s", self._death)
-        self._api.client.refuse_all(SHUTTING_DOWN)
-
-    async def _stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks) if self._tasks else None
-        await asyncio.to_thread(self._supervisor.stop)
+        await self._engine.stop()
 
 
 def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve.Application:

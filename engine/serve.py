@@ -41,42 +41,33 @@ def main(argv: list[str] | None = None) -> int:
     """The exit code."""
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
-    if config.plan:
-        return print_plan(config)
-    return serve_one(config) if config.dp == 1 else serve_several(config)
-
-
-def print_plan(config: EngineConfig) -> int:
-    """Of the model, or of every published size."""
-    names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for name in names:
-                model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder)
-                say(describe(config, model, name, config.gpu_memory) + "\n")
+        if config.plan:
+            return print_plan(config)
+        return serve_one(config) if config.dp == 1 else serve_several(config)
     except (ValueError, OSError) as problem:
         logger.error("%s", problem)
         return 2
+
+
+def print_plan(config: EngineConfig) -> int:
+    """Of the model, or of every published size. Raises ValueError or OSError, as the next two."""
+    names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder)
+            say(describe(config, model, name, config.gpu_memory) + "\n")
     return 0
 
 
 def serve_several(config: EngineConfig) -> int:
-    try:
-        share = size_arenas(config, memory_limit() // config.dp)
-        with bind(config.host, config.port) as listener:
-            return asyncio.run(Fleet(share, listener).serve(list_gpus() if config.device != "cpu" else []))
-    except (ValueError, OSError) as problem:
-        logger.error("%s", problem)
-        return 2
+    share = size_arenas(config, memory_limit() // config.dp)
+    with bind(config.host, config.port) as listener:
+        return asyncio.run(Fleet(share, listener).serve(list_gpus() if config.device != "cpu" else []))
 
 
 def serve_one(config: EngineConfig) -> int:
-    started = time.monotonic()
-    try:
-        supervisor = Supervisor()
-    except OSError as problem:
-        logger.error("%s", problem)
-        return 2
+    started, supervisor = time.monotonic(), Supervisor()
     _on_interrupt(functools.partial(_leave, supervisor))
     try:
         with contextlib.ExitStack() as listeners:
@@ -98,9 +89,6 @@ def serve_one(config: EngineConfig) -> int:
     except ChildDied as death:
         logger.error("%s", death)
         return 1
-    except (ValueError, OSError) as problem:
-        logger.error("%s", problem)
-        return 2
     finally:
         _on_interrupt(signal.SIG_IGN)
         supervisor.stop()

@@ -74,7 +74,7 @@ def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
     """Random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is equal on all."""
 
     def seeded(name: str) -> torch.Generator:
-        rank = 0 if name.startswith("visual.") or name.endswith(".gate.weight") else model.tp.rank
+        rank = 0 if name.startswith("visual.") or name.endswith("gate.weight") else model.tp.rank
         return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
 
     for module_name, module in model.named_modules():

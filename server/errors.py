@@ -20,6 +20,10 @@ class RequestError(ValueError):
         super().__init__(message)
         self.info = ErrorInfo(status, message, error_type(status), param, code, retry_after)
 
+    @classmethod
+    def of(cls, info: ErrorInfo) -> "RequestError":
+        return cls(info.status, info.message, info.param, info.code, info.retry_after)
+
 
 invalid_image = functools.partial(RequestError, 422, code="invalid_image")
 invalid_video = functools.partial(RequestError, 422, code="invalid_video")

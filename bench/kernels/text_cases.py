@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from bench.kernels.delta_cases import delta_cases
 from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
 from engine.messages import MAX_DRAFTS
@@ -34,6 +35,8 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     for num_tokens in (CHUNK, MIXED, 64, 1):
         yield from products(config, ops, device, num_tokens)
         yield from expert_cases(text, ops, device, num_tokens)
+    if text.delta is not None:
+        yield from delta_cases(text.delta, ops, device, CHUNK)
     group = PagedGroup(2, text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize)
     pools = allocate_pools(group, POOL_BLOCKS, PAGE, torch.bfloat16, device)
     yield norm_rope_store(config, ops, pools[0], device)
@@ -104,7 +107,7 @@ def norm_rope_store(config: ModelConfig, ops: Ops, pool: tuple[torch.Tensor, tor
     width = (text.num_heads + 2 * text.num_kv_heads) * text.head_dim
     qkv = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
     weight = torch.ones(text.head_dim, dtype=torch.bfloat16, device=device)
-    tables = torch.randn((CHUNK, text.head_dim), device=device)
+    tables = torch.randn((CHUNK, text.rotary_dim), device=device)
     slots = torch.arange(CHUNK, device=device)
     calls = [lambda: ops.norm_rope_store_(NewHeads(qkv, weight, weight, EPS, tables, slots), pool)]
     return Case("q/k norm, rope, store", f"{CHUNK} x {width}", 0, 2 * qkv.nbytes + tables.nbytes, calls)

@@ -34,6 +34,12 @@ PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is fal
 MAX_REASON = 200  # characters: some repeat the grammar
 BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r"[^\"\\\r\n]"))
 PLAIN = r"[^\0-\x1f\"\\\r\n]"
+EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
+LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(\[[^\]\n]*\])?(\.-?\d+)?\s*:", re.MULTILINE)
+LARK_ATTRIBUTES = re.compile(r"^(\s*[?!]?[A-Za-z_]\w*)\[([^\]\n]*)\](?=\s*:)", re.MULTILINE)
+LARK_SCHEMA = re.compile(r"%json\s*(?=\{)")
+ATTRIBUTE = re.compile(r"(\w+)(?:\s*=\s*(?:\"(?:[^\"\\]|\\.)*\"|[^,]*))?\s*(?:,|$)")
+LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 NUM_FOLLOWED = 64
 MAX_TOKEN_S = 0.05  # for one token; usual ones take a hundredth
 
@@ -76,9 +82,9 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
         "json_object": lambda text: compile_schema(compiler, {"type": "object"}),
         "json_schema": lambda text: compile_schema(compiler, msgspec.json.decode(text)),
         "regex": compiler.compile_regex,
-        "ebnf": compiler.compile_grammar,
+        "ebnf": lambda text: compiler.compile_grammar(ebnf_of(text)),
         "choice": lambda text: compiler.compile_grammar(choice_grammar(msgspec.json.decode(text, type=list[str]))),
-        "structural_tag": lambda text: compiler.compile_grammar(without_controls(xgrammar.Grammar.from_structural_tag(text))),
+        "structural_tag": lambda text: compiler.compile_grammar(without_controls(xgrammar.Grammar.from_structural_tag(with_ebnf(text)))),
     }
     try:
         done = kinds[grammar.kind](grammar.text)
@@ -100,6 +106,50 @@ def without_controls(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
     """xgrammar's rule for a string of a bounded length lets control characters in, which JSON does not."""
     text, num_changed = BOUNDED.subn(lambda match: match[1] + PLAIN, str(grammar))
     return xgrammar.Grammar.from_ebnf(text) if num_changed else grammar
+
+
+def ebnf_of(grammar: str) -> str:
+    """EBNF as it is; Lark, also as guidance writes it, as EBNF. ValueError for what a rule says beside its text."""
+    if EBNF_RULE.search(grammar) or not LARK_RULE.search(grammar):
+        return grammar
+
+    def without_attributes(rule: re.Match[str]) -> str:
+        if unknown := [name for name in ATTRIBUTE.findall(rule[2]) if name != "capture"]:
+            raise ValueError(f"the attribute '{unknown[0]}' of the Lark rule '{rule[1]}' is not supported")
+        return rule[1]
+
+    bare = LARK_ATTRIBUTES.sub(without_attributes, LLGUIDANCE.sub("", grammar)).replace("(?s:.*)", r"(.|\n)*")
+    schemas: dict[str, xgrammar.Grammar | str] = {}
+    while found := LARK_SCHEMA.search(bare):
+        schema, end = json.JSONDecoder().raw_decode(bare, found.end())
+        name = f"schema_{len(schemas)}"
+        schemas[name] = lark_schema(schema)
+        bare = f"{bare[: found.start()]}@{name}{bare[end:]}"
+    return str(xgrammar.Grammar.from_lark(bare, named_grammars=schemas))
+
+
+def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
+    """With the white space that guidance asks for, else with none."""
+    spaces = schema.pop("x-guidance", {})
+    check(schema)
+    told = spaces if isinstance(spaces, dict) else {}
+    separators = str(told.get("item_separator", ",")), str(told.get("key_separator", ":"))
+    return without_controls(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators))
+
+
+def with_ebnf(tag: str) -> str:
+    """A structural tag whose grammars are EBNF."""
+
+    def walked(value: object) -> object:
+        if isinstance(value, list):
+            return [walked(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
+            return value | {"grammar": ebnf_of(value["grammar"])}
+        return {name: one if name == "json_schema" else walked(one) for name, one in value.items()}
+
+    return json.dumps(walked(json.loads(tag)))
 
 
 def choice_grammar(choices: list[str]) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from server.api.chat.schema import GenerationRequest, StreamOptions
 from server.api.fields import UnknownFields
 from server.api.grammar import read_grammar
 from server.api.openapi import BodyRoute, ErrorAnswer
+from server.api.responses.store import ResponseStore
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
@@ -55,6 +56,7 @@ class Service:
     shares: Shares
     client: Client
     metrics: Metrics
+    responses: ResponseStore
     seeds: random.Random  # of requests that have none
 
 
@@ -66,6 +68,9 @@ class Job:
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
     echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
+    warnings: list[str] = field(default_factory=list)  # what its answer lacks
+    custom_tools: frozenset[str] = frozenset()  # which take one text
+    keep: Callable[[dict[str, Any]], None] | None = None  # of the whole answer, when it is complete
 
     @property
     def num_images(self) -> int:
@@ -102,11 +107,19 @@ class Endpoint(ABC):
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
+        for words in request.remarks:
+            self._unknown.once(words)
         return request
 
     def note_unknown(self, extra: dict[str, Any]) -> None:
         """RequestError 400 for a field that would change the answer."""
         self._unknown.check(extra)
+
+    def note_dropped(self, names: Iterable[str]) -> list[str]:
+        """Warnings for fields that ask for what a vendor does around its models."""
+        for name in names:
+            self._unknown.once(f"requests carry the field '{name}', which is dropped: it is for what its vendor does")
+        return [f"The field '{name}' is for what its vendor does: this server dropped it." for name in names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.service.client.check_open()
@@ -127,9 +140,19 @@ class Endpoint(ABC):
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address.encode()).digest()
-            return await self._submit(body)
+            with contextlib.ExitStack() as undo:
+                undo.callback(body.give_up)
+                body = await self.prepare(body)
+                undo.pop_all()
+            stream, job = await self.submit(body)
+            return self.reply(stream, job, body)
 
-    async def _submit(self, body: Body) -> ASGIApp:
+    async def prepare(self, body: Body) -> Body:
+        """The body to read, this one or another one, which is then given up. RequestError: this one is still there."""
+        return body
+
+    async def submit(self, body: Body) -> tuple[Stream, Job]:
+        """The body is the processor's from then on. RequestError; then it is given up."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
@@ -148,7 +171,7 @@ class Endpoint(ABC):
             stream = service.client.submit(job.submits)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
-        return self.reply(stream, job, body)
+        return stream, job
 
     def _limit_time(self, job: Job, body: Body) -> None:
         """From the last byte of the body on."""
@@ -184,11 +207,13 @@ class GenerationEndpoint(Endpoint):
         options = OutputOptions(
             stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-            skip_special_tokens=request.skip_special_tokens is not False, **output,
+            skip_special_tokens=request.skip_special_tokens is not False, token_ids=bool(request.return_token_ids),
+            names_ids=bool(request.return_tokens_as_token_ids), prompt_logprobs=request.prompt_logprobs is not None, **output,
         )  # fmt: skip
         submits = submits_of(
             body, prompts, field, params, options, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
+            truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             prediction=request.prediction.text if request.prediction else "",
         )  # fmt: skip
         return Job(request, submits)
@@ -198,10 +223,14 @@ class GenerationEndpoint(Endpoint):
         wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(
             request.model or service.model_names[0], int(time.time()), body.started, body.received, bool(request.stream),
-            bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings), job.echo,
+            bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings),
+            job.echo, job.warnings, job.custom_tools, job.submits[0].output.calls != "none",
         )  # fmt: skip
         answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
-        return Reply(*answer, format=self.format(options), options=options)
+        return Reply(*answer, format=self.format_of(options, job), options=options)
+
+    def format_of(self, options: ReplyOptions, job: Job) -> Format:
+        return self.format(options)
 
 
 class GatheringEndpoint(Endpoint):

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from server.errors import RequestError
+from server.http.validate import bad_value
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +27,17 @@ def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
 LIMITED = limits_of(
     ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
     ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
-    ((), "structural_tag task thinking truncate_prompt_tokens web_search_options"),
+    ((), "structural_tag task thinking web_search_options"),
     ((False,), "echo return_cached_tokens_details return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids"),
-    ((False,), "return_routed_experts return_token_ids return_token_offsets return_token_strs return_tokens_as_token_ids use_beam_search"),
+    ((False,), "return_routed_experts return_token_offsets return_token_strs use_beam_search"),
     ((False,), "use_audio_in_video watermarking"),
     ((True,), "include_reasoning normalize separate_reasoning stream_reasoning use_activation"),
     (([],), "documents functions logits_processors stop_regex"),
     (({},), "custom_params ec_transfer_params images_config kv_transfer_params session_params vllm_xargs"),
-    ((0,), "prompt_logprobs"),
     ((1,), "best_of length_penalty"),
     ((-1,), "thinking_token_budget"),
-    (("medium",), "reasoning_effort verbosity"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
-    (("left", "right"), "truncation_side"),
     (("float32",), "embed_dtype"),
     (("native", "little"), "endianness"),
 )
@@ -62,9 +59,10 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
         value, allowed = fields[name], limits[name]
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             continue
+        if not allowed:
+            raise bad_value(f"{prefix}{name}", "is not supported by this server: leave it out.", "unsupported_parameter")
         values = " or ".join(json.dumps(one) for one in allowed)
-        words = f"may only be {values} on this server" if allowed else "is not supported by this server"
-        raise RequestError(400, f"{prefix}{name}: {words}; or leave it out.", f"{prefix}{name}", "unsupported_value")
+        raise bad_value(f"{prefix}{name}", f"may only be {values} on this server; or leave it out.", "unsupported_value")
 
 
 def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
@@ -82,7 +80,11 @@ class UnknownFields:
     def check(self, extra: dict[str, Any]) -> None:
         """RequestError 400 as `check_limited`."""
         check_limited(extra, LIMITED)
-        for name in extra.keys() - LIMITED.keys() - HARMLESS - self._seen:
-            if len(self._seen) < MAX_LOGGED_FIELDS:
-                self._seen.add(name)
-                logger.info("requests carry the unknown field %r, which is ignored", name[:100])
+        for name in extra.keys() - LIMITED.keys() - HARMLESS:
+            self.once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
+
+    def once(self, words: str) -> None:
+        """What else is worth a line, within the same limit."""
+        if words not in self._seen and len(self._seen) < MAX_LOGGED_FIELDS:
+            self._seen.add(words)
+            logger.info("%s", words)

@@ -33,14 +33,14 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
             told["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
     if (grammar := _of_response_format(request)) is not None:
         told["response_format"] = grammar
-    if len(told) > 1:
+    if len(set(told.values())) > 1:  # guidance says the same in two fields
         raise bad_value(list(told)[1], f"excludes {next(iter(told))}: an answer can follow one of them only")
     return next(((grammar, name) for name, grammar in told.items()), (None, ""))
 
 
 def check_strict_tools(request: ChatRequest) -> None:
     """RequestError 400 for a function that no grammar could hold its calls to."""
-    for tool in request.tools or () if request.uses_tools else ():
+    for tool in request.functions if request.uses_tools else ():
         if tool.function.strict:
             _check_schema(tool.function.parameters, "tools", f"the parameters of the strict function '{tool.function.name}': ")
 

@@ -45,6 +45,7 @@ class Status:
         stalled = {503: {"model": Health}}
         return [
             DescribedRoute("/v1/models", self.models, "GET", ModelList),
+            DescribedRoute("/v1/models/", self.models, "GET", ModelList, include_in_schema=False),
             DescribedRoute("/v1/models/{name:path}", self.model, "GET", ModelCard),
             DescribedRoute("/health", self.health, "GET", Health, responses=stalled),
             DescribedRoute("/health/live", self.live, "GET", Health),

@@ -30,6 +30,8 @@ from server.api.messages import endpoint as messages
 from server.api.openapi import DescribedRoute
 from server.api.pooling import endpoint as pooling
 from server.api.responses import endpoint as responses
+from server.api.responses.store import ResponseStore
+from server.api.sglang import endpoint as sglang
 from server.api.status import Status
 from server.checkpoint import read_checkpoint
 from server.errors import RequestError, error_type
@@ -43,7 +45,7 @@ from server.http.page import Page
 from server.http.shares import Shares
 from server.warm import warm_up
 
-ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES}
+ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES, **sglang.ROUTES}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
 TITLE = "A small serving engine for Qwen3-VL"
@@ -66,10 +68,16 @@ class Api:
         self._metrics = Metrics(self.client, runtime.model_names[0])
         config = child.config
         checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
-        limit, shares = runtime.max_model_len, Shares(self.arena.size, lambda: self.arena.num_free)
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._service = Service(config, checkpoint, runtime.model_names, limit, self.arena, shares, self.client, self._metrics, seeds)
+        self._service = Service(
+            config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena,
+            Shares(self.arena.size, lambda: self.arena.num_free), self.client, self._metrics,
+            ResponseStore(config.response_store_bytes, config.response_store_seconds), seeds,
+        )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
+
+    def endpoint(self, path: str) -> Endpoint:
+        return ENDPOINTS[path](self._service)
 
     def build_metrics(self) -> ASGIApp:
         app = FastAPI(openapi_url=None)
@@ -82,7 +90,8 @@ class Api:
             title=TITLE, version=VERSION, license_info=LICENCE, openapi_url=None, redirect_slashes=False,
             separate_input_output_schemas=False,
         )  # fmt: skip
-        app.router.routes += [endpoint(self._service).route(path) for path, endpoint in ENDPOINTS.items()]
+        app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
+        app.router.routes += [*responses.StoredResponses(self._service).routes(), *sglang.Native(self._service).routes()]
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.messages import ErrorInfo
+from server.api.messages.format import MESSAGES_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,10 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = record.request_id
+                if get_route_path(scope).startswith(MESSAGES_PATH):
+                    headers["request-id"] = record.request_id
             await send(message)
 
         try:

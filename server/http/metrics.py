@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.messages import ErrorInfo
+from engine.stats import Stages
 from server.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -18,6 +19,9 @@ GAUGES = frozenset({
     "image_cache_budget", "image_host_cache_bytes", "image_host_cache_budget",
 })  # fmt: skip
 LABELS = ("model_name",)
+TOKENS = tuple(float(1 << power) for power in range(19))
+OF_VLLM = "vllm:"
+ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # where vLLM's names of them are others
 DRAFTS = "vllm:spec_decode_num_"
 
 
@@ -54,12 +58,37 @@ class StatsCollector(Collector):
             ("vllm:num_requests_running", "requests that run", stats.num_running),
             ("vllm:num_requests_waiting", "requests that wait", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", kv_usage),
+            ("vllm:gpu_cache_usage_perc", "the same by its older name", kv_usage),
         ):
             yield self._one(GaugeMetricFamily(name, text, labels=LABELS), value)
+        for name, text, value in (
+            ("prompt_tokens", "tokens of prompts, cached ones included", stats.prompt_tokens),
+            ("generation_tokens", "tokens that were generated", stats.generated_tokens),
+            ("num_preemptions", "requests that lost their KV blocks to others", stats.preemptions),
+            ("prefix_cache_queries", "tokens that were looked for in the prefix cache", stats.prompt_tokens),
+            ("prefix_cache_hits", "tokens that were found in the prefix cache", stats.cached_prompt_tokens),
+        ):
+            yield self._one(CounterMetricFamily(OF_VLLM + name, text, labels=LABELS), value)
 
     def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(self._values, value)
         return family
+
+
+class Renamed(Collector):
+    """What one of our metrics counts, under a name of vLLM's too: its series of the labels `chosen`, without them."""
+
+    def __init__(self, metric: Counter | Histogram, name: str, chosen: dict[str, str] | None = None):
+        self._metric, self._name, self._chosen = metric, OF_VLLM + name, (chosen or {}).items()
+
+    def collect(self) -> Iterator[Metric]:
+        for ours in self._metric.collect():
+            theirs = Metric(self._name, ours.documentation, ours.type)
+            for sample in ours.samples:
+                if self._chosen <= sample.labels.items():
+                    labels = dict(sample.labels.items() - self._chosen)
+                    theirs.add_sample(self._name + sample.name.removeprefix(ours.name), labels, sample.value)
+            yield theirs
 
 
 class Metrics:
@@ -72,10 +101,32 @@ class Metrics:
         self._responses = self._counter("responses", "answers by HTTP status", "status")
         self._refusals = self._counter("refused_requests", "requests that got an error, by its code", "reason")
         self._finished = self._counter("finished_requests", "accepted requests by how they ended", "reason")
-        self._stage = self._histogram("stage_seconds", "critical path until the first text", SECONDS, "stage")
-        self._first_token = self._histogram("time_to_first_token_seconds", "last byte of the body to first text").labels(model_name)
-        self._inter_token = self._histogram("inter_token_seconds", "between two tokens of a choice", TOKEN_SECONDS).labels(model_name)
-        self._request = self._histogram("request_seconds", "last byte of the body to the end of the answer").labels(model_name)
+        self._ended = Counter(
+            OF_VLLM + "request_success", "requests by why they ended", [*LABELS, "finished_reason"], registry=self._registry
+        )
+        stage = self._stage = self._histogram("stage_seconds", "critical path until the first text", SECONDS, "stage")
+        first_token = self._histogram("time_to_first_token_seconds", "last byte of the body to first text")
+        inter_token = self._histogram("inter_token_seconds", "between two tokens of a choice", TOKEN_SECONDS)
+        request = self._histogram("request_seconds", "last byte of the body to the end of the answer")
+        self._first_token, self._inter_token = first_token.labels(model_name), inter_token.labels(model_name)
+        self._request = request.labels(model_name)
+        for metric, name in (
+            (first_token, "time_to_first_token_seconds"), (inter_token, "inter_token_latency_seconds"),
+            (inter_token, "time_per_output_token_seconds"), (request, "e2e_request_latency_seconds"),
+        ):  # fmt: skip
+            self._registry.register(Renamed(metric, name))
+        self._registry.register(Renamed(stage, "request_queue_time_seconds", {"stage": "queue"}))
+        self._work = {
+            name: Histogram(f"{OF_VLLM}request_{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(model_name)
+            for name, text, buckets in (
+                ("prompt_tokens", "tokens of a request's prompts", TOKENS),
+                ("generation_tokens", "tokens of a request's answers", TOKENS),
+                ("max_num_generation_tokens", "tokens of a request's longest answer", TOKENS),
+                ("prefill_time_seconds", "first plan to first token", SECONDS),
+                ("decode_time_seconds", "first token to the end of the answer", SECONDS),
+                ("inference_time_seconds", "first plan to the end of the answer", SECONDS),
+            )
+        }
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(PREFIX + name, text, [*LABELS, label], registry=self._registry)
@@ -93,7 +144,18 @@ class Metrics:
 
     def note_finish(self, reason: str, seconds: float) -> None:
         self._finished.labels(self._name, reason).inc()
+        self._ended.labels(self._name, ENDINGS.get(reason, reason)).inc()
         self._request.observe(seconds)
+
+    def note_work(self, num_prompt: int, lengths: list[int], stages: Stages, now: float) -> None:
+        """Of a request that has generated something: the lengths of its answers."""
+        values = {
+            "prompt_tokens": num_prompt, "generation_tokens": sum(lengths), "max_num_generation_tokens": max(lengths),
+            "prefill_time_seconds": stages.first_token - stages.admitted, "decode_time_seconds": now - stages.first_token,
+            "inference_time_seconds": now - stages.admitted,
+        }  # fmt: skip
+        for name, value in values.items():
+            self._work[name].observe(value)
 
     def note_first_token(self, seconds: float, stages: dict[str, float]) -> None:
         self._first_token.observe(seconds)

@@ -105,8 +105,11 @@ class Reply(Answer):
 
     def finish(self) -> None:
         super().finish()
-        self._metrics.note_finish(self._reason, time.monotonic() - self._options.received)
-        total = self._total()
+        now, total = time.monotonic(), self._total()
+        self._metrics.note_finish(self._reason, now - self._options.received)
+        if self._has_first_token:
+            lengths = [choice.usage.num_generated for choice in self._choices.values()]
+            self._metrics.note_work(total.num_prompt, lengths, self._stages, now)
         self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
         self._record.num_generated = total.num_generated
 
@@ -137,10 +140,11 @@ class Reply(Answer):
         choice = self._choices[event.rid, event.index]
         if not choice.usage.num_prompt:
             choice.usage.num_prompt, choice.usage.num_cached = event.num_prompt_tokens, event.num_cached_tokens
+            choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
-        is_token = event.num_tokens > choice.usage.num_generated and event.finish_reason is None
+        is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
         choice.note(event)
-        if event.text or is_token or event.calls or event.logprobs:
+        if event.text or is_token or event.calls or event.logprobs or event.token_ids:
             chunks.append(self._format.token_chunk(choice, event))
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
@@ -162,7 +166,7 @@ class Reply(Answer):
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
         arguments = choices, self._total(), self._timings()
-        is_large = sum(len(choice.logprobs) for choice in choices) > LARGE_LOGPROBS
+        is_large = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in choices) > LARGE_LOGPROBS
         document = self._format.document
         body = await asyncio.to_thread(document, *arguments) if is_large else document(*arguments)
         return Response(body, media_type="application/json")
@@ -191,7 +195,11 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _timings(self) -> dict[str, object]:
-        return {"timings": timings_json(self._stages, self._options.started)} if self._options.timings else {}
+        if not self._options.timings:
+            return {}
+        last = max(choice.last_time for choice in self._choices.values())
+        generation = max(0.0, last - self._record.first_token) if self._has_first_token else 0.0
+        return {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
 
 
 class GatheredReply(Answer):

@@ -41,7 +41,7 @@ class Scanner:
         self.references: list[Reference] = []
         self.num_text_bytes = 0  # of the JSON without payloads
         self._num_fed = 0
-        self._prefix = f"{nonce}:"
+        self.prefix = f"{nonce}:"  # of what stands for a payload
         self._max_references = max_references
         self._pieces: list[bytes] = []
         self._held = b""
@@ -64,7 +64,7 @@ class Scanner:
 
     def index_of(self, text: str) -> int | None:
         """Of the reference that `text` is."""
-        return int(text[len(self._prefix) :]) if text.startswith(self._prefix) else None
+        return int(text[len(self.prefix) :]) if text.startswith(self.prefix) else None
 
     def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
         """The JSON with references; those not in `keep` (None: all) are the original strings again."""
@@ -110,7 +110,7 @@ class Scanner:
         self._emit(data[start:quote])
         offset = self._num_fed - len(data) + payload
         self.references.append(Reference(mime, offset, 0, data[quote:payload], len(self._pieces)))
-        self._emit(f'"{self._prefix}{len(self.references) - 1}'.encode())
+        self._emit(f'"{self.prefix}{len(self.references) - 1}'.encode())
         self._in_payload = True
         return payload
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import ErrorInfo, Event, Logprob
+from engine.messages import ErrorInfo, Event, Logprob, RankedToken
 from engine.stats import Stages
 
 encode = msgspec.json.Encoder().encode
@@ -106,6 +106,9 @@ class Choice:
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[list[RankedToken]] = field(default_factory=list)
     num_characters: int = 0  # of the tokens whose log-probabilities were told
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -114,6 +117,7 @@ class Choice:
     def note(self, event: Event) -> None:
         """All but the text and log-probabilities, which a stream has no use for."""
         self.usage.note(event)
+        self.prompt_ids = event.prompt_ids or self.prompt_ids
         for delta in event.calls:
             if delta.name is not None:
                 self.calls.append(Call(delta.name))
@@ -126,6 +130,8 @@ class Choice:
     def note_text(self, event: Event) -> None:
         (self.reasoning if event.is_reasoning else self.content).append(event.text)
         self.logprobs += event.logprobs
+        self.token_ids += event.token_ids
+        self.prompt_logprobs += event.prompt_logprobs
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
         """Kind, text and call of what it says: `thinking`, then `text`, then each `call`, whose text are its arguments."""
@@ -149,6 +155,9 @@ class ReplyOptions:
     continuous_usage: bool = False
     timings: bool = False
     echo: dict[str, Any] = field(default_factory=dict)  # of the request
+    warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
+    custom_tools: frozenset[str] = frozenset()  # which take one text
+    drops_empty: bool = False  # no chunk for a token whose text waits: with tools, the thirty that begin a call
 
 
 class Format(ABC):
@@ -195,6 +204,10 @@ class BlockFormat(Format):
     def delta(self, piece: str) -> bytes:
         """More of the open block."""
 
+    def kind_of(self, call: Call) -> str:
+        """Of the block of a call."""
+        return "call"
+
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         """Text that is held back is no event."""
         chunks = []
@@ -205,7 +218,8 @@ class BlockFormat(Format):
             chunks.append(self.delta(event.text))
         for piece in event.calls:
             if piece.name is not None:
-                chunks.append(self._begin("call", choice.calls[piece.index]))
+                call = choice.calls[piece.index]
+                chunks.append(self._begin(self.kind_of(call), call))
             if piece.arguments:
                 chunks.append(self.delta(piece.arguments))
         return b"".join(chunks)

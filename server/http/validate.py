@@ -37,6 +37,16 @@ WORDS = {
 }
 
 MAX_VALUES = 200_000  # 10,000 messages of several parts, or a thousand large tools
+# OpenAI's `code` by the same; a number's begins with its kind.
+CODES = {
+    "missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter", "none_required": "unsupported_parameter",
+    "int_type": "invalid_type", "float_type": "invalid_type", "bool_type": "invalid_type", "string_type": "invalid_type",
+    "list_type": "invalid_type", "dict_type": "invalid_type", "model_type": "invalid_type", "greater_than": "below_min_value",
+    "greater_than_equal": "below_min_value", "less_than": "above_max_value", "less_than_equal": "above_max_value",
+    "too_short": "array_below_min_length", "too_long": "array_above_max_length", "string_too_short": "string_below_min_length",
+    "string_too_long": "string_above_max_length",
+}  # fmt: skip
+INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 STRINGS = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}', re.DOTALL)  # at once: other threads run in between
 
@@ -69,10 +79,13 @@ class Worded:
         return core_schema.custom_error_schema(handler(source), "worded", custom_error_message=self.words)
 
 
+ONE_OF = "one_of"
+
+
 @dataclass(frozen=True)
 class OneOf:
     """Stands beside a union: a value's kind of JSON, of an object its `type`, chooses the member that judges it. What fits none is refused
-    in these words; without words it is judged as a text."""
+    in these words, and with the type that it has; without words it is judged as a text."""
 
     words: str = ""
 
@@ -84,13 +97,14 @@ class OneOf:
 
         def choose(value: object) -> str | None:
             first = second = "<null>" if value is None else "<text>"
+            value = vars(value) if isinstance(value, BaseModel) else value  # when it is written
             if isinstance(value, dict):
                 first, second = f"<type {value.get('type')}>", "<object>"
             elif isinstance(value, list):
                 first, second = ("<numbers>", "<list>") if value and type(value[0]) is int else ("<list>", "<numbers>")
             return known(first) or known(second) or otherwise
 
-        error: dict[str, Any] = {"custom_error_type": "worded", "custom_error_message": self.words} if self.words else {}
+        error: dict[str, Any] = {"custom_error_type": ONE_OF, "custom_error_message": self.words} if self.words else {}
         return core_schema.tagged_union_schema(members, choose, **error)
 
 
@@ -100,7 +114,10 @@ def _kinds(member: Any) -> Iterator[str]:
         yield "numbers" if _bare(get_args(bare)[0]) is int else "list"
     elif isinstance(bare, type) and issubclass(bare, BaseModel) and "type" in bare.model_fields:
         field = bare.model_fields["type"]
-        yield from (f"type {kind}" for kind in (*get_args(field.annotation), *(() if field.is_required() else (None,))))
+        kinds = [*get_args(field.annotation), *(() if field.is_required() else (None,))]
+        yield from (f"type {kind}" for kind in kinds)
+        if not kinds:  # of any type that no other member has
+            yield "object"
     else:
         yield {str: "text", type(None): "null"}.get(bare, "object")
 
@@ -146,24 +163,32 @@ def _num_values(data: bytes) -> int:
 
 
 def check(model: type[Model], value: dict[str, Any]) -> Model:
-    """RequestError 400 names the first bad field; `param` is its path, such as `messages.0.content`."""
+    """RequestError 400 names the first bad field; `param` is its path, such as `messages[0].content`."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _bad_value(error.errors(include_url=False, include_input=False)[0]) from None
+        raise _bad_value(error.errors(include_url=False)[0]) from None
 
 
-def bad_value(name: str, words: str) -> RequestError:
-    """A value that no schema can refuse."""
-    return RequestError(400, f"{name}: {words}", name, "invalid_value")
+def bad_value(name: str, words: str, code: str = "invalid_value") -> RequestError:
+    """A value that no schema can refuse; `messages.0.role` is `messages[0].role`, as OpenAI writes it."""
+    name = INDEX.sub(r"[\1]", name)
+    return RequestError(400, f"{name}: {words}", name, code)
 
 
 def _bad_value(details: ErrorDetails) -> RequestError:
     known = WORDS.get(details["type"])
     words = details["msg"] if known is None else known.format(**details.get("ctx", {}))
-    return bad_value(_field_name(details["loc"]), words)
+    value, code = details["input"], CODES.get(details["type"], "invalid_value")
+    if details["type"] == ONE_OF and isinstance(value, dict) and isinstance(value.get("type"), str):
+        words = f"{words}, not '{value['type'][:64]}'"
+    if code in ("below_min_value", "above_max_value"):
+        code = f"{'integer' if isinstance(value, int) else 'decimal'}_{code}"
+    name = _field_name(details["loc"])
+    return RequestError(400, f"{name}: {words}", name, code)
 
 
 def _field_name(location: tuple[int | str, ...]) -> str:
     """Steps in angle brackets are ways through a union, not fields."""
-    return ".".join(str(step)[:64] for step in location if not str(step).startswith("<")) or "body"
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in location if not str(step).startswith("<")]
+    return "".join(steps).removeprefix(".") or "body"

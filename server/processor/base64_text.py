@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pybase64
 from pydantic_core import from_json
 
-from server.errors import RequestError
+from server.errors import invalid_image
 
 LONE_PERCENT = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 WHITE_SPACE = b" \t\r\n\v\f"
@@ -16,13 +16,13 @@ URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 def decode_base64(text: memoryview | bytes) -> bytes:
-    """Of base64 as it stood in a JSON string, escapes included. RequestError 400."""
+    """Of base64 as it stood in a JSON string, escapes included. RequestError 422."""
     try:
         data: bytes = pybase64.b64decode(text, validate=True)
     except ValueError:
         data = _decode_unusual(bytes(text))
     if not data:
-        raise RequestError(400, "it has no payload", code="invalid_image")
+        raise invalid_image("it has no payload")
     return data
 
 
@@ -31,7 +31,7 @@ def _decode_unusual(text: bytes) -> bytes:
         plain = b"".join(_unescape(piece).translate(URL_SAFE_TO_STANDARD, WHITE_SPACE) for piece in _pieces(text)).rstrip(b"=")
         data: bytes = pybase64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
     except ValueError:
-        raise RequestError(400, "its base64 text is damaged", code="invalid_image") from None
+        raise invalid_image("its base64 text is damaged") from None
     return data
 
 
@@ -56,10 +56,10 @@ def _unescape(text: bytes) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Of a data: URL that the body scanner did not take: percent-encoded or oddly spelt. RequestError 400."""
+    """Of a data: URL that the body scanner did not take: percent-encoded or oddly spelt. RequestError 422."""
     header, comma, payload = url.encode("utf-8", "replace").partition(b",")
     if not comma:
-        raise RequestError(400, "its data: URL has no payload", code="invalid_image")
+        raise invalid_image("its data: URL has no payload")
     if header.lower().rstrip().endswith(b";base64"):
         return decode_base64(payload)
     try:
@@ -67,5 +67,5 @@ def decode_data_url(url: str) -> bytes:
     except ValueError:
         data = b""
     if not data:
-        raise RequestError(400, "it has no payload, or a damaged one", code="invalid_image")
+        raise invalid_image("it has no payload, or a damaged one")
     return data

@@ -167,7 +167,7 @@ class Inspector:
         try:
             grid = geometry.grid(height, width)
         except ValueError as error:
-            raise RequestError(400, str(error), code="invalid_image") from None
+            raise RequestError(400, str(error), code="unsupported_image") from None
         num_tokens = geometry.num_tokens(grid)
         if num_tokens > self._max_tokens:
             raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")

@@ -48,6 +48,8 @@ from server.processor.video import FrameList, VideoFile
 from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
+JSON_KINDS = ("json_object", "json_schema")
+DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
 
 
@@ -173,6 +175,7 @@ class Intake(Way):
             if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
+        ids = self._truncate(submit, ids)
         if submit.output.echo:
             for answer in request.answers:
                 answer.echo = self._prompts.text_of(submit.prompt)
@@ -188,10 +191,8 @@ class Intake(Way):
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
-        room = self.max_model_len - num_prompt
-        limit = submit.params.max_tokens
         changes = {
-            "max_tokens": room if limit is None else max(1, min(limit, room)),
+            "max_tokens": self._max_tokens(request),
             "bad_words": self._prompts.bad_words(submit.output.bad_words),
         }
         if submit.pooled_words is not None:
@@ -222,11 +223,31 @@ class Intake(Way):
         """The prompt and, if drafts are made of it, the prediction."""
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
             return submit.prompt.ids, []
-        limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
+        limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
         ids = self._prompts.encode(submit.prompt, are_videos, limit, is_framed=submit.pooled_words is not None)
         is_used = bool(submit.prediction) and self.config.draft != "off"
         return ids, self._prompts.predicted(submit.prediction, limit) if is_used else []
+
+    def _max_tokens(self, request: Request) -> int:
+        """A model that has lost its way goes on within a string of its JSON for ever."""
+        submit, room = request.submit, self.max_model_len - request.num_prompt_tokens
+        limit, grammar = submit.params.max_tokens, submit.grammar
+        if limit is None and grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking:
+            limit = DEFAULT_JSON_TOKENS
+        return room if limit is None else max(1, min(limit, room))
+
+    def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
+        """RequestError 400 for a prompt with images: what is left of one is none."""
+        limit = submit.truncated_to
+        if limit is None:
+            return ids
+        if submit.media:
+            name = "truncate_prompt_tokens"
+            raise RequestError(400, f"{name}: is for prompts without images.", name, "invalid_value")
+        if limit < 0:
+            limit = self.max_model_len - max(1, min(submit.params.max_tokens or 1, self.max_model_len - 1))
+        return ids[:limit] if submit.keeps_beginning else ids[-limit:]
 
     async def _compile(self, request: Request) -> None:
         """Puts the grammar of the answer, if any, into the arena. RequestError 400."""

@@ -65,12 +65,17 @@ class Output(Way):
             answer.num_tokens += 1
             answer.num_accepted += i < output.num_accepted
             logprobs = request.logprobs_of(output, i)
+            ends = final if is_last else None
             if is_stopped:
                 self._stop_early(request, answer, output)
-                events.append(_full_event(request, output, text, answer.text.calls, logprobs, "stop", answer.text.stop_string))
+                event = _full_event(request, output, text, answer.text.calls, logprobs, "stop", answer.text.stop_string)
+            elif ends:
+                event = _finish(request, answer, output, text, ends)
+            else:
+                event = _event(request, answer, output, text, logprobs)
+            events.append(request.with_ids(event, answer, token_id))
+            if is_stopped:
                 return
-            ends = final if is_last else None
-            events.append(_finish(request, answer, output, text, ends) if ends else _event(request, answer, output, text, logprobs))
         if output.error is not None:
             request.is_ended = True
             events.append(Event(output.rid, error=output.error))
@@ -92,7 +97,7 @@ class Output(Way):
                 event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
                 for part in request.prompt_logprobs(output):
                     if not request.is_ended:
-                        self.api.send(Events([msgspec.structs.replace(event, logprobs=part)]))
+                        self.api.send(Events([msgspec.structs.replace(event, **part)]))
                         await asyncio.sleep(0)
             events: list[Event] = []
             self._append_events(events, request, request.answers[output.index], output)

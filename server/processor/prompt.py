@@ -131,16 +131,24 @@ class PromptBuilder:
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt, limit)
         elif isinstance(prompt, TokenPrompt):
-            ids = prompt.ids
+            ids = self._shortened(prompt.ids) if are_videos else prompt.ids
         else:
             ids = self._encode_text(prompt.text, limit)
         shown = self._placeholders.shown(ids)
-        if len(shown) > len(are_videos) and not is_chat:
+        if len(shown) > len(are_videos) == 0 and not is_chat:
             raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
+        if shown != list(are_videos) and not is_chat:
+            words = f"The prompt has {len(are_videos)} images and {len(shown)} placeholders of images."
+            raise RequestError(400, words, PROMPT, "invalid_value")
         if shown != list(are_videos):
             kind = "image" if sum(shown) == sum(are_videos) else "video"
             raise RequestError(400, f"The chat template of this model does not show every {kind} of these messages.", PROMPT)
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """With one placeholder an image also where a client has repeated it for each of the image's tokens: no two images touch."""
+        pairs = zip(ids, [None, *ids], strict=False)
+        return [token_id for token_id, before in pairs if not (token_id == before == self._placeholders.image)]
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
         """Of each word. They are whole words in vocabularies as large as Qwen's."""

@@ -5,15 +5,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from engine.ipc import Outbox
-from engine.messages import EngineRequest, ErrorInfo, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
+from engine.messages import EngineRequest, ErrorInfo, Event, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.image import Image, ImageTools
-from server.processor.logprobs import of_prompt, of_token
+from server.processor.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
 from server.processor.video import Video
@@ -85,15 +86,31 @@ class Request:
 
     def logprobs_of(self, output: RequestOutput, index: int) -> list[Logprob]:
         """Of token `index`."""
-        table = self.answers[output.index].text.table
-        return [of_token(table, output.token_ids[index], output.logprobs[index])] if output.logprobs else []
+        return [of_token(self.spelling, output.token_ids[index], output.logprobs[index])] if output.logprobs else []
 
-    def prompt_logprobs(self, output: RequestOutput) -> Iterator[list[Logprob]]:
+    @property
+    def spelling(self) -> Spelling:
+        return id_spelling if self.submit.output.names_ids else self.answers[0].text.table.spelling
+
+    @property
+    def prompt_ids(self) -> list[int]:
         assert self.prompt is not None
+        return list(np.frombuffer(self.prompt.view, np.int32).tolist())
+
+    def with_ids(self, event: Event, answer: Answer, token_id: int) -> Event:
+        """An event of one token."""
+        prompt_ids = self.prompt_ids if answer.num_tokens == 1 else []
+        return msgspec.structs.replace(event, token_ids=[token_id], prompt_ids=prompt_ids) if self.submit.output.token_ids else event
+
+    def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Slices of them, as what an event has."""
         self.scores = output.prompt_logprobs or self.scores  # the first answer's come alone, before any other's token
-        entries = of_prompt(self.answers[0].text.table, np.frombuffer(self.prompt.view, np.int32).tolist(), self.scores)
+        entries = of_prompt(self.prompt_ids, self.scores)
         while part := list(islice(entries, SLICE)):
-            yield part
+            if self.submit.output.prompt_logprobs:
+                yield {"prompt_logprobs": [ranked(self.answers[0].text.table.spelling, entry) for entry in part]}
+            else:
+                yield {"logprobs": [named(self.spelling, entry) for entry in part]}
 
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""

@@ -160,7 +160,7 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
     if stream is None:
         raise invalid_video("it has no video stream")
     context = stream.codec_context
-    name = context.codec.canonical_name
+    name = "unknown" if context is None else context.codec.canonical_name
     if name not in CODECS:
         raise invalid_video(f"its codec {name} is none of {', '.join(sorted(CODECS))}")
     if context.width * context.height == 0:

@@ -17,7 +17,8 @@ MAX_TOKENS = 3
 VOCABULARY = 768
 WITH_BODY = list(ENDPOINTS)
 OPERATIONS = [("POST", path) for path in ENDPOINTS]
-OPERATIONS += [(method, route.path_format) for route in Status(cast(Any, None), lambda: False).routes() for method in route.methods or ()]
+ROUTES = [route for route in Status(cast(Any, None), lambda: False).routes() if route.include_in_schema]
+OPERATIONS += [(method, route.path_format) for route in ROUTES for method in route.methods or ()]
 OPERATIONS += [("GET", "/openapi.json"), ("GET", "/")]
 # A grey square, 32 pixels wide.
 PICTURE = (

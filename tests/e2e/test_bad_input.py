@@ -55,8 +55,8 @@ def image(url: str) -> list[dict[str, Any]]:
 
 
 BAD_IMAGES = {
-    "bad base64": (uri(b"")[:-2] + "data:image/png;base64,@@@@", 400),
-    "no payload": ("data:image/png;base64,", 400),
+    "bad base64": (uri(b"")[:-2] + "data:image/png;base64,@@@@", 422),
+    "no payload": ("data:image/png;base64,", 422),
     "text as image": (uri(b"just some words, no picture at all"), 422),
     "truncated jpeg": (uri(jpeg_bytes()[: len(jpeg_bytes()) // 2]), 422),
     "claims 30000x30000": (uri(png_that_claims(30000, 30000), "image/png"), 400),

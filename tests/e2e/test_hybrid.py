@@ -7,13 +7,19 @@ from typing import Any
 import pytest
 
 from models.scaffold import SHAPES, write_model_folder
-from tests.e2e.serving import Engine, image_part, picture, serve, text_part
+from tests.e2e.reference import Reference
+from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder: Path = tmp_path_factory.mktemp("hybrid")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
     write_model_folder(folder, SHAPES["3.5-tiny"], weights="random", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
     with serve(folder, "--max-model-len", "4096") as running:
         yield running
 
@@ -42,6 +48,18 @@ def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> 
         assert cached >= 0.95 * before, "of what the turn before had, up to its answer"
         before = usage["prompt_tokens"]
         messages.append({"role": "assistant", "content": "It is like this.", "reasoning_content": "I look."})
+
+
+def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -> None:
+    """Red if pairs, their times or their order beside a picture are other ones than Qwen3-VL's."""
+    clip, still = [picture(20 + i, 70, 110) for i in range(5)], picture(2, 200, 120)
+    question = text_part("What changes?")
+    shown = [{"type": "video"}, {"type": "image"}, question]
+    said = Reference(folder).text([{"role": "user", "content": shown}], [still], 16, True, [clip])
+    frames = {"type": "video", "video": [data_uri(frame) for frame in clip]}
+    for _ in range(2):  # fresh, and from the caches
+        message = ask(engine, [{"role": "user", "content": [frames, image_part(still), question]}], max_tokens=16)["choices"][0]["message"]
+        assert (message.get("reasoning_content") or "") + (message["content"] or "") == said
 
 
 def test_either_end_token_ends_an_answer(engine: Engine) -> None:

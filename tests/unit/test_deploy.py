@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.config import RAY_DEFAULTS, VERSION
 from engine.flags import make_parser
 from engine.messages import ErrorInfo
-from engine.stats import EngineStats
+from engine.stats import EngineStats, Stages
 from models.scaffold import SHAPES
 from server.api.status import Status
 from server.http.client import Client
@@ -141,6 +141,7 @@ def served_metrics() -> set[str]:
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
     metrics.note_finish("stop", 1.0)
     metrics.note_first_token(1.0, {"prefill": 0.5})
+    metrics.note_work(7, [3], Stages(admitted=1.0, first_token=2.0), 3.0)
     metrics.note_tokens(1, 0.1)
     families = text_string_to_metric_families(metrics.render().decode())
     return {sample.name for family in families for sample in family.samples}

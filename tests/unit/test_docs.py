@@ -7,7 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -18,7 +18,9 @@ from engine.config import EngineConfig
 from engine.flags import make_parser
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server import route
-from server.api.chat import schema
+from server.api.chat import parts, schema
+from server.api.responses.endpoint import StoredResponses
+from server.api.sglang.endpoint import Native
 from server.api.status import Status
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
@@ -101,6 +103,7 @@ def test_advice_is_for_flags_that_exist() -> None:
 OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
 OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
 OF_OTHERS |= {"--backends", "--bound", "--fd", "--replicas", "--max-replicas", "--address", "--clients", "--turns", "--accept", "--drafts"}
+OF_OTHERS |= {"--write"}
 OF_OTHERS |= {"--hypothesis-profile", "--dist", "--add", "--clock", "--counts", "--resolutions", "--input-tokens", "--output-tokens"}
 
 
@@ -180,7 +183,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     assert page["requests in the engine"] == f"{config.max_queued_requests:,}"
     answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {schema.MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
     assert page["answers (`n`); log-probabilities beside a token; biased tokens; bad words"] == answers
-    counts = schema.MAX_MESSAGES, schema.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
+    counts = schema.MAX_MESSAGES, parts.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
     listed = "; ".join(f"{count:,}" for count in counts)
     assert page["messages; tools; stop strings; stop tokens; prompts of a text completion"] == listed
 
@@ -188,9 +191,12 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
 def test_every_endpoint_is_on_the_api_page() -> None:
     """Red if an endpoint is added and nobody is told, or goes and the page keeps it."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
-    told = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page))
-    routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()} | set(ENDPOINTS) | {"/", "/openapi.json"}
-    assert told == {path.replace("{name:path}", "NAME") for path in routes}
+    told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
+    status = [route for route in Status(cast(Any, None), lambda: False).routes() if route.include_in_schema]
+    routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/openapi.json"}
+    for endpoints in (StoredResponses(cast(Any, SimpleNamespace(responses=None))), Native(cast(Any, None))):
+        routes |= {route.path for route in endpoints.routes()}
+    assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 
 @pytest.mark.parametrize("name", tables.PAGES)

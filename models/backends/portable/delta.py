@@ -15,6 +15,7 @@ from triton.language import constexpr, tensor
 from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 from models.backends.portable.tuned import DELTA, DeltaTiles
 
+# Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
 BLOCK = 16  # of the triangular system
 L2_EPS = tl.constexpr(1e-6)
 
@@ -34,7 +35,7 @@ def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS:
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["rows", "starts"])
 def _convolve(
     inputs: tensor, conv: tensor, before: tensor, rows: tensor, starts: tensor, out: tensor, num_tokens: tensor, num_rows: tensor,
     stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr, TOKENS: constexpr,
@@ -68,7 +69,7 @@ def _convolve(
     tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "starts"])
 def _keep_inputs(
     inputs: tensor, before: tensor, rows: tensor, starts: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, TAPS: constexpr,
     WIDTH: constexpr,
@@ -89,7 +90,7 @@ def _keep_inputs(
         tl.store(kept + tap * CHANNELS, value, inside)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
 def _step(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
     first_row: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
@@ -171,7 +172,7 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
     return token, tl.sum(tl.where(mine, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
     num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
@@ -234,7 +235,7 @@ def _prepare(
             u2, w2, k2, s2 = u_new, w_new, k, s
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "starts"])
 def _scan(
     mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
     row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr,
@@ -320,7 +321,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
     _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
         heads.inputs_TX, heads.conv_CW, before, rows.rows_R, rows.starts_R1, mixed_TC, num_tokens, num_rows, stride, before.stride(0),
-        CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=triton.next_power_of_2(num_rows),
+        CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=_padded(num_rows),
     )  # fmt: skip
     _keep_inputs[(num_rows, triton.cdiv(channels, tiles.channels))](
         heads.inputs_TX, before, rows.rows_R, rows.starts_R1, stride, before.stride(0),
@@ -343,6 +344,11 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     return out_TX
 
 
+def _padded(num_rows: int) -> int:
+    """Few sizes, as each is compiled when it is met first."""
+    return 16 if num_rows <= 16 else max(128, triton.next_power_of_2(num_rows))
+
+
 def _chunked(
     heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, tiles: DeltaTiles,
     sizes: dict[str, int],
@@ -356,7 +362,7 @@ def _chunked(
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=triton.next_power_of_2(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=_padded(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
     )  # fmt: skip
     columns = min(dim, tiles.scan_columns)
     _scan[(num_rows, num_heads, dim // columns)](

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from server.api.chat.schema import ToolCall
+from server.api.chat.tools import CustomCall, ToolCall
 
 
 class Usage(BaseModel):
@@ -33,7 +33,13 @@ class AnswerMessage(BaseModel):
     refusal: None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomCall] | None = None
+
+
+class RankedToken(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str
 
 
 class Head(BaseModel):
@@ -42,11 +48,15 @@ class Head(BaseModel):
     model: str
     usage: Usage | None = None
     timings: dict[str, float] | None = None
+    warnings: list[str] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class Ending(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChoice(Ending):
@@ -96,6 +106,8 @@ class TextChoice(Ending):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class Completion(Head):

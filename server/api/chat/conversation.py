@@ -10,7 +10,8 @@ import msgspec
 
 from engine.messages import API_ARENA, MediaRef, Region, VideoRef
 from server.api.chat.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, nearest
-from server.api.chat.schema import Message, RefusalPart, TextPart, ToolCall
+from server.api.chat.parts import Message, RefusalPart, TextPart
+from server.api.chat.tools import CustomCall, ToolCall
 from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.body import Body
 from server.http.scan import Scanner
@@ -36,6 +37,17 @@ def check_url(url: str, scanner: Scanner, path: str) -> None:
         raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
 
 
+def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | None, str | None]:
+    """A payload in the api's arena, whose reference is now a used one, or a URL. RequestError 400 for one that no loader knows."""
+    check_url(url, body.scanner, path)
+    index = body.scanner.index_of(url)
+    if index is None:
+        return None, url
+    used.add(index)
+    reference = body.scanner.references[index]
+    return Region(API_ARENA, body.region.offset + reference.offset, reference.length), None
+
+
 def read_conversation(
     messages: list[Message], body: Body, salt: str | None, limits: ProcessorKwargs | None, io: MediaIoKwargs | None = None
 ) -> Conversation:
@@ -59,8 +71,10 @@ def read_conversation(
     return reader.conversation
 
 
-def _read_call(call: ToolCall) -> dict[str, object]:
+def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:
     """Templates take arguments apart where they are an object; what the model once got wrong stays text."""
+    if isinstance(call, CustomCall):
+        return {"type": "function", "function": {"name": call.custom.name, "arguments": {"input": call.custom.input}}}
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -162,14 +176,10 @@ class _PartReader:
             raise bad_value(name, "may be null beside a `uuid` only")
         payload = None
         if url is not None:
-            scanner = self.body.scanner
-            check_url(url, scanner, f"{name}{field}")
-            index = scanner.index_of(url)
-            if index is not None:
-                reference, url = scanner.references[index], None
-                self.conversation.used_references.add(index)
-                payload = Region(API_ARENA, self.body.region.offset + reference.offset, reference.length)
-                self.mimes[payload.offset] = reference.mime
+            index = self.body.scanner.index_of(url)
+            payload, url = locate(url, f"{name}{field}", self.body, self.conversation.used_references)
+            if index is not None and payload is not None:
+                self.mimes[payload.offset] = self.body.scanner.references[index].mime
         return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self.owner + uuid.encode()).digest())
 
     def _holds_frames(self, file: MediaRef) -> bool:

@@ -44,6 +44,7 @@ class ChatEndpoint(GenerationEndpoint):
             called=request.called,
         )
         check_strict_tools(request)
+        job.warnings, job.custom_tools = request.warnings, request.custom_tools
         submit = job.submits[0]
         submit.media, job.used = conversation.media, conversation.used_references
         submit.grammar_field = submit.grammar_field or "tools"
@@ -112,7 +113,7 @@ def json_of(tools: list[Tool]) -> bytes:
 def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:
     return ChatPrompt(
         messages=msgspec.json.encode(messages),
-        tools=json_of(request.tools or []) if request.uses_tools else None,
+        tools=json_of(request.functions) if request.uses_tools else None,
         template_kwargs=request.template_kwargs,
         ending="continue" if request.continue_final_message else "none" if request.add_generation_prompt is False else "generation",
     )

@@ -6,7 +6,8 @@ The hot path is `token_chunk`.
 import secrets
 from abc import abstractmethod
 
-from engine.messages import CallDelta, ErrorInfo, Event, Logprob
+from engine.messages import CallDelta, ErrorInfo, Event, Logprob, RankedToken
+from server.api.chat.tools import CustomText, custom_text
 from server.errors import error_body
 from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
 
@@ -25,6 +26,7 @@ class OpenAIFormat(Format):
         self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
         self._plain_end = (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
         self._openings: dict[int, bytes] = {}  # of token chunks, by choice
+        self._warnings: dict[str, object] = {"warnings": options.warnings} if options.warnings else {}
 
     @abstractmethod
     def last_delta(self) -> dict[str, object]:
@@ -33,6 +35,10 @@ class OpenAIFormat(Format):
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
         """What a document says of a choice but for why it ended."""
+
+    def document_head(self, choice: Choice) -> dict[str, object]:
+        """What a document says beside its choices, the first of which this is."""
+        return {}
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         said = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
@@ -47,8 +53,9 @@ class OpenAIFormat(Format):
         return b"data: " + error_body(info) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        said = [{"index": choice.index, **self.document_choice(choice), **_ending(choice)} for choice in choices]
-        return encode({**self._head, "object": self.document_object, "choices": said, "usage": usage_json(usage), **timings})
+        said = [{"index": choice.index, **self.document_choice(choice), **_ids(choice), **_ending(choice)} for choice in choices]
+        head = {**self._head, "object": self.document_object, **self.document_head(choices[0])}
+        return encode({**head, "choices": said, "usage": usage_json(usage), **timings, **self._warnings})
 
     def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
         chunk: dict[str, object] = {**self._head, "choices": [choice]}
@@ -72,22 +79,30 @@ class ChatFormat(OpenAIFormat):
 
     id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
+    def __init__(self, options: ReplyOptions):
+        super().__init__(options)
+        self._custom_tools = options.custom_tools
+        self._texts: dict[tuple[int, int], CustomText] = {}  # of calls of custom tools, by choice and call
+
     def first_chunk(self, choice: Choice) -> bytes:
         said = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._chunk(said, choice.usage, {})
+        return self._chunk(said, choice.usage, self._warnings | _prompt_ids(choice))
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = encode(event.text)
         logprobs = encode(_chat_logprobs(event.logprobs)) if event.logprobs else b"null"
         delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
         if event.calls:
-            calls = encode([_delta_json(choice.calls[call.index], call) for call in event.calls])
+            calls = encode([self._delta_json(choice, call) for call in event.calls])
             delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
-        end = b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+        end = b'},"logprobs":' + logprobs + _ids_json(event) + b',"finish_reason":null}]' + self._end(choice.usage)
         return self._opening(choice, b'"delta":{') + delta + end
 
     def last_delta(self) -> dict[str, object]:
         return {"delta": {}}
+
+    def document_head(self, choice: Choice) -> dict[str, object]:
+        return _of_prompt(choice)
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
         """A message that thought, or called, and came to no answer has no content."""
@@ -97,8 +112,23 @@ class ChatFormat(OpenAIFormat):
             reasoning = "".join(choice.reasoning)
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
         if choice.calls:
-            message |= {"content": content or None, "tool_calls": [_call_json(call, call.arguments) for call in choice.calls]}
+            message |= {"content": content or None, "tool_calls": [self._call_json(call) for call in choice.calls]}
         return {"message": message, "logprobs": _chat_logprobs(choice.logprobs) if choice.logprobs else None}
+
+    def _call_json(self, call: Call) -> dict[str, object]:
+        if call.name in self._custom_tools:
+            return _custom_json(call, custom_text(call.arguments))
+        return _call_json(call, call.arguments)
+
+    def _delta_json(self, choice: Choice, delta: CallDelta) -> dict[str, object]:
+        """A piece of a call: its id, type and name come once."""
+        call = choice.calls[delta.index]
+        if call.name in self._custom_tools:
+            text = self._texts.setdefault((choice.index, delta.index), CustomText()).push(delta.arguments)
+            said = {"custom": {"input": text}} if delta.name is None else _custom_json(call, text)
+        else:
+            said = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
+        return {"index": delta.index, **said}
 
 
 class CompletionFormat(OpenAIFormat):
@@ -112,14 +142,15 @@ class CompletionFormat(OpenAIFormat):
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         logprobs = encode(_completion_logprobs(event.logprobs, choice)) if event.logprobs else b"null"
         text = self._opening(choice, b'"text":') + encode(event.text)
-        return text + b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end(choice.usage)
+        ids = _ids_json(event) + (b',"prompt_token_ids":' + encode(event.prompt_ids) if event.prompt_ids else b"")
+        return text + b',"logprobs":' + logprobs + ids + b',"finish_reason":null}]' + self._end(choice.usage)
 
     def last_delta(self) -> dict[str, object]:
         return {"text": ""}
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
         logprobs = _completion_logprobs(choice.logprobs, choice) if choice.logprobs else None
-        return {"text": "".join(choice.content), "logprobs": logprobs}
+        return {"text": "".join(choice.content), "logprobs": logprobs, **_of_prompt(choice)}
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
@@ -133,6 +164,30 @@ def usage_json(usage: Usage) -> dict[str, object]:
     return shown | {"completion_tokens_details": details} if details else shown
 
 
+def _ids(choice: Choice) -> dict[str, object]:
+    return {"token_ids": choice.token_ids} if choice.token_ids else {}
+
+
+def _ids_json(event: Event) -> bytes:
+    return b',"token_ids":' + encode(event.token_ids) if event.token_ids else b""
+
+
+def _prompt_ids(choice: Choice) -> dict[str, object]:
+    return {"prompt_token_ids": choice.prompt_ids} if choice.prompt_ids else {}
+
+
+def _of_prompt(choice: Choice) -> dict[str, object]:
+    """As vLLM has it: an object of each token's place by ids, null for the first."""
+    if not choice.prompt_logprobs:
+        return _prompt_ids(choice)
+    places = [{str(token.id): _ranked_json(token) for token in place} or None for place in choice.prompt_logprobs]
+    return {**_prompt_ids(choice), "prompt_logprobs": places}
+
+
+def _ranked_json(token: RankedToken) -> dict[str, object]:
+    return {"logprob": token.logprob, "rank": token.rank, "decoded_token": _text(token.text)}
+
+
 def _ending(choice: Choice) -> dict[str, object]:
     return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
@@ -141,10 +196,8 @@ def _call_json(call: Call, arguments: str) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _delta_json(call: Call, delta: CallDelta) -> dict[str, object]:
-    """A piece of a call: its id, type and name come once."""
-    said = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
-    return {"index": delta.index, **said}
+def _custom_json(call: Call, text: str) -> dict[str, object]:
+    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
 
 
 def _chat_logprobs(entries: list[Logprob]) -> dict[str, object]:

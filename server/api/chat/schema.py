@@ -3,26 +3,27 @@
 None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
 """
 
+import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from engine.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
-from server.api.chat.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoPart
+from server.api.chat.media import MediaIoKwargs, ProcessorKwargs
+from server.api.chat.parts import FIRST, Message, TextPart, ToolList
+from server.api.chat.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
-MAX_TOOLS = 1024
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
+# What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
+EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
-# Lists that a client may fill with very many bad values fail at the first one.
-FIRST = Field(fail_fast=True)
-ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
@@ -33,80 +34,12 @@ TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Salt = Annotated[str, Field(max_length=1024)]
 NotEmpty = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 JsonObject = Annotated[str | dict[str, Any], Worded("must be an object, or the JSON of one")]
 Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
 Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
-
-
-class TextPart(Strict):
-    type: Literal["text", "input_text"]
-    text: str
-
-
-class RefusalPart(Strict):
-    """Of an assistant's message in a history."""
-
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
-
-
-Part = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
-    OneOf("content parts are of type 'text', 'image_url', 'video_url' or 'video'"),
-]
-Parts = Annotated[list[Part], FIRST]
-
-
-class CalledFunction(Strict):
-    name: str
-    arguments: Annotated[str | dict[str, Any], Worded("must be a string of JSON")] = ""
-
-
-class ToolCall(Strict):
-    """A call that the assistant has made, in a history."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Parts | str | None, OneOf()] = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], ToolList] | None = None
-    tool_call_id: str | None = None
-    function_call: None = None
-
-    @model_validator(mode="after")
-    def _needs_content(self) -> "Message":
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError(f"a message of role '{self.role}' needs content")
-        return self
-
-
-class FunctionDefinition(Strict):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class FunctionName(Strict):
-    name: str
-
-
-class NamedTool(Strict):
-    type: Literal["function"] = "function"
-    function: FunctionName
 
 
 class StreamOptions(Strict):
@@ -163,7 +96,6 @@ StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
 Ids = Annotated[list[int], FIRST]
 FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
-CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
 
 
@@ -205,6 +137,11 @@ class GenerationRequest(Open):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     timings: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
+    truncation_side: Literal["left", "right"] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
     prediction: Prediction | None = None
@@ -221,7 +158,12 @@ class GenerationRequest(Open):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """The same of the prompt's tokens."""
-        return None
+        return self.prompt_logprobs
+
+    @property
+    def remarks(self) -> list[str]:
+        """For the log, once each."""
+        return []
 
     def check_together(self, vocab_size: int) -> None:
         """What no single field shows. RequestError 400."""
@@ -236,6 +178,10 @@ class GenerationRequest(Open):
             raise bad_value("min_tokens", "must not be greater than the most tokens that are asked for")
         if self.stream_options is not None and not self.stream:
             raise bad_value("stream_options", "is for requests with `stream: true` only")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
+        if self.truncate_prompt_tokens == 0:
+            raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
 class ChatRequest(GenerationRequest):
@@ -243,14 +189,16 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
-    tools: Annotated[list[Tool], ToolList] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Worded(CHOICES)] = None
+    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool] | None = None
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None  # nothing that a template could show
     media_io_kwargs: MediaIoKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -273,18 +221,49 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_kwargs(self) -> dict[str, bool]:
-        top_level = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return top_level | (self.chat_template_kwargs or {})
+        """The nearest to the template counts."""
+        by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
+        thinks = by_effort if self.enable_thinking is None else self.enable_thinking
+        return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
+
+    @functools.cached_property
+    def functions(self) -> list[Tool]:
+        """The tools as the model sees them; those of a vendor are dropped."""
+        tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
+        return [tool for tool in tools if not isinstance(tool, HostedTool)]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of tools that take one text."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the answer lacks of what was asked for."""
+        return [f"The tool '{kind}' is its vendor's: this server does not have it, and dropped it." for kind in self._dropped]
+
+    @property
+    def _dropped(self) -> list[str]:
+        return list(dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool)))
+
+    @property
+    def remarks(self) -> list[str]:
+        said = [f"requests ask for the tool {words!r}, which is dropped" for words in self._dropped]
+        if self.reasoning_effort is not None:
+            switch = "on" if EFFORTS[self.reasoning_effort] else "off"
+            said.append(f"requests ask for the effort '{self.reasoning_effort}': thinking is {switch} if the template has a switch")
+        return said
 
     @property
     def called(self) -> str | None:
         """The function that must be called, if one is named."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
 
     @property
     def uses_tools(self) -> bool:
         """Whether the model sees the tools, and its calls are taken out of the text."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.functions) and self.tool_choice != "none"
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
@@ -295,7 +274,7 @@ class ChatRequest(GenerationRequest):
                 raise bad_value("continue_final_message", "needs a last message of the assistant with content")
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.function.name for tool in self.functions]
         if len(set(names)) < len(names):
             raise bad_value("tools", "must have names of their own")
         if self.tool_choice not in (None, "none", "auto") and not names:
@@ -320,7 +299,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+        return self.logprobs if self.echo else self.prompt_logprobs
 
     @property
     def token_limit(self) -> int:
@@ -336,6 +315,8 @@ class CompletionRequest(GenerationRequest):
         super().check_together(vocab_size)
         if self.max_tokens == 0 and not self.echo:
             raise bad_value("max_tokens", "must be at least 1 for requests without `echo: true`")
+        if self.echo and self.prompt_logprobs is not None:
+            raise bad_value("prompt_logprobs", "excludes `echo: true`, with which `logprobs` are the prompt's too")
         if len(self.prompts) > MAX_PROMPTS:
             raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
         for prompt in self.prompts:

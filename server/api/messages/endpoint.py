@@ -9,12 +9,14 @@ from engine.messages import Event
 from server.api.chat.conversation import check_url
 from server.api.chat.endpoint import ChatEndpoint, counted_chat
 from server.api.chat.schema import ChatRequest
+from server.api.chat.tools import HostedTool
 from server.api.endpoint import Endpoint, GatheringEndpoint, Job
 from server.api.fields import limits_of, rest_of
 from server.api.messages import schema
 from server.api.messages.format import MESSAGES_PATH, MessageFormat
 from server.api.messages.schema import (
     Base64Source,
+    ClientTool,
     CountRequest,
     ImageBlock,
     MessagesRequest,
@@ -29,12 +31,14 @@ from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that its answers have no place for.
 LIMITED = limits_of(
-    ((), "container context_management enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop"),
+    ((), "container enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop"),
     ((), "stream_options top_logprobs"),
-    ((False,), "logprobs"),
-    (([],), "mcp_servers"),
+    ((), "prompt_logprobs"),
+    ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
     ((1,), "n"),
 )
+# What a vendor does around its models: an answer without it says so.
+DROPPED = ("context_management", "mcp_servers")
 HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 
@@ -47,7 +51,9 @@ class MessagesEndpoint(ChatEndpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(MessagesRequest, value)
-        return self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)
+        job = self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)
+        job.warnings += self.note_dropped(value.keys() & DROPPED)
+        return job
 
 
 class CountMessageTokens(GatheringEndpoint):
@@ -68,23 +74,31 @@ ROUTES: dict[str, type[Endpoint]] = {MESSAGES_PATH: MessagesEndpoint, f"{MESSAGE
 
 def chat_body(request: CountRequest, scanner: Scanner) -> dict[str, Any]:
     """As chat completions have it. RequestError 400."""
-    chat = {**rest_of(request.model_extra, LIMITED, HARMLESS), "model": request.model, "messages": list(_messages(request, scanner))}
+    rest = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
+    chat = {**rest, "model": request.model, "messages": list(_messages(request, scanner))}
     last = chat["messages"][-1]
     if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.tools:
-        tools = [tool.model_dump(exclude={"type", "input_schema"}) | {"parameters": tool.input_schema} for tool in request.tools]
-        chat["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        chat["tools"] = [_tool(tool) for tool in request.tools]
     if request.tool_choice:
         chat |= _tool_choice(request.tool_choice)
     if request.thinking and request.thinking.type != "adaptive":
         chat["enable_thinking"] = request.thinking.type == "enabled"
+    if request.output_config and request.output_config.effort:
+        chat["reasoning_effort"] = request.output_config.effort
     if request.output_config and request.output_config.format:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": request.output_config.format.json_schema}}
     if isinstance(request, MessagesRequest):
         same = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
         chat |= request.model_dump(include=same) | {"stop": request.stop_sequences}
     return chat
+
+
+def _tool(tool: ClientTool | HostedTool) -> dict[str, Any]:
+    if isinstance(tool, HostedTool):
+        return {"type": tool.type}
+    return {"type": "function", "function": tool.model_dump(exclude={"type", "input_schema"}) | {"parameters": tool.input_schema}}
 
 
 def _tool_choice(choice: schema.ToolChoice) -> dict[str, Any]:

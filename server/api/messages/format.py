@@ -20,7 +20,7 @@ class MessageFormat(BlockFormat):
 
     def __init__(self, options: ReplyOptions):
         identity = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": options.model}
-        self._head: dict[str, object] = {**identity}
+        self._head: dict[str, object] = identity | ({"warnings": options.warnings} if options.warnings else {})
         self._index = -1  # of the last block
 
     def first_chunk(self, choice: Choice) -> bytes:

@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from server.api.chat.schema import FIRST, MAX_STOPS, MessageList, Name, NotEmpty, Temperature, TokenCount, ToolList, TopK, TopP
+from server.api.chat.parts import FIRST, ToolList
+from server.api.chat.schema import MAX_STOPS, Effort, MessageList, NotEmpty, Temperature, TokenCount, TopK, TopP
+from server.api.chat.tools import HostedTool, Name
 from server.http.validate import OneOf, Open, Strict
 
 
@@ -81,13 +83,13 @@ OF_ROLES = {
 
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[list[Block], FIRST] | str, OneOf()]
+    content: Annotated[Annotated[list[Block], FIRST] | str, OneOf("must be a string or a list of blocks")]
 
 
 class ClientTool(Strict):
-    """One of the client's own; those that Anthropic runs are of other types."""
+    """One of the client's own; those that Anthropic runs are of other types, and dropped."""
 
-    type: Literal["custom"] | None = None
+    type: Literal["custom", None] = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
@@ -114,7 +116,7 @@ class OutputFormat(Strict):
 
 class OutputConfig(Strict):
     format: OutputFormat | None = None
-    effort: Literal["high"] | None = None  # the default
+    effort: Effort | None = None
 
 
 class CountRequest(Open):
@@ -123,7 +125,7 @@ class CountRequest(Open):
     model: str | None = None
     messages: Annotated[list[Turn], MessageList]
     system: Annotated[Annotated[list[TextBlock], FIRST] | str | None, OneOf()] = None
-    tools: Annotated[list[ClientTool], ToolList] | None = None
+    tools: Annotated[list[Annotated[ClientTool | HostedTool, OneOf()]], ToolList] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -157,6 +159,7 @@ class MessageAnswer(BaseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
+    warnings: list[str] | None = None
     timings: dict[str, float] | None = None
 
 

@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, Response
 from engine.messages import ChatPrompt, Event, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from server.api.chat.conversation import read_conversation
-from server.api.chat.schema import ChatRequest, Message
+from server.api.chat.parts import Message
+from server.api.chat.schema import ChatRequest
 from server.api.endpoint import Endpoint, GatheringEndpoint, Job, submits_of
 from server.api.pooling import schema
 from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest

@@ -6,7 +6,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from server.api.chat.answers import Usage
 from server.api.chat.media import MediaIoKwargs, ProcessorKwargs
-from server.api.chat.schema import Message, MessageList, Parts, Salt, TokenId
+from server.api.chat.parts import Message, Parts
+from server.api.chat.schema import MessageList, Salt, TokenId
 from server.http.validate import OneOf, Open, Strict
 
 MAX_INPUTS = 1000  # as many as LangChain sends at once

@@ -1,20 +1,28 @@
 """`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions, whose other fields it may have too.
-Nothing is stored.
+What is stored is asked for with the methods of `StoredResponses`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine.messages import Event
 from server.api.chat.conversation import check_url
-from server.api.chat.endpoint import ChatEndpoint
+from server.api.chat.endpoint import ChatEndpoint, counted_chat
 from server.api.chat.schema import ChatRequest
-from server.api.endpoint import Endpoint, Job
+from server.api.chat.tools import HostedTool
+from server.api.endpoint import Endpoint, GatheringEndpoint, Job, Service
 from server.api.fields import limits_of, rest_of
+from server.api.openapi import DescribedRoute
 from server.api.responses import schema
 from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import (
+    AnyTool,
     CallItem,
     ChosenTool,
+    CustomCallItem,
     InputImage,
     InputVideo,
     MessageItem,
@@ -22,21 +30,27 @@ from server.api.responses.schema import (
     ResultItem,
     TextFormat,
     ThoughtItem,
+    joined,
 )
-from server.http.body import Body
+from server.api.responses.store import PREVIOUS, Stored, continued, items_json, owner_of, whole
+from server.http.body import MAX_SPARE_REFERENCES, Body
+from server.http.guards import credentials_of
 from server.http.scan import Scanner
+from server.http.sse import Format, ReplyOptions, encode
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
 LIMITED = limits_of(
-    ((), "background_options context_management conversation image max_completion_tokens max_tokens messages moderation"),
-    ((), "previous_response_id prompt response_format"),
-    ((False,), "background continue_final_message logprobs"),
+    ((), "background_options conversation image max_completion_tokens max_tokens messages moderation"),
+    ((), "prompt prompt_logprobs response_format"),
+    ((False,), "background continue_final_message logprobs return_token_ids return_tokens_as_token_ids"),
     ((True,), "add_generation_prompt"),
     ((0,), "top_logprobs"),
     ((1,), "n"),
     (("disabled",), "truncation"),
 )
+# What a vendor does around its models: an answer without it says so.
+DROPPED = ("context_management",)
 # Of tools that are not here, of tokens that nobody reads, or the same for every answer.
 HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
 
@@ -49,47 +63,126 @@ class ResponsesEndpoint(ChatEndpoint):
     format = ResponseFormat
     prompt_field = "input"
 
+    async def prepare(self, body: Body) -> Body:
+        return await whole_body(self.service, body)
+
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(ResponsesRequest, value)
         job = self.job(self.check(ChatRequest, chat_body(request, body.scanner)), body)
+        job.warnings += self.note_dropped(value.keys() & DROPPED)
         params = job.submits[0].params
         job.echo = _echo(request) | {"temperature": params.temperature, "top_p": params.top_p}
+        if request.store is not False:
+            job.keep = self._keeper(value["input"], body)
+        job.echo["store"] = job.keep is not None
         return job
 
+    def format_of(self, options: ReplyOptions, job: Job) -> Format:
+        return ResponseFormat(options, job.keep)
 
-ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint}
+    def _keeper(self, said: Any, body: Body) -> Callable[[dict[str, Any]], None] | None:
+        """Stores the answer with what was said before it; None if that is too large."""
+        store, owner = self.service.responses, owner_of(body.credentials)
+        if body.region.used > store.max_bytes:
+            return None
+        before = whole(items_json(said), body)
+
+        def keep(answer: dict[str, Any]) -> None:
+            store.put(answer["id"], owner, encode(answer), before, items_json(answer["output"]))
+
+        return keep
+
+
+class CountResponseTokens(GatheringEndpoint):
+    """How long the prompt of a response would be, images included."""
+
+    takes, gives = ResponsesRequest, schema.TokensCounted
+
+    async def prepare(self, body: Body) -> Body:
+        return await whole_body(self.service, body)
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = check(ResponsesRequest, value)
+        return counted_chat(self.check(ChatRequest, chat_body(request, body.scanner)), body)
+
+    def answer(self, job: Job, events: list[Event]) -> Response:
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(events[0].prompt_ids)})
+
+
+ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint, "/v1/responses/input_tokens": CountResponseTokens}
+
+
+class StoredResponses:
+    """What was answered, for the key that asked."""
+
+    def __init__(self, service: Service):
+        self._store = service.responses
+
+    def routes(self) -> list[DescribedRoute]:
+        path = "/v1/responses/{name}"
+        return [
+            DescribedRoute(path, self.retrieve, "GET", schema.ResponseAnswer),
+            DescribedRoute(path, self.delete, "DELETE", schema.ResponseDeleted),
+            DescribedRoute(f"{path}/input_items", self.input_items, "GET", schema.ItemList),
+        ]
+
+    async def retrieve(self, name: str, request: Request) -> Response:
+        """A response that is stored, as it was answered."""
+        return Response(self._found(name, request).document, media_type="application/json")
+
+    async def delete(self, name: str, request: Request) -> Any:
+        """Forgets a response. Later ones that continue it stay."""
+        self._store.delete(name, owner_of(credentials_of(request.scope)))
+        return {"id": name, "object": "response", "deleted": True}
+
+    async def input_items(self, name: str, request: Request) -> Response:
+        """The conversation before a stored response, the oldest item first."""
+        before = self._found(name, request).before
+        return Response(b'{"object": "list", "has_more": false, "data": [' + before + b"]}", media_type="application/json")
+
+    def _found(self, name: str, request: Request) -> Stored:
+        return self._store.get(name, owner_of(credentials_of(request.scope)))
+
+
+async def whole_body(service: Service, body: Body) -> Body:
+    max_references = service.config.max_images_per_request + MAX_SPARE_REFERENCES
+    return await continued(body, service.responses, service.arena, max_references)
 
 
 def _echo(request: ResponsesRequest) -> dict[str, object]:
     """What an answer repeats of its request."""
     shape = request.text.format if request.text else None
-    said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning"})
+    said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning", PREVIOUS})
     return said | {
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": {"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
         "tool_choice": said["tool_choice"] or "auto",
-        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "tools": [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)],
     }
 
 
 def chat_body(request: ResponsesRequest, scanner: Scanner) -> dict[str, Any]:
     """As chat completions have it. RequestError 400."""
-    chat = rest_of(request.model_extra, LIMITED, HARMLESS)
+    chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
     chat |= request.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls"})
     chat["max_tokens"] = request.max_output_tokens
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     said = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
     chat["messages"] = [*system, *said]
     if request.tools:
-        chat["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools]
+        chat["tools"] = [chat_tool for tool in request.tools for chat_tool in _chat_tools(tool)]
     choice = request.tool_choice
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+    chat["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
     if request.text and request.text.format:
         chat["response_format"] = _response_format(request.text.format)
-    if request.reasoning and request.reasoning.effort == "none":
-        chat["enable_thinking"] = False
+    if request.reasoning and request.reasoning.effort:
+        chat["reasoning_effort"] = request.reasoning.effort
     return chat
+
+
+def _chat_tools(tool: AnyTool) -> list[dict[str, Any]]:
+    return [{"type": tool.type}] if isinstance(tool, HostedTool) else tool.functions()
 
 
 def _response_format(shape: TextFormat) -> dict[str, Any]:
@@ -105,7 +198,8 @@ def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]
     turn: dict[str, Any] = {}
     for i, item in enumerate(items):
         is_new = isinstance(item, MessageItem | ThoughtItem) and (turn.get("content") or turn.get("tool_calls"))
-        is_assistants = isinstance(item, CallItem | ThoughtItem) or (isinstance(item, MessageItem) and item.role == "assistant")
+        is_said = isinstance(item, MessageItem) and item.role == "assistant"
+        is_assistants = is_said or isinstance(item, CallItem | CustomCallItem | ThoughtItem)
         if turn and (is_new or not is_assistants):
             yield turn
             turn = {}
@@ -121,10 +215,13 @@ def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]
         yield turn
 
 
-def _extend(turn: dict[str, Any], item: MessageItem | CallItem | ThoughtItem, name: str) -> None:
+def _extend(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem | ThoughtItem, name: str) -> None:
     if isinstance(item, CallItem):
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-        turn.setdefault("tool_calls", []).append(call)
+        function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, CustomCallItem):
+        custom = {"name": item.name, "input": item.input}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "custom", "custom": custom})
     elif isinstance(item, ThoughtItem):
         turn["reasoning"] = turn.get("reasoning", "") + "".join(part.text for part in item.content or ())
     elif isinstance(item.content, str):

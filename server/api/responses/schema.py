@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from server.api.chat.media import PixelLimits, VideoOptions
-from server.api.chat.schema import FIRST, FunctionDefinition, MessageList, RefusalPart, Temperature, TokenCount, ToolList, TopP
+from server.api.chat.parts import FIRST, RefusalPart, ToolList
+from server.api.chat.schema import Effort, MessageList, Temperature, TokenCount, TopP, Verbosity
+from server.api.chat.tools import FunctionDefinition, HostedTool, Name
 from server.http.validate import OneOf, Open, Strict, Worded
 
 
@@ -32,7 +34,7 @@ InputPart = Annotated[
     InputText | RefusalPart | InputImage | InputVideo,
     OneOf("parts are of type 'input_text', 'input_image', 'input_video' or 'output_text'"),
 ]
-Content = Annotated[Annotated[list[InputPart], FIRST] | str, OneOf()]
+Content = Annotated[Annotated[list[InputPart], FIRST] | str, OneOf("must be a string or a list of parts")]
 
 
 class MessageItem(Strict):
@@ -47,11 +49,19 @@ class CallItem(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
+class CustomCallItem(Strict):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
 class ResultItem(Strict):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
 
@@ -69,21 +79,66 @@ class ThoughtItem(Strict):
 
 
 Item = Annotated[
-    MessageItem | CallItem | ResultItem | ThoughtItem,
-    OneOf("items are of type 'message', 'function_call', 'function_call_output' or 'reasoning'; nothing else is stored"),
+    MessageItem | CallItem | CustomCallItem | ResultItem | ThoughtItem,
+    OneOf("items are of type 'message', 'reasoning', or 'function_call', 'custom_tool_call' and their outputs"),
 ]
 
 
 class FunctionTool(FunctionDefinition):
-    """One of the client's own; those that OpenAI runs are of other types."""
+    """One of the client's own; those that OpenAI runs are of other types, and dropped."""
 
     type: Literal["function"]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """As chat completions have it."""
+        return [{"type": "function", "function": self.model_dump(exclude={"type"})}]
+
+
+class FlatShape(Strict):
+    """Beside `grammar`, its syntax and definition."""
+
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class FlatCustomTool(Strict):
+    """It takes one text."""
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: FlatShape | None = None
+
+    def functions(self) -> list[dict[str, Any]]:
+        custom = self.model_dump(exclude={"type", "format"})
+        if self.format is not None and self.format.type == "grammar":
+            grammar = {"syntax": self.format.syntax, "definition": self.format.definition}
+            custom["format"] = {"type": "grammar", "grammar": grammar}
+        return [{"type": "custom", "custom": custom}]
+
+
+class Namespace(Strict):
+    """Functions that belong together, such as those of an MCP server that the client runs."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: Annotated[list[Annotated[FunctionTool | HostedTool, OneOf()]], ToolList]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The model sees both names in one."""
+        own = [tool.functions()[0] for tool in self.tools if isinstance(tool, FunctionTool)]
+        return [tool | {"function": tool["function"] | {"name": joined(self.name, tool["function"]["name"])}} for tool in own]
+
+
+def joined(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class ChosenTool(Strict):
     """Its name stands there without an object around it."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -96,17 +151,24 @@ class TextFormat(Strict):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # the default
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Strict):
-    """`none` turns thoughts off where the template has a switch; they are never summed up."""
+    """Thoughts are never summed up."""
 
-    effort: Literal["none", "medium"] | None = None
-    summary: Literal["auto"] | None = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+AnyTool = Annotated[FunctionTool | FlatCustomTool | Namespace | HostedTool, OneOf("must be an object with a `type`")]
 CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
+
+
+Include = Literal[  # none of which there is
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results", "file_search_call.results",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url",
+]  # fmt: skip
 
 
 class ResponsesRequest(Open):
@@ -119,12 +181,14 @@ class ResponsesRequest(Open):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     stream: bool | None = None
-    tools: Annotated[list[FunctionTool], ToolList] | None = None
+    tools: Annotated[list[AnyTool], ToolList] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenTool | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # of which there is nothing
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[Include] | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -132,14 +196,16 @@ class OutputItem(BaseModel):
     """Thoughts, a message or a call, as its `type` says."""
 
     id: str
-    type: Literal["reasoning", "message", "function_call"]
+    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | None = None
     content: list[dict[str, Any]] | None = None
     summary: list[str] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
 
 
 class ResponseUsage(BaseModel):
@@ -161,19 +227,22 @@ class ResponseAnswer(BaseModel):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     output: list[OutputItem]
     usage: ResponseUsage | None
+    previous_response_id: str | None = None
+    store: bool
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
     instructions: str | None
     max_output_tokens: int | None
     temperature: float
     top_p: float
-    tools: list[FunctionTool]
+    tools: list[AnyTool]
     tool_choice: str | ChosenTool
     parallel_tool_calls: bool
     text: dict[str, Any]
     reasoning: dict[str, Any] | None
     metadata: dict[str, Any]
     timings: dict[str, float] | None = None
+    warnings: list[str] | None = None
 
 
 class ResponseEvent(BaseModel):
@@ -191,6 +260,24 @@ class ResponseEvent(BaseModel):
     text: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     code: str | None = None
     message: str | None = None
     param: str | None = None
+
+
+class TokensCounted(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ResponseDeleted(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool

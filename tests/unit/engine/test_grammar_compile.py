@@ -103,3 +103,30 @@ def test_what_takes_long_to_follow_is_refused(compiler: xgrammar.GrammarCompiler
     """Red if a pattern of thirty characters, which compiles at once, makes rank 0 stand still for seconds at every token."""
     error = compiled(compiler, Grammar("regex", pattern)).error
     assert error is not None and "too long to follow" in error
+
+
+GUIDANCE = """%llguidance {}
+
+start: n " is " a
+n[capture]: N
+N: /[0-9]{2}/
+a[capture="b"]: %json {
+  "type": "object", "properties": {"x": {"enum": [1]}, "y": {"enum": ["a"]}}, "required": ["x", "y"], "additionalProperties": false,
+  "x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}
+}
+"""
+
+
+def test_lark(compiler: xgrammar.GrammarCompiler) -> None:
+    """Red if what outlines and guidance send is taken for EBNF, also beside tools, if white space goes on for ever, or if a limit of theirs
+    is left out in silence."""
+    grammars = [Grammar("ebnf", GUIDANCE), Grammar("ebnf", 'root ::= [0-9] [0-9] " is {\\"x\\": 1, \\"y\\": \\"a\\"}"')]
+    grammars.append(Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": GUIDANCE}})))
+    for grammar in grammars:
+        assert accepts(compiler, grammar, '12 is {"x": 1, "y": "a"}')
+        assert not accepts(compiler, grammar, '12 is {"x":  ') and not accepts(compiler, grammar, "1 ")
+    assert accepts(compiler, Grammar("ebnf", 'start: "(" NUMBER+ ")"\nNUMBER: /[0-9]/'), "(123)")
+    for attribute in ("temperature=0.5", 'capture, stop="\\n"', "max_tokens=3"):
+        error = compiled(compiler, Grammar("ebnf", f"start: n\nn[{attribute}]: /a/")).error
+        assert error is not None and attribute.rpartition(", ")[2].partition("=")[0] in error
+    assert "uniqueItems" in (compiled(compiler, Grammar("ebnf", 'start: %json {"uniqueItems": true}')).error or "")

@@ -14,11 +14,11 @@ from models.layers.fp8 import BlockScaled
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models import reference
-from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, SEVERAL_TURNS, TEXT, PagedRunner, Prompt, load
+from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, SEVERAL_TURNS, TEXT, VIDEOS, PagedRunner, Prompt, load
 from tests.unit.models.qwen3_5_checkpoints import write
 from tests.unit.models.test_moe import difference, multiplied_out, rounded, rounding_experts
 
-PROMPTS = {"text": [list(range(5, 2500, 13))], "one image": ONE_IMAGE, "several turns": SEVERAL_TURNS}
+PROMPTS = {"text": [list(range(5, 2500, 13))], "one image": ONE_IMAGE, "several turns": SEVERAL_TURNS, "videos": VIDEOS}
 KINDS = ("dense", "sparse")
 
 

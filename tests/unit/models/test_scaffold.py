@@ -175,6 +175,9 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
         ({"model_type": "qwen3_vl_moe"}, "qwen3_vl_moe"),
         ({"model_type": "llama"}, "llama"),
         ({"quantization_config": {}}, "quantization_config must name quant_method"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
+        ({"model_type": "qwen4_exp"}, "qwen4_exp"),  # Qwen3.8-Flash-Next
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ({"text_config": {"attention_bias": True}}, "attention_bias"),
         ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "yarn"),

@@ -111,14 +111,15 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
         assert float((ours - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, is_sparse: bool) -> None:
+@pytest.mark.parametrize(("size", "is_sparse"), [(2, False), (4, True)])
+def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_sparse: bool) -> None:
     """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""
     folder = tmp_path / "hybrid"
-    qwen3_5_checkpoints.write(folder, is_sparse)
-    mp.spawn(worker, args=(2, folder, tmp_path), nprocs=2)
+    heads = {"num_attention_heads": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8} if size == 4 else {}
+    qwen3_5_checkpoints.write(folder, is_sparse, **heads)
+    mp.spawn(worker, args=(size, folder, tmp_path), nprocs=size)
     expected = all_logits(load(folder))
-    for rank in range(2):
+    for rank in range(size):
         ours = torch.load(tmp_path / f"{rank}.pt")
         assert float((ours - expected).norm() / expected.norm()) < 1e-5
 

@@ -1,16 +1,23 @@
 """Who gets drafts, and from whose texts."""
 
 import random
+from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig
+from engine.messages import WorkerReady
 from engine.scheduler.drafts import recent as recent_module
 from engine.scheduler.drafts import source as source_module
+from engine.scheduler.drafts.drafter import Drafter, Offer
 from engine.scheduler.drafts.recent import GENERATION_TOKENS, MAX_QUEUED, MAX_TENANTS, RecentAnswers
 from engine.scheduler.drafts.source import HEAD, Source
 from engine.scheduler.drafts.suffixes import Reader
+from engine.scheduler.main import make_limits
+from engine.scheduler.request import Request
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 LONG = list(range(1000, 1200))
@@ -184,3 +191,28 @@ def test_recent_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(recent.of(b"0")[-1])
     reader.read(LONG[:HEAD])
     assert [token for token, _ in reader.guess(7)[1]] == LONG[HEAD : HEAD + 7]
+
+
+class Weak(Drafter):
+    """A draft for every second request that holds in four of five cases."""
+
+    def _offer(self, request: Request, most: int) -> Offer:
+        return Offer(request, [5], 0.8) if request.rid % 2 else Offer(request)
+
+
+@pytest.mark.parametrize(("rids", "drafted"), [((1,), True), ((1, 3), True), ((0, 1), False)])
+def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool) -> None:
+    """Red if a row misses every other step, which others are in, for less than a token, or forgoes what costs nothing."""
+    sim = simulate()
+    sim.core.drafter = Weak(32)
+    for rid in rids:
+        add(sim, rid)
+    sim.run()
+    assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
+
+
+@pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("suffix", 0, 160), ("suffix", 1, 0)])
+def test_a_worker_says_how_many_rows_it_verifies(draft: Literal["off", "suffix"], snapshot_blocks: int, expected: int) -> None:
+    """Red if drafts come unasked, or for a model whose states cannot go back."""
+    worker = WorkerReady(0, 10, 1 << 20, 10, HOPPER_STEP_SIZES, snapshot_blocks=snapshot_blocks)
+    assert make_limits(EngineConfig(draft=draft), worker).verify_rows == expected

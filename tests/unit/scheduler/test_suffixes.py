@@ -54,7 +54,7 @@ def made_of(rng: random.Random, pieces: Texts, num_pieces: int) -> list[int]:
     return [token for _ in range(num_pieces) for token in rng.choice(pieces)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pieces=words, seed=st.integers(0, 10**9))
 def test_matches_and_shares_are_those_of_a_search(pieces: Texts, seed: int) -> None:
     """Red if a match is not the longest, a count is wrong, or a context reaches across the end of a text; of the text's own end, and of

@@ -45,6 +45,7 @@ BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
     "a gif of 20,000 frames": (lambda: long_gif(20_000), 413, "more than 10000 frames"),
     "a bomb": (lambda: long_gif(800, 2000, 2000), 422, "longer than 2 s"),
     "a codec that nobody sends": (lambda: encode(frames_of(3), "matroska", "ffv1"), 422, "its codec ffv1 is none of"),
+    "a codec that nobody knows": (lambda: b"zzzz".join(CLIP.rsplit(b"avc1", 1)), 422, "its codec unknown is none of"),
     "one frame": (lambda: encode(frames_of(1)), 400, "at least 2 frames"),
     "too much for the cache": (lambda: encode(frames_of(2, 1000, 1000)), 400, "tokens, the limit is 400"),
 }

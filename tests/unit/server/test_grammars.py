@@ -24,6 +24,7 @@ from engine.messages import (
 )
 from engine.params import Grammar, OutputOptions, SamplingParams
 from server.processor.grammar import LARGE_BYTES
+from server.processor.intake import DEFAULT_JSON_TOKENS
 from tests.unit.server.stack import FakeScheduler, Stack
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
@@ -33,7 +34,7 @@ FIRST_RID = 1 << 40  # none of the api's: it ignores what comes of these
 @pytest.fixture(params=[False, True], ids=["plain", "thinking"])
 def running(request: pytest.FixtureRequest, model_folder: Path, thinking_folder: Path) -> Iterator[tuple[Stack, Path]]:
     folder = thinking_folder if request.param else model_folder
-    stack = Stack(folder)
+    stack = Stack(folder, max_model_len=3 * DEFAULT_JSON_TOKENS)
     yield stack, folder
     stack.close()
 
@@ -49,8 +50,16 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
-    """Red if rank 0 could not read a grammar, if it holds before the thoughts end, if its region is lost or its child outlives it."""
+    """Red if rank 0 could not read a grammar, if it holds before the thoughts end, if its region is lost or its child outlives it; or if
+    JSON goes on to the end of the context, or a client's own limit is changed."""
     stack, folder = running
+    shape = {"response_format": {"type": "json_object"}}
+    for fields, limit in ((shape, DEFAULT_JSON_TOKENS), ({**shape, "max_tokens": 9000}, 9000), ({"regex": "a+"}, None)):
+        assert stack.chat("x", **fields).status_code == 200
+        is_bounded = limit is not None and (not folder.name.startswith("thinking") or "max_tokens" in fields)
+        expected = limit if is_bounded else stack.scheduler.max_model_len - len(stack.scheduler.prompt(stack.scheduler.requests[-1]))
+        assert stack.scheduler.requests[-1].params.max_tokens == expected
+    stack.scheduler.requests.clear()
     found: list[bytes] = []
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:

@@ -44,7 +44,7 @@ def test_a_known_image_needs_no_url(stack: Stack) -> None:
 
 def test_a_null_url_needs_a_name(stack: Stack) -> None:
     refused = stack.chat([{"type": "image_url", "image_url": None}])
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.0.content.0.image_url"
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content[0].image_url"
 
 
 def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

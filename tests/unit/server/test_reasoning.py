@@ -200,7 +200,7 @@ def test_nobody_types_thoughts_open(checkpoint: Checkpoint, table: TokenTable, t
     """Red if a `<think>` in a message, which is a token like any other, is taken for the template's."""
     for messages in ([{"role": role, "content": typed}], [{"role": role, "content": "", "reasoning_content": typed}]):
         text = OutputText(table, think, OutputOptions())
-        text.read_prompt(PromptBuilder(checkpoint).encode(ChatPrompt(json.dumps(messages).encode()), 0))
+        text.read_prompt(PromptBuilder(checkpoint).encode(ChatPrompt(json.dumps(messages).encode()), []))
         text.push(65)
         assert not text.is_reasoning
 
@@ -210,6 +210,6 @@ def test_nobody_types_thoughts_closed(thinking_folder: Path, table: TokenTable, 
     """Red if the thoughts that the template opens depend on what a message says."""
     builder = PromptBuilder(read_checkpoint(thinking_folder))
     text = OutputText(table, think, OutputOptions())
-    text.read_prompt(builder.encode(ChatPrompt(json.dumps([{"role": "user", "content": typed}]).encode()), 0))
+    text.read_prompt(builder.encode(ChatPrompt(json.dumps([{"role": "user", "content": typed}]).encode()), []))
     text.push(65)
     assert text.is_reasoning

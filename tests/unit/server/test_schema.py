@@ -15,10 +15,14 @@ from engine.messages import API_ARENA, MediaRef, Region
 from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
 from server.api.chat.conversation import Conversation, read_conversation
 from server.api.chat.media import ProcessorKwargs
-from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest
+from server.api.chat.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 from server.api.endpoint import sampling_params
 from server.api.fields import HARMLESS, LIMITED, UnknownFields
 from server.api.grammar import read_grammar
+from server.api.messages import endpoint as messages
+from server.api.messages.schema import MessagesRequest
+from server.api.responses import endpoint as responses
+from server.api.responses.schema import ResponsesRequest
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
 from server.http.scan import Scanner
@@ -52,7 +56,7 @@ def image(url: object, **extra: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": [{"type": "image_url", "image_url": url, **extra}]}]
 
 
-ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 BAD = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -68,10 +72,10 @@ BAD = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": -5}, "max_completion_tokens"),
     ({"stop": ["a"] * 5}, "stop"),
-    ({"stop": ""}, "stop.0"),
-    ({"stop": "a" * 4097}, "stop.0"),
+    ({"stop": ""}, "stop[0]"),
+    ({"stop": "a" * 4097}, "stop[0]"),
     ({"stop": 3}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stream": "perhaps"}, "stream"),
     ({"stream_options": {"include_usage": 7}}, "stream_options.include_usage"),
     ({"chat_template_kwargs": {"tools": True}}, "chat_template_kwargs"),
@@ -82,8 +86,8 @@ BAD = [
     ({"logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
     ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": TOOLS * 2}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -96,21 +100,21 @@ BAD = [
     ({"stream": "false"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"user": 5}, "user"),
-    ({"stop_token_ids": [3, VOCAB_SIZE]}, "stop_token_ids.1"),
-    ({"stop_token_ids": [True]}, "stop_token_ids.0"),
-    ({"stop": [5]}, "stop.0"),
+    ({"stop_token_ids": [3, VOCAB_SIZE]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+    ({"stop": [5]}, "stop[0]"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"logprobs": 0}, "logprobs"),
     ({"enable_thinking": "no"}, "enable_thinking"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"messages": image({"url": "https://x.org/a", "max_pixels": 0})}, "messages.0.content.0.image_url.max_pixels"),
-    ({"messages": image({"url": "https://x.org/a", "resized_height": 64})}, "messages.0.content.0.image_url.resized_height"),
-    ({"messages": image({"url": "https://x.org/a"}, min_pixels="5")}, "messages.0.content.0.min_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "max_pixels": 0})}, "messages[0].content[0].image_url.max_pixels"),
+    ({"messages": image({"url": "https://x.org/a", "resized_height": 64})}, "messages[0].content[0].image_url.resized_height"),
+    ({"messages": image({"url": "https://x.org/a"}, min_pixels="5")}, "messages[0].content[0].min_pixels"),
     ({"mm_processor_kwargs": {"crop_size": 2}}, "mm_processor_kwargs.crop_size"),
     ({"mm_processor_kwargs": {"fps": 2.0, "num_frames": 3}}, "mm_processor_kwargs"),
     ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs.audio"),
-    ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages.0.content.0.image_url.detail"),
+    ({"messages": image({"url": "https://x.org/a", "detail": "ultra"})}, "messages[0].content[0].image_url.detail"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": float("nan")}, "frequency_penalty"),
@@ -122,26 +126,26 @@ BAD = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
     ({"bad_words": "x"}, "bad_words"),
-    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": [""]}, "bad_words[0]"),
     ({"bad_words": ["x"] * 65}, "bad_words"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": HELLO * 10_001}, "messages"),
     ({"max_tokens": 1 << 64}, "max_tokens"),
     ({"max_completion_tokens": 1 << 63}, "max_completion_tokens"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user"}]}, "messages.0"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages.0.content.0.video_url.url"),
-    ({"messages": [{"role": "user", "content": [{"type": "video", "video": []}]}]}, "messages.0.content.0.video"),
-    ({"messages": image({"url": 5})}, "messages.0.content.0.image_url.url"),
-    ({"messages": image(None)}, "messages.0.content.0.image_url"),
-    ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls.0.function"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}]}, "messages[0].content[0].video_url.url"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": []}]}]}, "messages[0].content[0].video"),
+    ({"messages": image({"url": 5})}, "messages[0].content[0].image_url.url"),
+    ({"messages": image(None)}, "messages[0].content[0].image_url"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "messages[1].tool_calls[0].function"),
     ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, ARGUMENTS),
-    ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages.1.function_call"),
+    ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages[1].function_call"),
 ]
 
 
@@ -160,8 +164,8 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields: dict[str, object], na
     ("fields", "words"),
     [
         ({"response_format": "text"}, "response_format: must be an object of type 'text', "),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: content parts are of type 'text', "),
-        ({"messages": [{"role": "user", "content": {"type": "list"}}]}, "messages.0.content: must be a string"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]: content parts are of type 'text', "),
+        ({"messages": [{"role": "user", "content": {"type": "list"}}]}, "messages[0].content: must be a string"),
     ],
 )
 def test_the_type_of_an_object_is_no_kind_of_json(fields: dict[str, object], words: str) -> None:
@@ -318,7 +322,7 @@ def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_messages(parse(messages=image({"url": url})), Scanner("nonce", 4))
     assert caught.value.info.status == 400
-    assert caught.value.info.param == "messages.0.content.0.image_url.url"
+    assert caught.value.info.param == "messages[0].content[0].image_url.url"
 
 
 # Every field of the request bodies of the three dialects, as they publish them.
@@ -366,6 +370,47 @@ def test_a_limited_field(name: str) -> None:
         info = caught.value.info
         assert (info.status, info.param) == (400, name)
         assert all(json.dumps(one) in info.message for one in LIMITED[name]), info.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"messages": None}, "invalid_type", ""), ({"max_tokens": 0}, "integer_below_min_value", ""),
+        ({"n": 99}, "integer_above_max_value", ""),
+        ({"temperature": -0.5}, "decimal_below_min_value", ""), ({"stop": ["a"] * 5}, "array_above_max_length", ""),
+        ({"messages": []}, "array_below_min_length", ""), ({"stop": [""]}, "string_below_min_length", ""),
+        ({"seed": "x"}, "invalid_type", ""),
+        ({"tools": [{"type": "function"}]}, "missing_required_parameter", ""), ({"tool_choice": "required"}, "invalid_value", ""),
+        ({"lora_path": "x"}, "unsupported_parameter", "is not supported by this server: leave it out."),
+        ({"best_of": 2}, "unsupported_value", "best_of: may only be 1 on this server; or leave it out."),
+        ({"messages": [{"role": "user", "content": {}}]}, "invalid_value", "must be a string or a list of parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "invalid_value", "'video_url' or 'video', not 'audio'"),
+    ],
+)  # fmt: skip
+def test_an_error_says_its_kind(fields: dict[str, object], code: str, words: str) -> None:
+    """Red if a program cannot tell one mistake from another, or if a person reads half a sentence."""
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.info.code == code and caught.value.info.message.endswith(words)
+
+
+def test_one_table_of_efforts(caplog: pytest.LogCaptureFixture) -> None:
+    """Red if an effort that clients send is refused, if it outweighs what says more, or if the three dialects differ."""
+    for effort, thinks in EFFORTS.items():
+        assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
+    assert parse(reasoning_effort="high", enable_thinking=False).template_kwargs == {"enable_thinking": False}
+    assert parse(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).template_kwargs == {"enable_thinking": True}
+    assert parse().template_kwargs == {} and parse().remarks == []
+    scanner, value = Scanner("nonce", 4), {"messages": HELLO, "max_tokens": 5}
+    for effort in ("low", "medium", "high", "xhigh", "max"):
+        asked = messages.chat_body(check(MessagesRequest, {**value, "output_config": {"effort": effort}}), scanner)
+        response = responses.chat_body(check(ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}), scanner)
+        assert asked["reasoning_effort"] == response["reasoning_effort"] == effort
+    unknown = UnknownFields()
+    with caplog.at_level(logging.INFO):
+        for words in parse(reasoning_effort="high").remarks * 2:
+            unknown.once(words)
+    assert caplog.text.count("effort 'high'") == 1
 
 
 BAD_COMPLETIONS = [

@@ -1,6 +1,7 @@
 """Fields that shape prompts and texts, through the real api and processor; text completions; what is no JSON."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -14,6 +15,7 @@ from engine.messages import (
 )
 from engine.params import PromptLogprobs, TokenLogprobs
 from engine.stats import Stages
+from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text
 from tests.unit.server.test_stack import chunks_of, ids_of
 
@@ -201,6 +203,65 @@ def answer(tokenizer: Tokenizer) -> list[int]:
     ANSWER[:] = [*ids_of(tokenizer, "🙂 so"), tokenizer.token_to_id("<|im_end|>")]
     assert len(ids_of(tokenizer, "🙂")) > 1
     return ANSWER
+
+
+def test_token_ids_beside_the_text(stack: Stack, tokenizer: Tokenizer, answer: list[int]) -> None:
+    """Red if an id is lost where no text comes with it, if the prompt's are not those that are computed, or if a stream differs."""
+    stack.scheduler.script = tell
+    asked = {"return_token_ids": True, "logprobs": True, "return_tokens_as_token_ids": True}
+    body = stack.chat("x", **asked).json()
+    (choice,) = body["choices"]
+    prompt = stack.scheduler.prompt(stack.scheduler.requests[-1])
+    assert choice["token_ids"] == answer and body["prompt_token_ids"] == prompt
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token_id}" for token_id in answer]
+    chunks: list[Any] = chunks_of(stack.chat("x", stream=True, **asked).text)
+    assert chunks[0]["prompt_token_ids"] == prompt and not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    assert [token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", [])] == answer
+    text = {"prompt": prompt, "return_token_ids": True}
+    (choice,) = stack.http.post("/v1/completions", json=text).json()["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (answer, prompt)
+    chunks = chunks_of(stack.http.post("/v1/completions", json={**text, "stream": True}).text)
+    assert [token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", [])] == answer
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
+    assert "token_ids" not in stack.chat("x").json()["choices"][0]
+
+
+def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer, answer: list[int]) -> None:
+    """Red if places shift, if a token is told twice, or if they get into the answer's text or log-probabilities."""
+    stack.scheduler.script = tell
+    for n in (1, 2):
+        body = stack.chat("x", prompt_logprobs=TOP, n=n).json()
+        places, prompt = body["prompt_logprobs"], stack.scheduler.prompt(stack.scheduler.requests[-1])
+        assert len(places) == len(prompt) and places[0] is None
+        assert len(body["choices"][0]["logprobs"]["content"]) == len(answer)
+        for i, (token_id, place) in enumerate(zip(prompt[1:], places[1:], strict=True)):
+            own = place[str(token_id)]
+            assert own["decoded_token"] == tokenizer.decode([token_id], skip_special_tokens=False)
+            if token_id not in (70, 71):
+                assert own["logprob"] == -i and own["rank"] is None
+                assert (place["70"]["rank"], place["71"]["rank"], len(place)) == (1, 2, 3)
+    (choice,) = stack.http.post("/v1/completions", json={"prompt": prompt, "prompt_logprobs": 0}).json()["choices"]
+    assert [list(place) for place in choice["prompt_logprobs"][1:]] and choice["text"] == "🙂 so"
+    for fields in ({"stream": True}, {"echo": True, "logprobs": 1}):
+        refused = stack.http.post("/v1/completions", json={"prompt": "x", "prompt_logprobs": 1, **fields})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_prompts_are_truncated(stack: Stack) -> None:
+    """Red if the wrong end is kept, if a prompt beyond the context is refused all the same, or if half an image is left."""
+    ids = [*range(70, 90)]
+    for fields, kept in (
+        ({"truncate_prompt_tokens": 5}, ids[-5:]), ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": 50}, ids), ({}, ids),
+    ):  # fmt: skip
+        assert stack.http.post("/v1/completions", json={"prompt": ids, "max_tokens": 2, **fields}).status_code == 200
+        assert stack.scheduler.prompt(stack.scheduler.requests[-1]) == kept
+    long = {"prompt": "word " * 20_000, "max_tokens": 7, "truncate_prompt_tokens": -1}
+    assert stack.http.post("/v1/completions", json=long).status_code == 200
+    assert len(stack.scheduler.prompt(stack.scheduler.requests[-1])) == stack.scheduler.max_model_len - 7
+    shown = [{"type": "image_url", "image_url": {"url": data_uri(picture(1, 64, 64))}}]
+    refused = stack.chat(shown, truncate_prompt_tokens=5)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_log_probabilities_of_a_chat(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer, answer: list[int]) -> None:

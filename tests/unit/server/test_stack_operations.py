@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
@@ -294,7 +295,7 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) 
     assert stack.chat([image(uri(b"bad"))]).status_code == 422
     families = {family.name: family for family in text_string_to_metric_families(stack.http.get("/metrics").text)}
     for family in families.values():
-        assert re.fullmatch(r"(engine_|vllm:)[a-z_]+", family.name) and family.documentation
+        assert re.fullmatch(r"(engine_|vllm:)[a-z0-9_]+", family.name) and family.documentation
         assert all(sample.labels["model_name"] == "test-model" for sample in family.samples)
         assert all(sample.name.endswith(("_total", "_created")) for sample in family.samples) or family.type != "counter"
     assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= families.keys()
@@ -305,6 +306,55 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack, tokenizer: Tokenizer) 
         assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
     refusals = {sample.labels["reason"]: sample.value for sample in families["engine_refused_requests"].samples if "total" in sample.name}
     assert refusals["invalid_image"] >= 1
+
+
+# Of vLLM's dashboard (examples/observability/prometheus_grafana/grafana.json): each panel's series, and how it reads them.
+LATENCIES = ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+QUERIES = [
+    *(f"histogram_quantile({q}, sum by(le) (rate(vllm:{name}_bucket{{M}}[1m])))" for name in LATENCIES for q in (0.99, 0.95, 0.9, 0.5)),
+    *(f"rate(vllm:{name}_sum{{M}}[1m]) / rate(vllm:{name}_count{{M}}[1m])" for name in LATENCIES),
+    *(f"rate(vllm:{name}_total{{M}}[1m])" for name in ("prompt_tokens", "generation_tokens")),
+    *(f"vllm:{name}{{M}}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc")),
+    *(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{{M}}[1m]))" for name in ("prompt", "generation")),
+    "sum by(finished_reason) (increase(vllm:request_success_total{M}[1m]))",
+    *(f"rate(vllm:request_{name}_time_seconds_sum{{M}}[1m])" for name in ("queue", "prefill", "decode")),
+    "rate(vllm:request_max_num_generation_tokens_sum{M}[1m])",
+    *(f"rate(vllm:{name}_total{{M}}[1m])" for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")),
+]
+
+
+def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a panel of vLLM's dashboard would be empty, or would show another number than ours."""
+
+    def samples() -> dict[tuple[str, str], float]:
+        families = text_string_to_metric_families(stack.http.get("/metrics").text)
+        chosen = ("le", "finished_reason", "reason", "stage")
+        return {
+            (sample.name, ",".join(value for label, value in sample.labels.items() if label in chosen)): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.labels["model_name"] == "test-model"
+        }
+
+    before = samples()
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, "a few tokens more"))
+    for _ in range(3):
+        assert stack.chat("x", n=1).status_code == 200
+    after = samples()
+    for query in QUERIES:
+        assert promql_parser.parse(query.replace("{M}", '{model_name="test-model"}'))
+        for name in re.findall(r"vllm:\w+", query):
+            assert [key for key in after if key[0] == name], name
+    grown = {name for name, value in after.items() if value > before.get(name, 0.0)}
+    for name in (*LATENCIES[::2], "request_prompt_tokens", "request_prefill_time_seconds", "request_queue_time_seconds"):
+        assert after[f"vllm:{name}_count", ""] - before.get((f"vllm:{name}_count", ""), 0.0) == 3, name
+    assert after["vllm:request_success_total", "stop"] - before.get(("vllm:request_success_total", "stop"), 0.0) == 3
+    assert ("vllm:request_generation_tokens_sum", "") in grown
+    for ours, theirs in (("engine_request_seconds", LATENCIES[0]), ("engine_time_to_first_token_seconds", LATENCIES[2])):
+        assert (
+            after[f"{ours}_sum", ""] == after[f"vllm:{theirs}_sum", ""]
+            and after[f"{ours}_bucket", "+Inf"] == after[f"vllm:{theirs}_bucket", "+Inf"]
+        )
 
 
 def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
@@ -368,3 +418,12 @@ def test_a_span_for_every_request(model_folder: Path, monkeypatch: pytest.Monkey
     spans = [span for request in requests for found in request.resource_spans for scope in found.scope_spans for span in scope.spans]
     assert sorted(span.name for span in spans) == ["GET /v1/models", "POST /v1/chat/completions"]
     assert {span.trace_id.hex() for span in spans} == {trace_id}
+
+
+def test_what_clients_of_other_servers_look_for(stack: Stack) -> None:
+    """Red if a slash too many is another resource, or if Anthropic's client cannot tell which request failed."""
+    assert stack.http.get("/v1/models/").json() == stack.http.get("/v1/models").json()
+    answer = stack.http.post("/v1/messages", json={}, headers={"x-request-id": "mine"})
+    assert answer.status_code == 400 and answer.headers["request-id"] == answer.headers["x-request-id"] == "mine"
+    assert "request-id" not in stack.http.get("/v1/models").headers
+

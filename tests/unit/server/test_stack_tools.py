@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -86,6 +87,8 @@ def test_one_chunk_a_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> N
     assert all(delta.keys() == {"index", "function"} and delta["function"].keys() == {"arguments"} for delta in deltas[1:])
     assert "tool_call" not in "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)  # type: ignore[index]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"  # type: ignore[index]
+    shown = [chunk["choices"][0]["delta"] for chunk in chunks[1:-1]]  # type: ignore[index]
+    assert all(delta.get("content") or delta.get("tool_calls") for delta in shown), "chunks that say nothing"
 
 
 def test_a_call_that_was_cut_off_is_a_length(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -254,3 +257,51 @@ def test_a_template_without_tools_is_a_400(model_folder: Path, tmp_path: Path) -
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     finally:
         stack.close()
+
+
+TEXT_TOOL = {"name": "patch", "description": "of a file", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}
+TYPED = 'a "b"\n\\ \u00e4 \U0001f600'  # each kind of escape that JSON has
+PATCH = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(TYPED)}}}}}\n</tool_call>'
+
+
+def test_custom_tools(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if a tool that takes one text is called with JSON, if a stream cuts an escape, or if the model does not see its grammar."""
+    say(stack, tokenizer, PATCH)
+    shape = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /x/"}}
+    tool: Any = {"type": "custom", "custom": {**TEXT_TOOL, "format": shape}}
+    call: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=[tool]).choices[0].message.tool_calls[0]  # type: ignore
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "patch", TYPED)
+    assert "start: /x/" in tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False)
+    chunks = chunks_of(stack.chat("x", stream=True, tools=[tool]).text)
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]  # type: ignore[index]
+    assert deltas[0]["type"] == "custom" and "".join(delta["custom"]["input"] for delta in deltas) == TYPED
+    flat: Any = {"type": "custom", **TEXT_TOOL}
+    with client.responses.stream(model="test-model", input="x", tools=[flat]) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+        item: Any = stream.get_final_response().output[-1]
+    whole: Any = client.responses.create(model="test-model", input="x", tools=[flat]).output[-1]
+    assert (item.type, item.name, item.input, "".join(pieces), whole.input) == ("custom_tool_call", "patch", TYPED, TYPED, TYPED)
+    output = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
+    history: Any = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), output]
+    assert client.responses.create(model="test-model", input=history, tools=[flat]).status == "completed"
+
+
+def test_what_a_vendor_runs_is_dropped_and_said(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Red if an agent's request is refused for a tool that is not here, if nothing says so, or if a namespace loses its functions."""
+    say(stack, tokenizer, PATCH.replace("patch", "files__patch"))
+    function = {"type": "function", "name": "patch", "parameters": {"type": "object"}}
+    tools: Any = [{"type": "namespace", "name": "files", "tools": [function]}, {"type": "web_search", "external_web_access": False}]
+    answer: Any = client.responses.create(model="test-model", input="x", tools=tools, extra_body={"context_management": [{}]})
+    item = answer.output[-1]
+    assert (item.type, item.name, item.namespace) == ("function_call", "patch", "files")
+    assert len(answer.warnings) == 2 and "'web_search'" in answer.warnings[0] and "'context_management'" in answer.warnings[1]
+    assert stack.http.post("/v1/responses", json={"input": [item.model_dump()], "tools": tools}).status_code == 200
+    body = {"messages": QUESTION, "max_tokens": 9, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    (warning,) = stack.http.post("/v1/messages", json=body).json()["warnings"]
+    assert "'web_search_20250305'" in warning
+    asked = {"tools": [*TOOLS, {"type": "code_interpreter"}]}
+    assert len(stack.chat("x", **asked).json()["warnings"]) == 1
+    first = chunks_of(stack.chat("x", stream=True, **asked).text)[0]
+    assert "'code_interpreter'" in first["warnings"][0]  # type: ignore[index]
+    named = stack.chat("x", **asked, tool_choice={"type": "function", "function": {"name": "code_interpreter"}})
+    assert named.status_code == 400 and named.json()["error"]["param"] == "tool_choice"

@@ -179,7 +179,7 @@ def test_what_is_said_of_frames(fields: dict[str, Any], expected: dict[str, Any]
 def test_what_makes_no_sense_is_refused(part: dict[str, object], fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         reads(part, **fields)
-    assert caught.value.info.status == 400 and (caught.value.info.param or "").startswith("messages.0.content.0")
+    assert caught.value.info.status == 400 and (caught.value.info.param or "").startswith("messages[0].content[0]")
 
 
 def test_every_way_to_send_frames(stack: Stack) -> None:

@@ -124,6 +124,19 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, m
         assert cold.tokens[0] == engine.tokens[rid] and logprobs_of(cold, 0) == logprobs_of(engine, rid)
 
 
+def test_a_next_turn_goes_on_where_its_thoughts_are_left_out(model: Qwen3VL) -> None:
+    """Red if, for some length of a prompt, its states are kept behind what opens the thoughts: a next turn has the answer there."""
+    for length in range(3 * BLOCK, 4 * BLOCK):
+        engine = Engine(model)
+        said, opening = text(length, length), [310, 311, 312, 313, 312]  # as <|im_start|>assistant\n<think>\n
+        engine.add(0, [[*said, *opening]], max_tokens=3)
+        engine.run()
+        before = engine.core.state.counters.computed_tokens
+        engine.add(1, [[*said, *opening[:3], *text(20, 1)]], max_tokens=1)
+        engine.run()
+        assert engine.core.state.counters.computed_tokens - before <= 3 + 20 + BLOCK + 8, length
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
     """Red if further answers go on from keys without the states that belong to them, or compute the prompt again."""

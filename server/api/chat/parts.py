@@ -1,0 +1,50 @@
+"""Messages of chat completions and their parts, as strict types."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from server.api.chat.media import FramesPart, ImagePart, VideoPart
+from server.api.chat.tools import CALLS, CustomCall, ToolCall
+from server.http.validate import OneOf, Strict
+
+MAX_TOOLS = 1024
+
+# Lists that a client may fill with very many bad values fail at the first one.
+FIRST = Field(fail_fast=True)
+ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class RefusalPart(Strict):
+    """Of an assistant's message in a history."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+Part = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
+    OneOf("content parts are of type 'text', 'image_url', 'video_url' or 'video'"),
+]
+Parts = Annotated[list[Part], FIRST]
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Parts | str | None, OneOf("must be a string or a list of parts")] = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, OneOf(CALLS)]], ToolList] | None = None
+    tool_call_id: str | None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _needs_content(self) -> "Message":
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of role '{self.role}' needs content")
+        return self

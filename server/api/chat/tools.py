@@ -1,0 +1,138 @@
+"""Tools and calls of chat completions: a function; a custom tool, which takes one text; what a vendor runs, which is dropped."""
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from server.http.validate import OneOf, Open, Strict, Worded
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False,
+}  # fmt: skip
+
+
+CALLS = "calls are of type 'function' or 'custom'"
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: Annotated[str | dict[str, Any], Worded("must be a string of JSON")] = ""
+
+
+class ToolCall(Strict):
+    """A call that the assistant has made, in a history."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CustomInput(Strict):
+    name: str
+    input: str
+
+
+class CustomCall(Strict):
+    """Of a tool that takes one text."""
+
+    id: str | None = None
+    type: Literal["custom"]
+    custom: CustomInput
+
+
+class FunctionDefinition(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class TextGrammar(Strict):
+    syntax: str
+    definition: str
+
+
+class TextShape(Strict):
+    type: Literal["text", "grammar"]
+    grammar: TextGrammar | None = None
+
+
+class CustomDefinition(Strict):
+    name: Name
+    description: str | None = None
+    format: TextShape | None = None
+
+
+class CustomTool(Strict):
+    """It takes one text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    def as_function(self) -> Tool:
+        """A grammar is told to the model, and not held: within the JSON of a call it would be another one."""
+        said, words = self.custom, [self.custom.description] if self.custom.description else []
+        if said.format is not None and said.format.grammar is not None:
+            words.append(f"The input follows this {said.format.grammar.syntax} grammar:\n{said.format.grammar.definition}")
+        description = "\n\n".join(words) or None
+        function = FunctionDefinition(name=said.name, description=description, parameters=CUSTOM_PARAMETERS, strict=True)
+        return Tool(type="function", function=function)
+
+
+INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+INPUT = re.compile(r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*+')
+
+
+class CustomText:
+    """The text of a custom tool's call, whose arguments come in pieces."""
+
+    def __init__(self) -> None:
+        self._held = ""  # not decided: before the text, or a part of an escape
+        self._has_begun = False
+
+    def push(self, piece: str) -> str:
+        text = self._held + piece
+        if not self._has_begun:
+            begins = INPUT_BEGINS.match(text)
+            self._has_begun = begins is not None
+            text = text[begins.end() :] if begins else text
+        end = INPUT.match(text).end() if self._has_begun else 0  # type: ignore[union-attr]  # there is always a match
+        self._held = text[end:]
+        return str(json.loads(f'"{text[:end]}"', strict=False))
+
+
+def custom_text(arguments: str) -> str:
+    """The same of arguments that are all there; those of another form are shown as they are."""
+    return CustomText().push(arguments) if INPUT_BEGINS.match(arguments) else arguments
+
+
+class HostedTool(Open):
+    """What a vendor runs for its own models. It is not here."""
+
+    type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "custom", "namespace"]}})]
+
+
+AnyTool = Annotated[Tool | CustomTool | HostedTool, OneOf("must be an object with a `type`")]
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class NamedCustom(Strict):
+    type: Literal["custom"]
+    custom: FunctionName

@@ -1,0 +1,223 @@
+"""`engine.llm`: the engine within a program says what it says over HTTP, and leaves nothing behind."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from PIL import Image
+from pydantic import BaseModel
+
+from engine.llm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from engine.supervise import ChildDied
+from models.demo.questions import questions
+from tests.e2e.serving import ROOT, SMALL, Engine, is_alive, picture, serve
+from tests.e2e.test_page import drawn
+
+FLAGS: dict[str, Any] = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def children() -> list[int]:
+    """Of every thread of this process."""
+    lists = (task / "children" for task in Path("/proc/self/task").iterdir())
+    return [int(child) for file in lists for child in file.read_text().split() if b"engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def await_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 15
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(model="demo", **FLAGS) as one:
+        pids = children()
+        yield one
+    await_end(pids)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with serve("demo") as one:
+        yield one
+
+
+def test_answers_are_those_over_http(llm: LLM, engine: Engine) -> None:
+    """Red if a conversation, its pictures or its parameters mean something else within a program."""
+    asked = list(islice(questions(31_000_001), 24))
+    chats = [item.messages() for item in asked]
+    outputs = llm.chat(chats, GREEDY, use_tqdm=False)
+    for chat, output in zip(chats, outputs, strict=True):
+        answer = engine.client.post("/v1/chat/completions", json={"messages": chat, "temperature": 0, "max_tokens": 24}).json()
+        (said,), (choice,) = output.outputs, answer["choices"]
+        assert (said.text, said.finish_reason, said.num_tokens) == (
+            choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"],
+        )  # fmt: skip
+        assert output.num_prompt_tokens == answer["usage"]["prompt_tokens"] and output.finished
+    body = {"prompt": "What number", "temperature": 0.9, "seed": 5, "n": 2, "logprobs": 1, "max_tokens": 6}
+    over_http = engine.client.post("/v1/completions", json=body).json()["choices"]
+    (output,) = llm.generate("What number", SamplingParams(temperature=0.9, seed=5, n=2, logprobs=1, max_tokens=6), use_tqdm=False)
+    assert [said.text for said in output.outputs] == [choice["text"] for choice in over_http]
+    assert [entry.logprob for entry in output.outputs[1].logprobs or []] == pytest.approx(
+        over_http[1]["logprobs"]["token_logprobs"], abs=1e-4
+    )
+    vectors = engine.client.post("/v1/embeddings", json={"input": ["a", "b"]}).json()["data"]
+    for output_, entry in zip(llm.embed(["a", "b"], use_tqdm=False), vectors, strict=True):
+        assert output_.outputs.embedding == pytest.approx(entry["embedding"], abs=1e-5)
+
+
+def test_pictures_as_programs_hold_them(llm: LLM, engine: Engine, tmp_path: Path) -> None:
+    """Red if a picture in one of its forms is another picture, or none."""
+    path = drawn(tmp_path)[0]
+    image = Image.open(path)
+    forms: list[Any] = [
+        path, path.read_bytes(), image, image.convert("RGBA"), {"type": "image", "image": image}, {"type": "image_pil", "image_pil": image},
+        {"type": "image", "path": str(path)}, {"type": "image_url", "image_url": {"url": path}}, {"type": "image_url", "image_url": image},
+    ]  # fmt: skip
+    question = {"type": "text", "text": "What number is in picture 1?"}
+    outputs = llm.chat([[{"role": "user", "content": [form, question]}] for form in forms], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["472"] * len(forms)
+
+
+def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
+    """Red if a video is taken for a picture, or if its file and its frames are lost on the way."""
+    frames = [picture(seed, 64, 64) for seed in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    forms: list[Any] = [
+        {"type": "video", "video": frames}, {"type": "video", "video": tmp_path / "a.gif"},
+        {"type": "video_url", "video_url": {"url": (tmp_path / "a.gif").read_bytes()}},
+    ]  # fmt: skip
+    chats = [[{"role": "user", "content": [form, "What is it?"]}] for form in forms]
+    lengths = [output.num_prompt_tokens for output in llm.chat(chats, GREEDY, use_tqdm=False)]
+    assert lengths[0] > llm.chat([{"role": "user", "content": "What is it?"}], GREEDY, use_tqdm=False)[0].num_prompt_tokens + 4
+    assert lengths[1] == lengths[2] > 20
+
+
+def test_a_bad_request_among_good_ones(llm: LLM) -> None:
+    """Red if one bad picture ends a long run although it need not, or passes for an answer."""
+    chats = [HELLO, [{"role": "user", "content": [b"no picture", "What is it?"]}], [{"role": "user", "content": [Path("/none.png")]}]]
+    good, bad, missing = llm.chat(chats, GREEDY, use_tqdm=False, errors="return")
+    assert good.error is None and good.outputs[0].text and not bad.outputs
+    assert isinstance(bad.error, ValueError) and "Image 1" in str(bad.error) and isinstance(missing.error, OSError)
+    with pytest.raises(ValueError, match="Image 1"):
+        llm.chat(chats[:2], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="temperature"):
+        llm.chat(HELLO, SamplingParams(temperature=-1), use_tqdm=False)
+    with pytest.raises(ValueError, match="2 sampling_params for 1"):
+        llm.chat(HELLO, [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="use `chat`"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"image": picture(1, 64, 64)}}, use_tqdm=False)
+    assert llm.chat(HELLO, GREEDY, use_tqdm=False)[0].outputs[0].text == good.outputs[0].text
+
+
+class Answer(BaseModel):
+    colour: Literal["red", "blue"]
+
+
+def test_schemas(llm: LLM) -> None:
+    """Red if a class of pydantic's, or a choice, does not hold."""
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=Answer))
+    assert Answer.model_validate_json(llm.chat(HELLO, params, use_tqdm=False)[0].outputs[0].text)
+    chosen = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
+    assert llm.chat(HELLO, chosen, use_tqdm=False)[0].outputs[0].text in ("yes", "no")
+
+
+def test_more_than_the_engine_holds() -> None:
+    """Red if a long list, or pictures of more bytes than the arenas hold, is refused instead of waiting."""
+    small = {**FLAGS, "api_arena_bytes": "1M", "max_queued_requests": 8, "max_num_seqs": 4}
+    with LLM(model="demo", **small) as one:
+        big = [[{"role": "user", "content": [picture(seed, 300, 300), "What colour?"]}] for seed in range(30)]
+        outputs = one.chat(big, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(outputs) == 30 and all(output.outputs[0].num_tokens == 2 or output.outputs[0].finish_reason == "stop" for output in outputs)
+
+
+async def test_streams_and_a_death() -> None:
+    """Red if text does not grow, if a stream that nobody reads keeps its place, or if a dead engine leaves its callers waiting."""
+    others = set(children())
+    async with AsyncLLM(model="demo", max_num_seqs=2, max_queued_requests=2, **FLAGS) as one:
+        texts = [output.outputs[0].text async for output in one.chat(HELLO, GREEDY)]
+        assert len(texts) > 5 and all(later.startswith(earlier) for earlier, later in pairwise(texts))
+        for _ in range(3):  # more than there are places
+            stream = one.generate("Once", SamplingParams(ignore_eos=True, max_tokens=500))
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+        assert (await one.embed(HELLO)).num_prompt_tokens > 3
+        pids = [pid for pid in children() if pid not in others]
+        reading = asyncio.create_task(anext(one.chat(HELLO, SamplingParams(ignore_eos=True, max_tokens=500)).__aiter__()))  # type: ignore[arg-type]
+        await reading
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises((ChildDied, ValueError)):
+            while True:
+                async for _output in one.chat(HELLO, SamplingParams(ignore_eos=True, max_tokens=500)):
+                    pass
+        with pytest.raises(ChildDied, match="ended with code"):
+            await asyncio.sleep(0.5)
+            await anext(one.chat(HELLO))
+    await_end(pids)
+
+
+def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
+    """Red if a program is ended by a mistake, or if processes stay behind."""
+    others = set(children())
+    with pytest.raises(ValueError, match="did you mean --max-num-seqs"):
+        LLM(max_num_seq=4)
+    with pytest.raises(ValueError, match="neither a folder"):
+        LLM(model="no-such-model", **FLAGS)
+    with pytest.warns(UserWarning, match="never run"), pytest.raises(ValueError, match="one engine"):
+        LLM(trust_remote_code=True, dp=2)
+    assert set(children()) == others
+
+
+LEAVES = "from engine.llm import LLM\nllm = LLM(**{flags})\nprint(llm._session._engine._supervisor.run_dir, flush=True)\n{end}"
+
+
+@pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], ids=["at its end", "by SIGKILL"])
+def test_a_program_that_does_not_close(end: str) -> None:
+    """Red if processes or the run directory outlive a program without `with`."""
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVES.format(flags=FLAGS, end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == (-9 if end else 0), run.stderr
+    run_dir = Path(run.stdout.strip())
+    deadline = time.monotonic() + 15
+    while run_dir.exists() or subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, check=False).stdout:
+        assert time.monotonic() < deadline, "something is left"
+        time.sleep(0.1)
+
+
+@pytest.mark.extended
+def test_many_small_requests_are_no_slower_than_over_http() -> None:
+    """Red if a program that holds the engine waits longer than one that speaks HTTP to it."""
+    command = [sys.executable, "-m", "bench.inside", "--requests", "1000"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    rates = {name: float(rate) for name, rate in re.findall(r"(\w+) +([\d.]+) requests/s", run.stdout)}
+    assert rates["inside"] >= rates["HTTP"]
+
+
+def test_the_example_of_the_docs(tmp_path: Path) -> None:
+    """Red if the page's program for captions does not run, or a line of its answer is no JSON."""
+    paths = drawn(tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"none")
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- captions -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    run = subprocess.run(
+        [sys.executable, "-c", found[1], tmp_path, "demo"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [line["file"] for line in lines] == sorted([*(path.name for path in paths), "broken.png"])
+    assert all(("error" in line) == (line["file"] == "broken.png") for line in lines)

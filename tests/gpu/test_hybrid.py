@@ -1,0 +1,136 @@
+"""Gated DeltaNet and attention of 256 values a head on one GPU: kernels at the published sizes against plain torch, and a few layers of 9B
+and 35B-A3B against transformers with the same random weights, eager and through graphs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from engine.worker import graphs
+from engine.worker.rows import Rows
+from models.backends.backend import Backend
+from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.backends.ops import DeltaHeads, DeltaState, StateRows
+from models.backends.torch.attention import TorchAttention
+from models.backends.torch.delta import delta_rule_
+from models.config import ModelConfig
+from models.parallel import TensorParallel
+from models.qwen3_5 import qwen3_5
+from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
+from models.weights import fill
+from tests.gpu.generated import GeneratedSource
+from tests.gpu.test_model_parity import PROMPTS, host_step, runner_of, whole
+from tests.gpu.test_moe import median
+from tests.unit.models import reference
+from tests.unit.models.backends.hopper.attention_step import Step
+from tests.unit.models.harness import Prompt
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
+
+DEVICE = torch.device("cuda")
+HEADS = {"2B": (16, 16), "9B": (16, 32), "27B": (16, 48), "27B over four": (4, 12), "122B": (16, 64)}  # of keys and values
+STEPS = {"decode": ([1] * 64, 0), "verify": ([4] * 8, 0), "a prompt": ([3000], 1), "mixed": ([700, 0, 65, 1, *[1] * 20], 4)}
+ATTENTION = {"2B": (8, 2), "9B": (16, 4), "27B": (24, 4), "27B over four": (6, 1), "35B": (16, 2), "122B": (32, 2)}
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("size", HEADS)
+def test_the_delta_rule_equals_the_reference(backend: Backend, size: str, step: str) -> None:
+    """Red if a tile, a chunk's edge or a row is wrong at a published size. The same twice."""
+    (keys, heads), (counts, num_prefill), dim = HEADS[size], STEPS[step], 128
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    channels, total, num_rows = (2 * keys + heads) * dim, sum(counts), len(counts) + 1
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE)
+
+    given = DeltaHeads(
+        normal(total, channels + heads * dim).bfloat16(), normal(total, 2 * heads).bfloat16(), normal(channels, 4).bfloat16() / 2,
+        normal(heads) - 2, normal(heads), 1 + 0.1 * normal(dim).bfloat16(), 1e-6, keys, dim,
+    )  # fmt: skip
+    starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+    rows = StateRows(torch.randperm(num_rows, generator=generator, device=DEVICE)[: len(counts)], starts, num_prefill)
+    first = DeltaState(normal(num_rows, heads, dim, dim) / 8, normal(num_rows, 3, channels).bfloat16())
+    states = [DeltaState(first.recurrent_RHKV.clone(), first.inputs_RWC.clone()) for _ in range(3)]
+    expected = delta_rule_(given, states[0], rows)
+    found, again = (backend.ops.delta_rule_(given, state, rows) for state in states[1:])
+    assert relative(found, expected) < 2e-2 and relative(states[1].recurrent_RHKV, states[0].recurrent_RHKV) < 1e-2
+    assert states[1].inputs_RWC.equal(states[0].inputs_RWC)
+    assert found.equal(again) and states[1].recurrent_RHKV.equal(states[2].recurrent_RHKV)
+
+
+@pytest.mark.parametrize("size", ATTENTION)
+def test_attention_of_large_heads_equals_the_reference(backend: Backend, size: str) -> None:
+    heads = ATTENTION[size]
+    step = Step.build([300, 5000, 1, 4097], heads, 256, tokens=[200, 40, 1, 1]).to(DEVICE, torch.bfloat16)
+    layout = replace(step.layout, num_prefill_rows=2)
+    found = []
+    for attention in (backend.attention([step.pool], heads[0]), TorchAttention([step.pool])):
+        attention.plan(layout)
+        found.append(attention.run(0, step.q))
+    assert relative(*found) < 1e-2
+
+
+@pytest.fixture(scope="module", params=["3.5-9B", "3.5-35B-A3B"])
+def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Qwen3VL, Path]]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    write_model_folder(folder, replace(SHAPES[request.param], layers=8), weights="none", seed=0)
+    ours = qwen3_5(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    source = GeneratedSource(ours.config, DEVICE)
+    names = ours.config.architecture.names_of(source)
+    fill(ours, {known: source[name] for known, name in names.items()}, lambda done, total: None)
+    with torch.inference_mode():
+        yield ours, folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: tuple[Qwen3VL, Path]) -> dict[str, torch.Tensor]:
+    """The reference's logits of every token of every prompt; its model is gone afterwards."""
+    ours, folder = model
+    with DEVICE:
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
+    source = GeneratedSource(ours.config, DEVICE)
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            tensor.copy_(source[name][(slice(None),)])
+    return {name: reference.logits(theirs, ours.config, Prompt.build(ours.config, parts)).float() for name, parts in PROMPTS.items()}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_logits_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
+    ours, _ = model
+    assert median(whole(ours, backend, Prompt.build(ours.config, PROMPTS[name])), expected[name]) < 2e-2
+
+
+def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: dict[str, torch.Tensor]) -> None:
+    """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows, teacher-forced. Red if a graph keeps the states,
+    rows or starts of its capture."""
+    ours, _ = model
+    sizes = msgspec.structs.replace(
+        HOPPER_STEP_SIZES, decodes=(4,), mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
+    )
+    prompt = Prompt.build(ours.config, PROMPTS["text"])
+    runner = runner_of(ours, backend)
+    scratch = runner.start(Prompt(prompt.ids[:1], [], []))
+    rows = Rows(15, 1024, 16, ours.config.geometry, ours.device, states=runner.states)
+    make_attention = backend.fixed_attention(runner.pools, ours.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
+    assert make_attention is not None
+    runner.step([(scratch, 1)], num_prefill_rows=1)
+    step_graphs = graphs.StepGraphs(ours, make_attention, rows, sizes, scratch.pages[0], 4, 4)
+    step_graphs.capture()
+    session, found, ends = runner.start(prompt), [], []
+    for count in [50, 130, *[1] * 40]:
+        logits, _ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
+        found.append(logits[-1].clone())
+        session.computed += count
+        ends.append(session.computed - 1)
+    assert median(torch.stack(found), expected["text"][ends]) < 2e-2
