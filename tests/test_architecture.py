@@ -26,7 +26,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "engine": 143_000,
     "engine/llm": 27_500,  # the engine within a Python program
     "engine/grammar": 17_400,  # Lark, as outlines and guidance write it: 2,500
-    "engine/scheduler": 87_200,
+    "engine/scheduler": 88_900,  # 1,700: a step reads a bounded amount of the cache
     "engine/scheduler/drafts": 23_600,  # guesses without a model: what stood before, kept, found and offered
     "engine/worker": 132_200,  # 9,900: rows of several tokens, drafts are verified
     "server": 27_100,
