@@ -67,7 +67,7 @@ def frames_of(seed: int, seconds: int, height: int, width: int) -> list[np.ndarr
 
 
 def make_clip(seed: int, kind: str) -> bytes:
-    """An MP4, a function of its arguments."""
+    """An MP4 of the frames of this seed; the encoder need not give the same bytes twice."""
     seconds, height, width = CLIPS[kind]
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as file:

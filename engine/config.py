@@ -205,8 +205,7 @@ RAY_DEFAULTS = {
 
 def set_ray_defaults() -> None:
     """Before Ray is imported."""
-    for name, value in RAY_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**RAY_DEFAULTS, **os.environ})
 
 
 def find_problem(config: EngineConfig) -> str | None:
@@ -215,7 +214,7 @@ def find_problem(config: EngineConfig) -> str | None:
         flag, least = "--" + name.replace("_", "-"), 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans
             return f"{flag} must be at least {least}"
-        if name in ("port", "metrics_port") and value is not None and value > MAX_PORT:
+        if name in ("port", "metrics_port") and (value or 0) > MAX_PORT:
             return f"{flag} must be at most {MAX_PORT}"
         if name in FILES and value is not None and not os.path.isfile(value):
             return f"{flag}: there is no file {value}"

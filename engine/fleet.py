@@ -178,8 +178,8 @@ class Fleet:
 
 
 def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
-    """An equal share for each engine. `port` is the proxy's: theirs follow, or are any if it is any. Defaults are not told: each engine
-    counts its own CPUs."""
+    """An equal share for each engine. `port` is the proxy's: theirs follow it, or are any with --port 0. Defaults are not told: each
+    engine counts its own CPUs."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
     defaults = msgspec.structs.asdict(EngineConfig())
     settings = msgspec.structs.asdict(config).items()

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_plan(config: EngineConfig) -> int:
-    """Of the model, or of every published size. Raises ValueError or OSError, as the next two."""
+    """Of the model, or of every published size. ValueError or OSError."""
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

@@ -16,7 +16,9 @@ from engine.llm.params import SamplingParams
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate"
+NATIVE_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+DEFAULT_TOKENS = 16
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
 PICTURE_KEYS = ("image_url", "image_pil", "image", "url", "path")
 VIDEO_KEYS = ("video_url", "video", "url", "path")
@@ -26,19 +28,26 @@ VIDEO_KEYS = ("video_url", "video", "url", "path")
 class Ask:
     """One request to an endpoint: `prompt` is a conversation, a text or token ids."""
 
-    path: str
+    asked: str
     prompt: Any
     params: SamplingParams
     fields: Mapping[str, Any]
 
     @property
-    def is_conversation(self) -> bool:
-        return self.path == CHAT or _is_conversation(self.prompt)
+    def path(self) -> str:
+        has_pictures = self.asked == COMPLETIONS and isinstance(self.prompt, Mapping) and self.prompt.get("multi_modal_data")
+        return WITH_PICTURES if has_pictures else self.asked
+
+    @property
+    def reads_files(self) -> bool:
+        return self.path in (CHAT, WITH_PICTURES) or _is_conversation(self.prompt)
 
     def value(self) -> dict[str, Any]:
         """The JSON body. Reads and encodes the pictures of a conversation, in a thread. Raises ValueError or OSError."""
-        told = {} if self.path == EMBEDDINGS else self.params.as_fields(is_chat=self.path == CHAT)
-        if self.is_conversation:
+        told = {} if self.path == EMBEDDINGS else {"return_token_ids": True, **self.params.as_fields(is_chat=self.path == CHAT)}
+        if self.path == WITH_PICTURES:
+            return _native_json(self.prompt, {**told, **self.fields})
+        if self.reads_files:
             return {**told, **self.fields, "messages": [_message_json(message) for message in self.prompt]}
         return {**told, **self.fields, "input" if self.path == EMBEDDINGS else "prompt": _prompt_json(self.prompt)}
 
@@ -108,12 +117,26 @@ def _png(picture: Image.Image) -> bytes:
 
 def _prompt_json(prompt: Any) -> str | list[int]:
     if isinstance(prompt, Mapping):
-        if prompt.get("multi_modal_data"):
-            raise ValueError("a prompt with pictures is a conversation: use `chat`, with the pictures among the parts of a message")
         prompt = prompt["prompt"] if prompt.get("prompt") is not None else prompt.get("prompt_token_ids")
     if not isinstance(prompt, str | Sequence):
         raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
     return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _native_json(prompt: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """A prompt with placeholders of pictures, `multi_modal_data: {"image": ...}`, in the dialect that takes both. Raises ValueError."""
+    data = prompt["multi_modal_data"]
+    if set(data) != {"image"}:
+        raise ValueError("multi_modal_data of a prompt has pictures only, as `image`: use `chat` for videos")
+    images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+    text, logprobs = _prompt_json(prompt), told.pop("logprobs", None)
+    sampling = {NATIVE_NAMES.get(name, name): value for name, value in told.items() if name != "return_token_ids"}
+    return {
+        "text" if isinstance(text, str) else "input_ids": text,
+        "image_data": [picture_url(image) for image in images],
+        "sampling_params": {"max_new_tokens": DEFAULT_TOKENS} | sampling,
+        **({} if logprobs is None else {"return_logprob": True, "top_logprobs_num": logprobs}),
+    }
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.params import Logprob
+from engine.params import Logprob, RankedToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class CompletionOutput:
     reasoning: str
     tool_calls: list[ToolCall]
     logprobs: list[Logprob] | None
+    token_ids: list[int]
     num_tokens: int
     finish_reason: str | None
     stop_reason: int | str | None
@@ -36,6 +37,8 @@ class RequestOutput:
     request_id: str
     prompt: Any  # as it was given
     outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[list[RankedToken]] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     finished: bool = False

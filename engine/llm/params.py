@@ -54,6 +54,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)

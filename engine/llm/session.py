@@ -16,7 +16,7 @@ import pybase64
 
 from engine.flags import read_flags
 from engine.hosted import HostedEngine
-from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, words_of
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES, Ask, words_of
 from engine.llm.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ToolCall
 from engine.messages import Event
 from engine.supervise import ChildDied
@@ -53,7 +53,7 @@ class Session:
     async def start(self) -> None:
         """Until the engine is ready. Raises ValueError, OSError or ChildDied."""
         await self._engine.start()
-        self._endpoints = {path: self._engine.api.endpoint(path) for path in (CHAT, COMPLETIONS, EMBEDDINGS)}
+        self._endpoints = {path: self._engine.api.endpoint(path) for path in (CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES)}
 
     async def close(self) -> None:
         """Ends every process."""
@@ -108,7 +108,7 @@ class Session:
     @contextlib.asynccontextmanager
     async def _asked(self, ask: Ask) -> AsyncIterator[tuple[Stream, Job, list[Event]]]:
         """With the first events. Waits while the engine is full."""
-        value = await asyncio.to_thread(ask.value) if ask.is_conversation else ask.value()
+        value = await asyncio.to_thread(ask.value) if ask.reads_files else ask.value()
         data = msgspec.json.encode(value)
         while True:
             stream, job = await self._submit(ask.path, data)
@@ -173,7 +173,11 @@ class Growing:
         choices = list(self._choices.values())
         usage, is_finished = choices[0].usage, all(choice.finish_reason is not None for choice in choices)
         said = [_completion(choice) for choice in choices]
-        return RequestOutput(self._request_id, self._prompt, said, usage.num_prompt, usage.num_cached, is_finished)
+        first = choices[0]
+        return RequestOutput(
+            self._request_id, self._prompt, said, list(first.prompt_ids), list(first.prompt_logprobs) or None, usage.num_prompt,
+            usage.num_cached, is_finished,
+        )  # fmt: skip
 
 
 def _completion(choice: Choice) -> CompletionOutput:
@@ -183,6 +187,7 @@ def _completion(choice: Choice) -> CompletionOutput:
         reasoning="".join(choice.reasoning),
         tool_calls=[ToolCall(call.id, call.name, call.arguments) for call in choice.calls],
         logprobs=list(choice.logprobs) or None,
+        token_ids=list(choice.token_ids),
         num_tokens=choice.usage.num_generated,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,

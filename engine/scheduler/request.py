@@ -154,10 +154,10 @@ class Request:
         return self.token_ids[: self.num_known]
 
 
-def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int) -> tuple[int, ...]:
+def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int, num_answers: int) -> tuple[int, ...]:
     """Where the states of a prompt are kept, at ends of blocks: before the answer is opened, and behind images that other questions may
-    follow; of images close to each other, behind the last one."""
+    follow; of images close to each other, behind the last one. Further answers go on from the last token."""
     ends = [span.end // block_size * block_size for span in images]
     last = max(0, num_prompt - ANSWER_OPENING) // block_size * block_size
     spaced = [end for end, later in pairwise([*ends, last]) if later - end >= MIN_SNAPSHOT_TOKENS]
-    return (*spaced, last)
+    return (*spaced, last, *([(num_prompt - 1) // block_size * block_size] if num_answers > 1 else []))

@@ -119,7 +119,7 @@ def is_whole(kind: str, data: memoryview) -> bool:
     while position + 16 <= size:
         length = int.from_bytes(data[position : position + 4], "big")
         length = int.from_bytes(data[position + 8 : position + 16], "big") if length == 1 else length
-        if length == 0:
+        if length == 0 or not bytes(data[position + 4 : position + 8]).isalnum():  # the last box, or what is none
             return True
         position += max(8, length)
     return position <= size
@@ -178,11 +178,10 @@ def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -
     """Reads all packets and decodes none."""
     times: list[int] = []
     keys: list[tuple[int, int]] = []
-    num_packets, end = 0, 0
+    end = 0
     for packet in container.demux(stream):
         if packet.size == 0:
             continue  # the end
-        num_packets += 1
         if packet.is_corrupt:
             raise invalid_video("it is cut off")
         time = packet.dts if packet.pts is None else packet.pts
@@ -194,8 +193,6 @@ def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -
             end = max(end, time + (packet.duration or 0))
         if len(times) > limits.file_frames:
             raise RequestError(413, f"it has more than {limits.file_frames} frames", code="video_too_large")
-    if num_packets < stream.frames:
-        raise invalid_video(f"it is cut off: {num_packets} of its {stream.frames} frames are there")
     if not times or not keys:
         raise invalid_video("it has no frames")
     times.sort()

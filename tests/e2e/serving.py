@@ -30,9 +30,10 @@ SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cac
 class Engine:
     """A running engine and its log."""
 
-    def __init__(self, model: str | Path, flags: list[str], sizes: Sequence[str] = SMALL):
+    def __init__(self, model: str | Path, flags: list[str], sizes: Sequence[str] = SMALL, prefix: Sequence[str] = ()):
+        """`prefix` is a command that becomes the engine."""
         self.log_path = Path(tempfile.mkstemp(prefix="engine-test-", suffix=".log")[1])
-        command = [sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *sizes, *flags]
+        command = [*prefix, sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *sizes, *flags]
         with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
         self.url = self._await_ready()

@@ -66,6 +66,7 @@ def test_answers_are_those_over_http(llm: LLM, engine: Engine) -> None:
         assert (said.text, said.finish_reason, said.num_tokens) == (
             choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"],
         )  # fmt: skip
+        assert said.num_tokens == len(said.token_ids) and len(output.prompt_token_ids) == output.num_prompt_tokens
         assert output.num_prompt_tokens == answer["usage"]["prompt_tokens"] and output.finished
     body = {"prompt": "What number", "temperature": 0.9, "seed": 5, "n": 2, "logprobs": 1, "max_tokens": 6}
     over_http = engine.client.post("/v1/completions", json=body).json()["choices"]
@@ -90,6 +91,10 @@ def test_pictures_as_programs_hold_them(llm: LLM, engine: Engine, tmp_path: Path
     question = {"type": "text", "text": "What number is in picture 1?"}
     outputs = llm.chat([[{"role": "user", "content": [form, question]}] for form in forms], GREEDY, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == ["472"] * len(forms)
+    seen = "<|vision_start|><|image_pad|><|vision_end|>What number is in picture 1?"
+    prompt = f"<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n"
+    (output,) = llm.generate({"prompt": prompt, "multi_modal_data": {"image": image}}, GREEDY, use_tqdm=False)
+    assert output.outputs[0].text == "472" and output.prompt_token_ids == outputs[0].prompt_token_ids
 
 
 def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_a_bad_request_among_good_ones(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 sampling_params for 1"):
         llm.chat(HELLO, [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="use `chat`"):
-        llm.generate({"prompt": "x", "multi_modal_data": {"image": picture(1, 64, 64)}}, use_tqdm=False)
+        llm.generate({"prompt": "x", "multi_modal_data": {"video": picture(1, 64, 64)}}, use_tqdm=False)
     assert llm.chat(HELLO, GREEDY, use_tqdm=False)[0].outputs[0].text == good.outputs[0].text
 
 

@@ -89,3 +89,13 @@ def long_gif(count: int, height: int = 8, width: int = 8) -> bytes:
     start = whole.index(b",")  # the first image; its control block is written anew
     control = b"\x21\xf9\x04\x04\x0a\x00\x00\x00"
     return whole[:start] + (control + whole[start:-1]) * count + b";"
+
+
+def trimmed(data: bytes, start: float, seconds: float) -> bytes:
+    """An MP4 with an edit list that shows a part of it."""
+    patched = bytearray(data)
+    edit, movie, media = (patched.index(name) + 4 for name in (b"elst", b"mvhd", b"mdhd"))
+    movie_scale, media_scale = (int.from_bytes(patched[box + 12 : box + 16], "big") for box in (movie, media))
+    begin = int.from_bytes(patched[edit + 12 : edit + 16], "big") + round(start * media_scale)
+    patched[edit + 8 : edit + 16] = round(seconds * movie_scale).to_bytes(4, "big") + begin.to_bytes(4, "big")
+    return bytes(patched)

@@ -24,6 +24,7 @@ from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_direct import large_image
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
+from tests.unit.server.test_unread import STREAM, WRITE_S, ask_without_reading, is_over
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +123,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_https_with_a_large_body(model_folder: Path, certificate: Path) -> None:
-    """Red if bodies that go straight to memory, or streams, do not work through TLS."""
-    stack = Stack(model_folder, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    """Red if bodies that go straight to memory, or streams, do not work through TLS, or if a client that reads nothing stays there."""
+    files = {"ssl_certfile": str(certificate / "cert.pem"), "ssl_keyfile": str(certificate / "key.pem")}
+    stack = Stack(model_folder, write_timeout=WRITE_S, **files)
     try:
         assert stack.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
@@ -133,6 +135,10 @@ def test_https_with_a_large_body(model_folder: Path, certificate: Path) -> None:
             assert chunks_of(http.post("/v1/chat/completions", json=body).text)
             assert [stack.scheduler.image(stack.scheduler.requests[-1], i) for i in range(3)] == pictures
         stack.settle()
+        stack.scheduler.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
+        with context.wrap_socket(ask_without_reading(stack, b""), server_hostname="127.0.0.1") as unread:
+            unread.sendall(STREAM)
+            assert is_over(unread, 3 * WRITE_S)
     finally:
         stack.close()
 

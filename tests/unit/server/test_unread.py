@@ -50,7 +50,7 @@ def clean(strict: Stack) -> Iterator[None]:
 
 
 def ask_without_reading(stack: Stack, data: bytes) -> socket.socket:
-    host, port = stack.url.removeprefix("http://").split(":")
+    host, port = stack.url.partition("//")[2].split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.connect((host, int(port)))
@@ -71,7 +71,7 @@ def is_over(connection: socket.socket, seconds: float) -> bool:
     while time.monotonic() < deadline:
         try:
             connection.send(b"\r")
-        except ConnectionError:
+        except OSError:  # also of TLS
             return True
         time.sleep(0.1)
     return False

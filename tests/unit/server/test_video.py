@@ -13,7 +13,7 @@ from PIL import Image
 
 from server.errors import RequestError
 from server.processor.video import Video
-from tests.unit.server.clips import encode, frames_of, gif, joined
+from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
 from tests.unit.server.loading import Loading
 
 FORMATS = {
@@ -100,6 +100,16 @@ def dimensions(file: Path) -> tuple[int, int]:
     """Of what ffmpeg shows, turned as it is."""
     png = ffmpeg("-i", str(file), "-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "-")
     return Image.open(io.BytesIO(png)).size
+
+
+async def test_what_an_edit_list_leaves(loading: Loading) -> None:
+    """Red if a file that was trimmed without being encoded anew, or that has something behind its end, is taken for one that is cut off, or
+    shows what was trimmed."""
+    frames = frames_of(40)
+    video = await loading.load_video(b64(trimmed(encode(frames, gap=10), start=1.5, seconds=1.0) + b"\xff" * 99), samples=False)
+    assert len(video.plan.indices) == 10
+    found = shown(loading, video).astype(int)
+    assert [int(np.argmin([np.abs(one - frame).mean() for frame in frames])) for one in found] == list(range(15, 25))
 
 
 async def test_resizing_is_nearly_torchs(loading: Loading) -> None:
