@@ -31,6 +31,10 @@ GRAMMARS = (
     *("json_schema", "output_config", "text"),
 )
 
+# What was stored before, and what goes with some prompts or answers only.
+VIDEOS = ("video_url", "input_video", "video")  # that can be read are large
+OTHERS = ("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens")
+
 pytestmark = pytest.mark.extended
 BLOCKS_OF_ROLES = {
     "system": ("text",),
@@ -102,9 +106,14 @@ def integers(value: Any) -> Any:
 def repair(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Short answers, pictures that are some, ids of the vocabulary, and what no schema says of fields that stand beside each other."""
     body.pop("model", None)
-    for name in (*GRAMMARS, "timeout", "min_tokens", "logit_bias", "continue_final_message", "add_generation_prompt"):
+    if path == "/generate":
+        told = {name: body[name] for name in ("stream", "return_logprob", "top_logprobs_num", "logprob_start_len") if name in body}
+        prompt_logprobs = {"logprob_start_len": -1} if body.get("stream") else {}  # a stream has none
+        return {**told, **prompt_logprobs, "text": "x", "sampling_params": {"max_new_tokens": MAX_TOKENS}}
+    for name in (*OTHERS, *GRAMMARS, "timeout", "min_tokens", "logit_bias", "continue_final_message", "add_generation_prompt"):
         body.pop(name, None)
-    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = MAX_TOKENS
+    is_response = path.startswith("/v1/responses")
+    body["max_output_tokens" if is_response else "max_tokens"] = MAX_TOKENS
     if body.get("max_completion_tokens") is not None:
         body["max_completion_tokens"] = MAX_TOKENS
     if not body.get("stream"):
@@ -133,7 +142,7 @@ def repair(path: str, body: dict[str, Any]) -> dict[str, Any]:
         else:
             body.pop("input", None)
     repair_tools(body)
-    turns = body.get("input" if path == "/v1/responses" else "messages")
+    turns = body.get("input" if is_response else "messages")
     for turn in turns if isinstance(turns, list) else ():
         repair_turn(turn, is_blocks=path.startswith("/v1/messages"))
     return body
@@ -147,7 +156,9 @@ def in_vocabulary(value: Any) -> Any:
 
 
 def repair_tools(body: dict[str, Any]) -> None:
-    """Names of their own, parameters that a grammar can be made of, and a choice among them."""
+    """Of functions alone: names of their own, parameters that a grammar can be made of, and a choice among them."""
+    if body.get("tools"):
+        body["tools"] = [tool for tool in body["tools"] if tool.get("type") in ("function", None) or "input_schema" in tool]
     for i, tool in enumerate(body.get("tools") or ()):
         function = tool.get("function", tool)
         function["name"] = f"tool_{i}"
@@ -158,7 +169,10 @@ def repair_tools(body: dict[str, Any]) -> None:
     if not body.get("tools"):
         body.pop("tool_choice", None)
     elif isinstance(choice, dict):
-        choice.get("function", choice)["name"] = "tool_0"
+        if choice.get("type") == "custom":
+            del body["tool_choice"]
+        else:
+            choice.get("function", choice)["name"] = "tool_0"
 
 
 def repair_turn(turn: dict[str, Any], is_blocks: bool) -> None:
@@ -173,7 +187,8 @@ def repair_turn(turn: dict[str, Any], is_blocks: bool) -> None:
             parts = [part for part in parts if part["type"] in BLOCKS_OF_ROLES[turn["role"]]]
         elif turn.get("role") == "assistant":
             parts = [part for part in parts if part.get("type") != "input_image"]
-        turn[name] = parts
+        parts = [part for part in parts if part.get("type") not in VIDEOS]
+        turn[name] = parts or "x"
         for part in parts:
             repair_part(part)
 
@@ -185,5 +200,7 @@ def repair_part(part: dict[str, Any]) -> None:
         part.pop(name, None)
     if part.get("type") == "image":
         part["source"] = {"type": "url", "url": PICTURE}
-    for inner in part["content"] if isinstance(part.get("content"), list) else ():
-        repair_part(inner)
+    if isinstance(part.get("content"), list):
+        part["content"] = [inner for inner in part["content"] if inner.get("type") not in VIDEOS]
+        for inner in part["content"]:
+            repair_part(inner)
