@@ -25,6 +25,7 @@ from engine.config import RAY_DEFAULTS, VERSION
 from engine.flags import make_parser
 from engine.messages import ErrorInfo
 from engine.stats import EngineStats, Stages
+from models.backends.hopper import compile
 from models.scaffold import SHAPES
 from server.api.status import Status
 from server.http.client import Client
@@ -72,13 +73,20 @@ def test_manifests_are_valid(path: Path) -> None:
     kubernetes_validate.validate(load(path), "1.34", strict=True)
 
 
-def test_kernels_are_compiled_for_where_they_are_looked_for() -> None:
-    """Red if the Hopper image would compile at its first start what its build should have compiled: other heads, or another folder."""
+def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the Hopper image would compile at its first start what its build should have compiled, or the other way round: other heads,
+    or another folder. Heads of Qwen3.5's text are too large for our sources: it needs those of its tower alone."""
     hopper, portable = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert "FLASHINFER_CUDA_ARCH_LIST=9.0a" in hopper and "load_kernels" in hopper
-    published = [shape for name, shape in SHAPES.items() if not name.startswith("tiny")]
-    needed = {(128, shape.vision_hidden // shape.vision_heads) for shape in published}
-    assert {(int(text), int(vision)) for text, vision in re.findall(r"k\((\d+), (\d+)\)", hopper)} == needed
+    built: set[tuple[str, int]] = set()
+    needed: set[tuple[str, int]] = set()
+    monkeypatch.setattr(compile, "load_kernel", lambda *kernel: built.add(kernel))
+    for text, vision in re.findall(r"k\((\d+), (\d+)\)", hopper):
+        compile.load_kernels(int(text), int(vision))
+    monkeypatch.setattr(compile, "load_kernel", lambda *kernel: needed.add(kernel))
+    for shape in (shape for name, shape in SHAPES.items() if "tiny" not in name):
+        compile.load_kernels(shape.head_dim, shape.vision_hidden // shape.vision_heads)
+    assert built == needed
     assert "-runtime-" in portable.split("\n")[0] and "load_kernels" not in portable
 
 
