@@ -28,7 +28,7 @@ GROUPS = {
     "host": "server",
     "max_model_len": "scheduling",
     "image_cache_bytes": "memory",
-    "enforce_eager": "memory",
+    "enforce_eager": "execution",
     "api_arena_bytes": "requests and media",
 }
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}

@@ -19,6 +19,7 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import RAY_DEFAULTS, VERSION
@@ -142,8 +143,8 @@ def test_the_ray_service_is_what_the_command_starts() -> None:
     assert all(group["template"]["spec"]["enableServiceLinks"] is False for group in groups)
 
 
-def served_metrics() -> set[str]:
-    """Names of samples as a scrape has them, after one request of each kind."""
+def served_families() -> list[Metric]:
+    """What a scrape has, after one request of each kind."""
     metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo")
     metrics.note_response(200)
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
@@ -151,8 +152,12 @@ def served_metrics() -> set[str]:
     metrics.note_first_token(1.0, {"prefill": 0.5})
     metrics.note_work(7, [3], Stages(admitted=1.0, first_token=2.0), 3.0)
     metrics.note_tokens(1, 0.1)
-    families = text_string_to_metric_families(metrics.render().decode())
-    return {sample.name for family in families for sample in family.samples}
+    return list(text_string_to_metric_families(metrics.render().decode()))
+
+
+def served_metrics() -> set[str]:
+    """Names of samples."""
+    return {sample.name for family in served_families() for sample in family.samples}
 
 
 def expressions() -> Iterator[str]:
