@@ -35,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "demo"
     )
     served_model_name: Annotated[
-        str | None, "name that the API shows and accepts, or several with commas between; default: the model as given"
+        str | None, "name that the API shows and accepts, or several with commas or spaces between; default: the model as given"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
