@@ -36,7 +36,8 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "server/http": 113_900,  # 3,500: codes of errors, token ids, longer bodies; 3,400: what we count under the names of vLLM
     # 37,000 for videos: files by PyAV in processes of their own, lists of frames, tables of known pairs; 3,600 for token ids, the prompt's
     # log-probabilities and truncated prompts.
-    "server/processor": 166_000,
+    # 7,900: templates of requests, in a process of their own.
+    "server/processor": 174_500,
     "models": 81_500,  # Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames, sizes and times, and their settings
     "models/attention": 9_100,
     "models/layers": 40_200,  # Gated DeltaNet, gates, a shared expert
