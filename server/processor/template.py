@@ -24,7 +24,7 @@ from server.errors import PROMPT, RequestError
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 
-MAX_CHARACTERS = 1 << 25  # of a rendered prompt: several times what a body may hold
+MAX_CHARACTERS = 1 << 23  # that a request's template may write: several times what any context holds
 MAX_REASON = 200
 NONCE_CHARACTERS = 34
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, SyntaxError)
@@ -43,15 +43,13 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A text in which markers stand for `originals`."""
+    """A text in which markers stand for `originals`, if there are any."""
 
     text: str
     originals: dict[str, str] = {}
 
     def reveal(self, piece: str) -> str:
         """A piece of the text as the user wrote it. A template may make markers of its own: they are text."""
-        if not self.originals:
-            return piece
         nonce = next(iter(self.originals))[:NONCE_CHARACTERS]
         return re.sub(f"{nonce}[0-9]+x", lambda match: self.originals.get(match[0], match[0]), piece)
 
@@ -91,8 +89,9 @@ class ChatTemplate:
         return Rendered(text, shield.originals)
 
     def _run(self, variables: dict[str, Any], is_of_request: bool) -> str:
+        pieces = self._template.generate(variables)
         try:
-            return "".join(_bounded(self._template.generate(variables)))
+            return "".join(_bounded(pieces) if is_of_request else pieces)
         except FAILURES as error:
             words = str(error)[:MAX_REASON] if is_of_request or type(error) is TemplateError else "it failed on them"
             field = "chat_template" if is_of_request else PROMPT

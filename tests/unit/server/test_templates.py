@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from tokenizers import Tokenizer
 
@@ -76,10 +77,9 @@ REFUSED = {
     "nothing": ("{# #}", "empty"),
     "half a character": ("{{ '\\ud800' }}", "chat_template"),
     "no image": ("<|image_pad|>", "every image"),
-    "100 MB": ("{% for x in range(1000) %}{{ 'x' * (100000 + loop.index) }}{% endfor %}", "33554432 characters"),
-    "100 MB at once": ("{{ 'x' * (100000000 + messages|length) }}", "33554432 characters"),
+    "100 MB": ("{% for x in range(1000) %}{{ 'x' * (100000 + loop.index) }}{% endfor %}", "8388608 characters"),
+    "100 MB at once": ("{{ 'x' * (100000000 + messages|length) }}", "8388608 characters"),
     "memory": ("{{ 'x' * (1000000000 + messages|length) * 9 }}", "too large"),
-    "a long loop in C": ("{{ (7 ** (7 ** 9))|string|length }}", "chat_template"),
 }
 
 
@@ -117,6 +117,15 @@ def test_a_loop_delays_nobody_else(trusting: Stack) -> None:
     assert loop.result().status_code == 400 and f"longer than {CPU_S:.0f} s" in loop.result().text
     assert num_answers > 5
     assert trusting.chat("y", chat_template=PLAIN_TEMPLATE).status_code == 200
+
+
+def test_a_client_that_leaves(trusting: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a template goes on although nobody waits for it, or if the next request gets its answer."""
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": LOOP}
+    with pytest.raises(httpx.ReadTimeout):
+        trusting.http.post("/v1/chat/completions", json=body, timeout=0.3)
+    assert trusting.chat("z", chat_template=PLAIN_TEMPLATE).status_code == 200
+    assert tokenizer.decode(prompt_ids(trusting)) == "user: z\n"
 
 
 async def test_clients_take_turns() -> None:
