@@ -1,19 +1,25 @@
-"""A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images.
+"""A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images, templates.
 
 Over its pipes go frames: 4 bytes of length and as many bytes. The first one, empty, says that it is ready.
 """
 
 import asyncio
 import contextlib
+import multiprocessing
+import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import BinaryIO
 
 from engine.config import child_environment
+from engine.ipc import die_with_parent
 
 LENGTH_BYTES = 4
 START_S = 120.0  # importing takes seconds on a busy machine
+FORK = multiprocessing.get_context("fork")
 
 
 class HelperDied(RuntimeError):
@@ -71,6 +77,65 @@ class Helper:
             await self.close()
             raise
         return process
+
+
+class Turns:
+    """Of clients that share a helper. Next is the one that has used least of its time since it was idle, and its smallest question."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._used: Counter[bytes] = Counter()  # milliseconds by client
+        self._waiting: list[tuple[bytes, int, asyncio.Future[None]]] = []
+
+    @contextlib.asynccontextmanager
+    async def take(self, client: bytes, size: int) -> AsyncIterator[None]:
+        if self._is_taken:
+            came = asyncio.get_running_loop().create_future()
+            self._waiting.append((client, size, came))
+            try:
+                await came
+            except asyncio.CancelledError:
+                if not came.cancelled():  # it is this one's turn
+                    self._pass_on()
+                raise
+        self._is_taken, started = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._used[client] += int(1e3 * (time.monotonic() - started))
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._waiting = [waiting for waiting in self._waiting if not waiting[2].cancelled()]
+        if self._waiting:
+            following = min(self._waiting, key=lambda waiting: (self._used[waiting[0]], waiting[1]))
+            self._waiting.remove(following)
+            following[2].set_result(None)
+        else:
+            self._is_taken = False
+            self._used.clear()
+
+
+def answer_in_child(work: Callable[[], bytes], seconds: float) -> bytes:
+    """Runs in the helper, which may have no threads: to start takes seconds, to fork milliseconds. Raises TimeoutError, or EOFError if the
+    child ended without an answer; afterwards it is gone."""
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        die_with_parent(signal.SIGKILL)
+        sender.send_bytes(work())
+
+    child = FORK.Process(target=run)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            raise TimeoutError
+        return receiver.recv_bytes()
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
 
 
 def answer_questions(answer: Callable[[bytes], bytes]) -> None:

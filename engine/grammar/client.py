@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections import OrderedDict
 from pathlib import Path
 
 import msgspec
 
-from engine.helper import Helper, HelperDied
+from engine.helper import Helper, HelperDied, Turns
 from engine.params import Grammar
 
 COMPILE_S, QUICK_S = 5.0, 1.0
@@ -37,39 +35,17 @@ class GrammarError(ValueError):
 
 
 class Lane:
-    """A process for one compilation at a time. Next is the client that has used least of its time since it was idle, and its smallest
-    grammar."""
+    """A process for one compilation at a time, which clients take in turns."""
 
     def __init__(self, model_folder: Path, seconds: float):
         self.helper = Helper("engine.grammar.compile", str(model_folder))
+        self.turns = Turns()
         self._seconds = seconds
-        self._is_taken = False
-        self._used: Counter[bytes] = Counter()  # milliseconds by client
-        self._waiting: list[tuple[bytes, int, asyncio.Future[None]]] = []
 
     async def start(self) -> None:
         """Before the first question."""
-        async with self.turn(b"", 0):
+        async with self.turns.take(b"", 0):
             await self.helper.start()
-
-    @contextlib.asynccontextmanager
-    async def turn(self, client: bytes, size: int) -> AsyncIterator[None]:
-        if self._is_taken:
-            came = asyncio.get_running_loop().create_future()
-            self._waiting.append((client, size, came))
-            await came
-        self._is_taken, started = True, time.monotonic()
-        try:
-            yield
-        finally:
-            self._used[client] += int(1e3 * (time.monotonic() - started))
-            if self._waiting:
-                following = min(self._waiting, key=lambda waiting: (self._used[waiting[0]], waiting[1]))
-                self._waiting.remove(following)
-                following[2].set_result(None)
-            else:
-                self._is_taken = False
-                self._used.clear()
 
     async def ask(self, grammar: Grammar) -> Compiled:
         """In a turn."""
@@ -112,7 +88,7 @@ class GrammarCompiler:
     async def _compile(self, grammar: Grammar, client: bytes) -> Compiled:
         for lane in (self._small, self._large):
             if grammar not in self._cache and (lane is self._large or len(grammar.text) <= SMALL_CHARACTERS):
-                async with lane.turn(client, len(grammar.text)):
+                async with lane.turns.take(client, len(grammar.text)):
                     if grammar not in self._cache:  # by somebody who asked for the same
                         compiled = await lane.ask(grammar)
                         if lane is self._large or not compiled.is_late:

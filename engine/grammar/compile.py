@@ -1,10 +1,9 @@
 """A compiler process: `python -m engine.grammar.compile MODEL_FOLDER`. It answers each Question with a Compiled.
 
-Each is compiled in a child that is killed when it takes too long: to start takes seconds, to fork milliseconds.
+Each is compiled in a child that is killed when it takes too long.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -22,11 +21,10 @@ import xgrammar
 from engine.grammar.client import Compiled, Question
 from engine.grammar.schema import check
 from engine.grammar.vocabulary import read_vocabulary
-from engine.helper import answer_questions
+from engine.helper import answer_in_child, answer_questions
 from engine.ipc import die_with_parent
 from engine.params import Grammar
 
-FORK = multiprocessing.get_context("fork")
 NICENESS = 19  # streams go first
 MEMORY_BYTES = 4 << 30  # beyond it a compilation fails
 NUM_THREADS = 4
@@ -55,25 +53,12 @@ def main() -> None:
 
 def answer(compiler: xgrammar.GrammarCompiler, question: Question) -> bytes:
     """A Compiled. No threads run here: it may fork."""
-    receiver, sender = FORK.Pipe(duplex=False)
-
-    def run() -> None:
-        die_with_parent(signal.SIGKILL)
-        sender.send_bytes(msgspec.msgpack.encode(compiled(compiler, question.grammar)))
-
-    child = FORK.Process(target=run)
-    child.start()
-    sender.close()
     try:
-        if receiver.poll(question.seconds):
-            return receiver.recv_bytes()
+        return answer_in_child(lambda: msgspec.msgpack.encode(compiled(compiler, question.grammar)), question.seconds)
+    except TimeoutError:
         problem = Compiled(error=f"it takes longer than {question.seconds:.0f} s to compile", is_late=True)
     except EOFError:
         problem = Compiled(error="it is too deep or too large to compile")
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
     return msgspec.msgpack.encode(problem)
 
 

@@ -44,6 +44,8 @@ from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Medium, Request, Way, release_all
 from server.processor.room import wire
+from server.processor.template import Rendered
+from server.processor.templates import RequestTemplates
 from server.processor.video import FrameList, VideoFile
 from server.region import Region
 
@@ -68,6 +70,7 @@ class Intake(Way):
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
         self._grammars = GrammarCompiler(model_folder)
+        self._templates = RequestTemplates(self._prompts.setting)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
 
@@ -79,9 +82,12 @@ class Intake(Way):
     def start(self) -> None:
         """Before the first request."""
         self.tasks.create_task(self._grammars.start())
+        if self.config.trust_request_chat_template:
+            self.tasks.create_task(self._templates.start())
 
     async def close(self) -> None:
         await self._grammars.close()
+        await self._templates.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:
@@ -162,7 +168,8 @@ class Intake(Way):
             if isinstance(medium, Image):
                 medium.start()
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
-        is_large = self._prompts.size(submit.prompt) + len(submit.prediction) >= LARGE_MESSAGES_BYTES
+        size = self._prompts.size(submit.prompt) + len(submit.prediction)
+        is_large = size >= LARGE_MESSAGES_BYTES or _own_template(submit) is not None
         ids, predicted = ([], []) if is_large else self._encode(submit)
         try:
             async with asyncio.TaskGroup() as group:
@@ -170,7 +177,7 @@ class Intake(Way):
                     group.create_task(_load(medium, i, ref, allowance))
                 group.create_task(self._compile(request))
                 if is_large:
-                    ids, predicted = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
+                    ids, predicted = await self._encode_beside(submit)
         except BaseExceptionGroup as failures:
             if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
@@ -219,13 +226,19 @@ class Intake(Way):
         region.append(ids.tobytes())
         return region
 
-    def _encode(self, submit: Submit) -> tuple[list[int], list[int]]:
+    async def _encode_beside(self, submit: Submit) -> tuple[list[int], list[int]]:
+        """In a thread, after a process has rendered the request's own template."""
+        prompt = _own_template(submit)
+        rendered = None if prompt is None else await self._templates.render(prompt, submit.client)
+        return await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit, rendered)
+
+    def _encode(self, submit: Submit, rendered: Rendered | None = None) -> tuple[list[int], list[int]]:
         """The prompt and, if drafts are made of it, the prediction."""
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
             return submit.prompt.ids, []
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
-        ids = self._prompts.encode(submit.prompt, are_videos, limit, is_framed=submit.pooled_words is not None)
+        ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None, rendered)
         is_used = bool(submit.prediction) and self.config.draft != "off"
         return ids, self._prompts.predicted(submit.prediction, limit) if is_used else []
 
@@ -252,7 +265,7 @@ class Intake(Way):
     async def _compile(self, request: Request) -> None:
         """Puts the grammar of the answer, if any, into the arena. RequestError 400."""
         submit = request.submit
-        grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template)
+        grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template_of(submit.prompt))
         if grammar is None:
             return
         try:
@@ -305,6 +318,11 @@ async def _load(medium: Medium, index: int, ref: MediaRef | VideoRef, allowance:
         await medium.load(index, ref, allowance)
     else:
         await medium.load(index, allowance)
+
+
+def _own_template(submit: Submit) -> ChatPrompt | None:
+    """The prompt, if its template is the request's."""
+    return submit.prompt if isinstance(submit.prompt, ChatPrompt) and submit.prompt.template else None
 
 
 def _tools_of(submit: Submit) -> list[dict[str, Any]]:

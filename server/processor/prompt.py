@@ -1,23 +1,12 @@
 """Messages to token ids: chat template, special tokens, placeholders.
 
-What a user typed never becomes a control token or an image slot. Before the template runs, a marker with a private nonce replaces each
-special token in a text (or the beginning of one at its end). Then all special tokens of the rendered text are the template's own; it is
-cut at them, and the markers in the pieces become text again.
+A rendered text is cut at its special tokens, which are the template's own; then the markers in the pieces become text again.
 """
 
-import json
-import re
-import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
-import msgspec
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
@@ -25,13 +14,9 @@ from engine.params import MAX_BAD_WORD_TOKENS
 from models.video import time_text
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
+from server.processor.template import ChatTemplate, Rendered, Setting
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
-Messages = list[dict[str, object]]
-
-# For templates that look for text in every role's parts but for images only in a user's.
-IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
-VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 
 MAX_TOKENS = 1 << 20  # of a prompt that is only counted
 USUAL_CHARACTERS = 6  # a token; texts have fewer
@@ -107,15 +92,16 @@ class PromptBuilder:
         self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal.encode_special_tokens = True  # special tokens in its input are text
         self._placeholders = Placeholders(checkpoint.image_token_id, checkpoint.video_token_id, checkpoint.vision_token_ids)
-        self._special_variables = checkpoint.special_tokens
-        self.template = checkpoint.chat_template
-        self._template = _environment().from_string(checkpoint.chat_template)
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self._special = re.compile("|".join(re.escape(token) for token in sorted(self._special_ids, key=len, reverse=True)))
-        self._beginnings = {token[:length] for token in self._special_ids for length in range(1, len(token))}
-        self._longest_beginning = max(map(len, self._beginnings))
+        self.setting = Setting(list(self._special_ids), checkpoint.special_tokens)
+        self._special = self.setting.pattern
+        self._template = ChatTemplate(checkpoint.chat_template, self.setting)
+
+    def template_of(self, prompt: Prompt) -> str:
+        """The request's own, or the checkpoint's."""
+        return (isinstance(prompt, ChatPrompt) and prompt.template) or self._template.source
 
     def size(self, prompt: Prompt) -> int:
         """Bytes of JSON or text: `encode` takes time in proportion."""
@@ -123,13 +109,17 @@ class PromptBuilder:
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else 0
 
-    def encode(self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
+    def encode(
+        self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False, rendered: Rendered | None = None
+    ) -> list[int]:
         """Ids with one placeholder per medium, which is an image or a video; `is_framed`: a chat within the tokens that the tokenizer puts
-        around a text. RequestError 400 if the template refuses the messages or does not show every medium, or, early, for a text of far
-        more tokens than `limit`."""
+        around a text; `rendered`: a chat by its own template. RequestError 400 if the template refuses the messages or does not show every
+        medium, or, early, for a text of far more tokens than `limit`."""
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
-            ids = self._encode_chat(prompt, limit)
+            ids = self._encode_rendered(rendered or self._template.render(prompt), limit)
+            if not ids:
+                raise RequestError(400, "The chat template makes an empty prompt of these messages.", PROMPT)
         elif isinstance(prompt, TokenPrompt):
             ids = self._shortened(prompt.ids) if are_videos else prompt.ids
         else:
@@ -142,7 +132,7 @@ class PromptBuilder:
             raise RequestError(400, words, PROMPT, "invalid_value")
         if shown != list(are_videos):
             kind = "image" if sum(shown) == sum(are_videos) else "video"
-            raise RequestError(400, f"The chat template of this model does not show every {kind} of these messages.", PROMPT)
+            raise RequestError(400, f"The chat template does not show every {kind} of these messages.", PROMPT)
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
@@ -190,24 +180,18 @@ class PromptBuilder:
             if num_tokens > limit * (1 + MARGIN):
                 raise too_long(limit, f"more than {limit}")
 
-    def _encode_chat(self, prompt: ChatPrompt, limit: int) -> list[int]:
-        shield = _Shield()
-        messages = [self._protect_message(message, shield) for message in msgspec.json.decode(prompt.messages)]
-        tools = None if prompt.tools is None else self._protect(msgspec.json.decode(prompt.tools), shield)
-        if tools is not None and "tools" not in self.template:
-            raise RequestError(400, "tools: the chat template of this model does not show tools.", "tools", "unsupported_value")
-        if prompt.ending == "continue":
-            _append_text(messages[-1], shield.end)
-        rendered = self._render(messages, tools, prompt.ending == "generation", prompt.template_kwargs)
-        if prompt.ending == "continue":
-            rendered, found, _ = rendered.rpartition(shield.end)
-            if not found:
-                words = "The chat template of this model does not show the last message as it is."
-                raise RequestError(400, words, "continue_final_message", "unsupported_value")
-        if not shield.originals:
-            return self._encode_text(rendered, limit)
-        self._check_size(rendered, limit)
-        return self._encode_shielded(rendered, shield)
+    def _encode_rendered(self, rendered: Rendered, limit: int) -> list[int]:
+        self._check_size(rendered.text, limit)
+        if not rendered.originals:
+            return self._encode_piece(rendered.text)
+        pieces = self._special.split(rendered.text)
+        tokens = self._special.findall(rendered.text)
+        encodings = self._literal.encode_batch_fast([rendered.reveal(piece) for piece in pieces], add_special_tokens=False)
+        ids: list[int] = list(encodings[0].ids)
+        for token, encoding in zip(tokens, encodings[1:], strict=True):
+            ids.append(self._special_ids[token])
+            ids.extend(encoding.ids)
+        return ids
 
     def _encode_text(self, text: str, limit: int) -> list[int]:
         self._check_size(text, limit)
@@ -220,54 +204,6 @@ class PromptBuilder:
     def expand(self, ids: Sequence[int], visuals: Sequence[Visual]) -> ExpandedPrompt:
         return ExpandedPrompt(ids, self._placeholders, visuals, self._encode_piece)
 
-    def _render(self, messages: Messages, tools: object, begins_answer: bool, template_kwargs: dict[str, bool]) -> str:
-        try:
-            variables = {**self._special_variables, **template_kwargs}
-            return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=begins_answer, **variables)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-            words = str(error)[:200] if type(error) is TemplateError else "it failed on them"
-            raise RequestError(400, f"The chat template of this model refuses these messages: {words}", PROMPT) from None
-
-    def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
-        content = message["content"]
-        if isinstance(content, list):
-            media: dict[object, dict[str, object]] = {
-                "image": {"type": "image", "image": "", "text": IMAGE_TEXT},
-                "video": {"type": "video", "video": "", "text": VIDEO_TEXT},
-            }
-            content = [media.get(part["type"]) or self._protect(part, shield) for part in content]
-        else:
-            content = self._protect_text(str(content), shield)
-        return {name: content if name == "content" else self._protect(value, shield) for name, value in message.items()}
-
-    def _protect(self, value: object, shield: "_Shield") -> object:
-        """Every text in a JSON value, names of members included."""
-        if isinstance(value, str):
-            return self._protect_text(value, shield)
-        if isinstance(value, list):
-            return [self._protect(entry, shield) for entry in value]
-        if isinstance(value, dict):
-            return {self._protect_text(name, shield): self._protect(entry, shield) for name, entry in value.items()}
-        return value
-
-    def _protect_text(self, text: str, shield: "_Shield") -> str:
-        """Markers for special tokens, and for an end that what follows might complete to one."""
-        text = self._special.sub(lambda match: shield.hide(match[0]), text)
-        for length in range(min(len(text), self._longest_beginning), 0, -1):
-            if text[-length:] in self._beginnings:
-                return text[:-length] + shield.hide(text[-length:])
-        return text
-
-    def _encode_shielded(self, rendered: str, shield: "_Shield") -> list[int]:
-        pieces = self._special.split(rendered)
-        tokens = self._special.findall(rendered)
-        encodings = self._literal.encode_batch_fast([shield.reveal(piece) for piece in pieces], add_special_tokens=False)
-        ids: list[int] = list(encodings[0].ids)
-        for token, encoding in zip(tokens, encodings[1:], strict=True):
-            ids.append(self._special_ids[token])
-            ids.extend(encoding.ids)
-        return ids
-
 
 def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and behind a text."""
@@ -275,48 +211,3 @@ def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     framed: list[int] = tokenizer.encode("a").ids
     start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
     return framed[:start], framed[start + len(bare) :]
-
-
-class _Shield:
-    """Texts of one request, hidden behind markers that no client can know."""
-
-    def __init__(self) -> None:
-        self.originals: list[str] = []
-        self._nonce = f"x{secrets.token_hex(16)}x"
-        self.end = f"{self._nonce}end"  # of a message that is to be continued
-
-    def hide(self, text: str) -> str:
-        self.originals.append(text)
-        return f"{self._nonce}{len(self.originals) - 1}x"
-
-    def reveal(self, text: str) -> str:
-        return re.sub(f"{self._nonce}([0-9]+)x", lambda match: self.originals[int(match[1])], text)
-
-
-def _append_text(message: dict[str, object], text: str) -> None:
-    content = message["content"]
-    message["content"] = [*content, {"type": "text", "text": text}] if isinstance(content, list) else f"{content}{text}"
-
-
-class _Generation(Extension):
-    """`{% generation %}` shows its body; for training, it marks what the assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers renders chat templates."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    # Without Jinja's escaping of HTML characters.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(value, ensure_ascii=ensure_ascii, **options)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)

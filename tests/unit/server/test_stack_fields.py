@@ -57,6 +57,15 @@ def test_the_last_message_goes_on(stack: Stack, tokenizer: Tokenizer) -> None:
         assert prompt_text(stack, tokenizer).endswith("<|im_start|>assistant\nThe answer is")
 
 
+def test_a_template_of_a_request_needs_the_flag(stack: Stack) -> None:
+    """Red if a server that was not told to trust clients runs their templates, or does not say how to."""
+    bodies = ("/v1/chat/completions", "messages"), ("/tokenize", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")
+    for path, field in bodies:
+        body = {field: [{"role": "user", "content": "x"}], "max_tokens": 5, "chat_template": "y"}
+        refused = stack.http.post(path, json={name: value for name, value in body.items() if field != "input" or name != "max_tokens"})
+        assert refused.status_code == 400 and "--trust-request-chat-template" in refused.text, refused.text
+
+
 def test_no_generation_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
     assert stack.chat("x", add_generation_prompt=False).status_code == 200
     assert prompt_text(stack, tokenizer) == "<|im_start|>user\nx<|im_end|>\n"

@@ -1,0 +1,181 @@
+"""Messages to text by a chat template, the checkpoint's or a request's own.
+
+What a user typed never becomes a control token or an image slot. Before the template runs, a marker with a private nonce replaces each
+special token in a text (or the beginning of one at its end). Then all special tokens of the rendered text are the template's own.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.params import ChatPrompt
+from server.errors import PROMPT, RequestError
+
+# For templates that look for text in every role's parts but for images only in a user's.
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
+
+MAX_CHARACTERS = 1 << 23  # that a request's template may write: several times what any context holds
+MAX_REASON = 200
+NONCE_CHARACTERS = 34
+FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, SyntaxError)
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What all templates of a checkpoint have in common. `variables` are special tokens by the names that templates have for them."""
+
+    special_tokens: list[str]
+    variables: dict[str, str]
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Any special token, the longest one first."""
+        return re.compile("|".join(re.escape(token) for token in sorted(self.special_tokens, key=len, reverse=True)))
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """A text in which markers stand for `originals`, if there are any."""
+
+    text: str
+    originals: dict[str, str] = {}
+
+    def reveal(self, piece: str) -> str:
+        """A piece of the text as the user wrote it. A template may make markers of its own: they are text."""
+        nonce = next(iter(self.originals))[:NONCE_CHARACTERS]
+        return re.sub(f"{nonce}[0-9]+x", lambda match: self.originals.get(match[0], match[0]), piece)
+
+
+class ChatTemplate:
+    """A compiled template. Stateless between calls; may be used from several threads. RequestError 400 if it is none."""
+
+    def __init__(self, source: str, setting: Setting):
+        self.source = source
+        self._variables = setting.variables
+        self._special = setting.pattern
+        self._beginnings = {token[:length] for token in setting.special_tokens for length in range(1, len(token))}
+        self._longest_beginning = max(map(len, self._beginnings))
+        try:
+            self._template = _environment().from_string(source)
+        except FAILURES as error:
+            place = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+            words = f"chat_template: it cannot be compiled: {str(error)[:MAX_REASON]}{place}"
+            raise RequestError(400, words, "chat_template", "invalid_value") from None
+
+    def render(self, prompt: ChatPrompt) -> Rendered:
+        """RequestError 400 if the template refuses the messages, or cannot show what is asked for."""
+        shield = _Shield()
+        messages = [self._protect_message(message, shield) for message in msgspec.json.decode(prompt.messages)]
+        tools = None if prompt.tools is None else self._protect(msgspec.json.decode(prompt.tools), shield)
+        if tools is not None and "tools" not in self.source:
+            raise RequestError(400, "tools: the chat template does not show tools.", "tools", "unsupported_value")
+        if prompt.ending == "continue":
+            _append_text(messages[-1], shield.end)
+        variables = {**self._variables, **prompt.template_kwargs, "add_generation_prompt": prompt.ending == "generation"}
+        text = self._run({"messages": messages, "tools": tools, "documents": None, **variables}, is_of_request=bool(prompt.template))
+        if prompt.ending == "continue":
+            text, found, _ = text.rpartition(shield.end)
+            if not found:
+                words = "The chat template does not show the last message as it is."
+                raise RequestError(400, words, "continue_final_message", "unsupported_value")
+        return Rendered(text, shield.originals)
+
+    def _run(self, variables: dict[str, Any], is_of_request: bool) -> str:
+        pieces = self._template.generate(variables)
+        try:
+            return "".join(_bounded(pieces) if is_of_request else pieces)
+        except FAILURES as error:
+            words = str(error)[:MAX_REASON] if is_of_request or type(error) is TemplateError else "it failed on them"
+            field = "chat_template" if is_of_request else PROMPT
+            raise RequestError(400, f"The chat template refuses these messages: {words}", field) from None
+
+    def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
+        content = message["content"]
+        if isinstance(content, list):
+            media: dict[object, dict[str, object]] = {
+                "image": {"type": "image", "image": "", "text": IMAGE_TEXT},
+                "video": {"type": "video", "video": "", "text": VIDEO_TEXT},
+            }
+            content = [media.get(part["type"]) or self._protect(part, shield) for part in content]
+        else:
+            content = self._protect_text(str(content), shield)
+        return {name: content if name == "content" else self._protect(value, shield) for name, value in message.items()}
+
+    def _protect(self, value: object, shield: "_Shield") -> object:
+        """Every text in a JSON value, names of members included."""
+        if isinstance(value, str):
+            return self._protect_text(value, shield)
+        if isinstance(value, list):
+            return [self._protect(entry, shield) for entry in value]
+        if isinstance(value, dict):
+            return {self._protect_text(name, shield): self._protect(entry, shield) for name, entry in value.items()}
+        return value
+
+    def _protect_text(self, text: str, shield: "_Shield") -> str:
+        """Markers for special tokens, and for an end that what follows might complete to one."""
+        text = self._special.sub(lambda match: shield.hide(match[0]), text)
+        for length in range(min(len(text), self._longest_beginning), 0, -1):
+            if text[-length:] in self._beginnings:
+                return text[:-length] + shield.hide(text[-length:])
+        return text
+
+
+def _bounded(pieces: Iterable[str]) -> Iterable[str]:
+    """TemplateError as soon as they are more than MAX_CHARACTERS."""
+    room = MAX_CHARACTERS
+    for piece in pieces:
+        room -= len(piece)
+        if room < 0:
+            raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
+        yield piece
+
+
+class _Shield:
+    """Texts of one request, hidden behind markers that no client can know."""
+
+    def __init__(self) -> None:
+        self.originals: dict[str, str] = {}  # by marker
+        self._nonce = f"x{secrets.token_hex(NONCE_CHARACTERS // 2 - 1)}x"
+        self.end = f"{self._nonce}end"  # of a message that is to be continued
+
+    def hide(self, text: str) -> str:
+        marker = f"{self._nonce}{len(self.originals)}x"
+        self.originals[marker] = text
+        return marker
+
+
+def _append_text(message: dict[str, object], text: str) -> None:
+    content = message["content"]
+    message["content"] = [*content, {"type": "text", "text": text}] if isinstance(content, list) else f"{content}{text}"
+
+
+class _Generation(Extension):
+    """`{% generation %}` shows its body; for training, it marks what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment in which transformers renders chat templates."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    # Without Jinja's escaping of HTML characters.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
