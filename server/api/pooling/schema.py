@@ -24,6 +24,7 @@ class PoolingRequest(Open):
     media_io_kwargs: MediaIoKwargs | None = None
     cache_salt: Salt | None = None
     user: str | None = None
+    truncate_prompt_tokens: None = None  # prompts are whole
 
 
 class EmbeddingRequest(PoolingRequest):
