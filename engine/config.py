@@ -35,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "demo"
     )
     served_model_name: Annotated[
-        str | None, "name that the API shows and accepts, or several with commas between; default: the model as given"
+        str | None, "name that the API shows and accepts, or several with commas or spaces between; default: the model as given"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     trust_request_chat_template: Annotated[
@@ -141,7 +141,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     write_timeout: Annotated[int, "seconds that a client may read nothing of its answer; it makes room for others before that"] = 30
-    max_images_per_request: Annotated[int, "images in one request"] = 128
+    max_images_per_request: Annotated[int, "most images that one request may have"] = 128
     min_pixels: Annotated[int | None, "least pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
     max_pixels: Annotated[int | None, "most pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
@@ -151,7 +151,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
     max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
     max_video_frames: Annotated[int, "frames that are seen of one video"] = 2048
-    max_video_file_frames: Annotated[int, "frames in a video file"] = 500_000
+    max_video_file_frames: Annotated[int, "most frames that a video file may have"] = 500_000
     max_video_frame_pixels: Annotated[int, "pixels of a video's frame before resizing"] = 1 << 26
     max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
     video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60

@@ -20,6 +20,7 @@ from engine.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problem, re
 from engine.moving import OTHER_VALUES, OTHERS_BY_NAME, READ, REFUSED_VALUES, SAME, read_json
 
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
+DOTTED = {read.name for read in READ} | OTHERS_BY_NAME.keys()  # whose values may be JSON
 NEGATIONS = ("--no-", "--disable-", "--without-")
 
 # The groups of --help by their first fields, in the order of the fields.
@@ -28,7 +29,7 @@ GROUPS = {
     "host": "server",
     "max_model_len": "scheduling",
     "image_cache_bytes": "memory",
-    "enforce_eager": "memory",
+    "enforce_eager": "execution",
     "api_arena_bytes": "requests and media",
 }
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
@@ -87,7 +88,7 @@ def _add_flags_of_others(parser: Parser) -> None:
         if same.const is not None:
             parser.add_argument(*same.names, action="store_const", dest=same.field, const=same.const, help=argparse.SUPPRESS)
     for read in READ:
-        parser.add_argument(read.name, dest=read.name, help=argparse.SUPPRESS)
+        parser.add_argument(read.name, dest=read.name, action="append", default=[], help=argparse.SUPPRESS)
     for name, other in OTHERS_BY_NAME.items():
         if other.values == () and not other.is_refused:
             parser.add_argument(name, action="store_true", dest=name, help=argparse.SUPPRESS)
@@ -111,7 +112,10 @@ def _add_flag(group: Any, name: str, annotated: Any, default: Any) -> None:
     reads: Any = parse_bytes if kind is int and metavar == "SIZE" else kind
     if kind is str:
         reads = functools.partial(_read_text, name)
-    group.add_argument(*flags, dest=name, type=reads, choices=choices, default=default, help=shown, metavar=None if choices else metavar)
+    group.add_argument(
+        *flags, dest=name, nargs="+" if name == "served_model_name" else None, type=reads, choices=choices, default=default, help=shown,
+        metavar=None if choices else metavar,
+    )  # fmt: skip
 
 
 def _read_text(name: str, text: str) -> str:
@@ -140,7 +144,8 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     """And a line for whatever has no effect. Raises BadFlags."""
     parser = make_parser()
-    known, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
+    words = _without_dots(argv)
+    known, unknown = parser.parse_known_args(words)
     values = vars(known)
     notes, problems = _settle(values)
     if unknown:
@@ -149,6 +154,10 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
         raise BadFlags("; ".join(problems))
     values.pop("config")
     positional = values.pop("positional")
+    names = values["served_model_name"] or []
+    if len(names) > 1 and positional is None and not _is_model_told(parser, words, values):
+        positional = names.pop()  # `--served-model-name x MODEL`
+    values["served_model_name"] = ",".join(names) or None
     if positional is not None:
         if values["model"] not in (parser.get_default("model"), positional):
             raise BadFlags(f"the model is told twice: {positional} and --model {values['model']}")
@@ -161,17 +170,33 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     return config, notes + [f"{name} is the variable of no flag" for name in strangers]
 
 
-def _with_dashes(word: str) -> str:
-    """`--max_num_seqs=4` is `--max-num-seqs=4`."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+def _is_model_told(parser: Parser, words: list[str], values: dict[str, Any]) -> bool:
+    flags = {flag for action in parser._actions if action.dest == "model" for flag in action.option_strings}
+    return values["model"] != parser.get_default("model") or any(word.partition("=")[0] in flags for word in words)
+
+
+def _without_dots(argv: list[str]) -> list[str]:
+    """`--max_num_seqs=4` is `--max-num-seqs=4`; of a flag of others, `--name.key.inner 4` is `--name {"key": {"inner": 4}}`."""
+    words, rest = [], iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name, *keys = name.split(".") if name.startswith("--") else [name]
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if not keys or name not in DOTTED:
+            words.append(".".join([name, *keys]) + equals + value)
+            continue
+        text: Any = value if equals else next(rest, "")
+        with contextlib.suppress(ValueError):
+            text = json.loads(text)
+        words += [name, json.dumps(functools.reduce(lambda inner, key: {key: inner}, reversed(keys), text))]
+    return words
 
 
 def _settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Takes out of the parser's values what is no field of ours. Returns what to say of it, and what is wrong with it."""
     notes, problems = [], []
     for read in READ:
-        if (text := values.pop(read.name)) is not None:
+        for text in values.pop(read.name):
             try:
                 values |= read_json(read.name, text)
             except ValueError as problem:

@@ -1,5 +1,7 @@
 """What the engine measures of itself: times of a request, gauges and totals. Part of the messages."""
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -21,31 +23,31 @@ class Stages(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and totals of the scheduler, but for what says otherwise."""
+    """Gauges and totals of the scheduler, but for what says otherwise. The texts are those of the metrics."""
 
-    max_model_len: int = 0  # cut to the KV pool
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0  # free or only cached
-    num_pinned_images: int = 0
-    image_cache_bytes: int = 0
-    image_cache_budget: int = 0
-    image_host_cache_bytes: int = 0  # of each worker
-    image_host_cache_budget: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    images_encoded: int = 0
-    images_hit: int = 0
-    images_skipped: int = 0  # every token came from the prefix cache
-    images_evicted: int = 0
-    images_restored: int = 0  # from host memory; not hits
-    images_decoded: int = 0  # by the processor: files that are no plain JPEGs
-    preemptions: int = 0
-    drafts: int = 0  # rows that were verified with drafts
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0  # that are in answers
+    max_model_len: Annotated[int, "tokens that a prompt and its answer may have, cut to the KV pool"] = 0
+    num_running: Annotated[int, "requests that run"] = 0
+    num_waiting: Annotated[int, "requests that wait for their first step, or again after a preemption"] = 0
+    num_blocks: Annotated[int, "KV blocks of the pool"] = 0
+    num_free_blocks: Annotated[int, "KV blocks that no request holds: free or only cached"] = 0
+    num_pinned_images: Annotated[int, "images whose embeddings must stay, as a request has yet to compute their tokens"] = 0
+    image_cache_bytes: Annotated[int, "memory that embeddings in the image cache take"] = 0
+    image_cache_budget: Annotated[int, "most bytes of the image cache"] = 0
+    image_host_cache_bytes: Annotated[int, "host memory that embeddings take in each worker"] = 0
+    image_host_cache_budget: Annotated[int, "most bytes of embeddings in each worker's host memory"] = 0
+    steps: Annotated[int, "batches that the decoder was launched for: prefill, decoding or both"] = 0
+    prompt_tokens: Annotated[int, "tokens of prompts, cached ones included"] = 0
+    cached_prompt_tokens: Annotated[int, "tokens of prompts that the prefix cache had"] = 0
+    computed_tokens: Annotated[int, "tokens that went through the decoder"] = 0
+    generated_tokens: Annotated[int, "tokens that were sampled for answers"] = 0
+    images_encoded: Annotated[int, "images that went through the vision tower"] = 0
+    images_hit: Annotated[int, "images whose embeddings the image cache had"] = 0
+    images_skipped: Annotated[int, "images of which every token came from the prefix cache"] = 0
+    images_evicted: Annotated[int, "embeddings that made room for others in the image cache"] = 0
+    images_restored: Annotated[int, "images whose embeddings came back from host memory; not hits"] = 0
+    images_decoded: Annotated[int, "image files that are no plain JPEGs, decoded by the processor"] = 0
+    preemptions: Annotated[int, "requests that lost their KV blocks to others"] = 0
+    drafts: Annotated[int, "rows that were verified with drafts"] = 0
+    draft_tokens: Annotated[int, "guessed tokens that were verified"] = 0
+    accepted_draft_tokens: Annotated[int, "guessed tokens that are in answers"] = 0
     accepted_by_position: list[int] = []  # of these: first, second ... draft of a row

@@ -1,6 +1,7 @@
 """Prometheus metrics: what clients saw, how long each stage took, the scheduler's gauges."""
 
 from collections.abc import Iterator
+from typing import get_args, get_type_hints
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -8,12 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.messages import ErrorInfo
-from engine.stats import Stages
+from engine.stats import EngineStats, Stages
 from server.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 PREFIX = "engine_"
+TEXTS = {name: text for name, hint in get_type_hints(EngineStats, include_extras=True).items() for text in get_args(hint)[1:]}
 GAUGES = frozenset({
     "max_model_len", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes",
     "image_cache_budget", "image_host_cache_bytes", "image_host_cache_budget",
@@ -37,19 +39,21 @@ class StatsCollector(Collector):
         spared = stats.images_hit + stats.images_skipped + stats.images_restored
         kv_usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         totals = msgspec.structs.asdict(stats)
-        accepted = CounterMetricFamily(f"{DRAFTS}accepted_tokens_per_pos", "drafts in answers, by place", labels=[*LABELS, "position"])
+        accepted = CounterMetricFamily(
+            f"{DRAFTS}accepted_tokens_per_pos", "guessed tokens that are in answers, by their place in a row", labels=[*LABELS, "position"]
+        )
         for position, value in enumerate(totals.pop("accepted_by_position")):
             accepted.add_metric((*self._values, str(position)), value)
         yield accepted
         for name, text, value in (
             ("drafts", "rows that were verified with drafts", stats.drafts),
-            ("draft_tokens", "drafts", stats.draft_tokens),
-            ("accepted_tokens", "drafts in answers", stats.accepted_draft_tokens),
+            ("draft_tokens", "guessed tokens that were verified", stats.draft_tokens),
+            ("accepted_tokens", "guessed tokens that are in answers", stats.accepted_draft_tokens),
         ):
             yield self._one(CounterMetricFamily(DRAFTS + name, text, labels=LABELS), value)
         for name, value in totals.items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            yield self._one(family(PREFIX + name, f"{name.replace('_', ' ')} (engine)", labels=LABELS), value)
+            yield self._one(family(PREFIX + name, TEXTS[name], labels=LABELS), value)
         for name, text, value in (
             (PREFIX + "prefix_cache_hit_rate", "cached share of prompt tokens", stats.cached_prompt_tokens / max(1, stats.prompt_tokens)),
             (PREFIX + "image_cache_hit_rate", "share of images not encoded again", spared / max(1, spared + stats.images_encoded)),
@@ -58,7 +62,7 @@ class StatsCollector(Collector):
             ("vllm:num_requests_running", "requests that run", stats.num_running),
             ("vllm:num_requests_waiting", "requests that wait", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", kv_usage),
-            ("vllm:gpu_cache_usage_perc", "the same by its older name", kv_usage),
+            ("vllm:gpu_cache_usage_perc", "share of KV blocks that requests hold, by its older name", kv_usage),
         ):
             yield self._one(GaugeMetricFamily(name, text, labels=LABELS), value)
         for name, text, value in (
@@ -104,10 +108,10 @@ class Metrics:
         self._ended = Counter(
             OF_VLLM + "request_success", "requests by why they ended", [*LABELS, "finished_reason"], registry=self._registry
         )
-        stage = self._stage = self._histogram("stage_seconds", "critical path until the first text", SECONDS, "stage")
-        first_token = self._histogram("time_to_first_token_seconds", "last byte of the body to first text")
-        inter_token = self._histogram("inter_token_seconds", "between two tokens of a choice", TOKEN_SECONDS)
-        request = self._histogram("request_seconds", "last byte of the body to the end of the answer")
+        stage = self._stage = self._histogram("stage_seconds", "time of each part of the way to the first text", SECONDS, "stage")
+        first_token = self._histogram("time_to_first_token_seconds", "time from the last byte of the body to the first text")
+        inter_token = self._histogram("inter_token_seconds", "time between two tokens of a choice", TOKEN_SECONDS)
+        request = self._histogram("request_seconds", "time from the last byte of the body to the end of the answer")
         self._first_token, self._inter_token = first_token.labels(model_name), inter_token.labels(model_name)
         self._request = request.labels(model_name)
         for metric, name in (
@@ -119,12 +123,12 @@ class Metrics:
         self._work = {
             name: Histogram(f"{OF_VLLM}request_{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(model_name)
             for name, text, buckets in (
-                ("prompt_tokens", "tokens of a request's prompts", TOKENS),
-                ("generation_tokens", "tokens of a request's answers", TOKENS),
-                ("max_num_generation_tokens", "tokens of a request's longest answer", TOKENS),
-                ("prefill_time_seconds", "first plan to first token", SECONDS),
-                ("decode_time_seconds", "first token to the end of the answer", SECONDS),
-                ("inference_time_seconds", "first plan to the end of the answer", SECONDS),
+                ("prompt_tokens", "length of all prompts of one request, in tokens", TOKENS),
+                ("generation_tokens", "length of all answers of one request, in tokens", TOKENS),
+                ("max_num_generation_tokens", "length of the longest answer of one request, in tokens", TOKENS),
+                ("prefill_time_seconds", "time from the first plan to the first token", SECONDS),
+                ("decode_time_seconds", "time from the first token to the end of the answer", SECONDS),
+                ("inference_time_seconds", "time from the first plan to the end of the answer", SECONDS),
             )
         }
 

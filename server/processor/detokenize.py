@@ -57,7 +57,7 @@ class Detokenizer:
         self._table = table
         self._specials = {} if skip_special_tokens else table.specials
         self._decoder = _new_utf8_decoder("replace")
-        self._is_between = True  # no unfinished character
+        self.is_between = True  # no unfinished character
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty if its bytes end inside a character."""
@@ -65,15 +65,15 @@ class Detokenizer:
         if token_id >= len(table.texts):
             return ""
         text = table.texts[token_id]
-        if text is not None and self._is_between:
+        if text is not None and self.is_between:
             return self._specials.get(token_id, text) if self._specials else text
         text = self._decoder.decode(table.bytes[token_id])
-        self._is_between = not self._decoder.getstate()[0]
+        self.is_between = not self._decoder.getstate()[0]
         return text
 
     def flush(self) -> str:
         """At the end: an unfinished character becomes U+FFFD."""
-        return "" if self._is_between else self._decoder.decode(b"", final=True)
+        return "" if self.is_between else self._decoder.decode(b"", final=True)
 
 
 class StopMatcher:
@@ -82,27 +82,35 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
         self.is_armed = True  # else text passes unseen
+        self.num_read = 0  # characters, of which so many were shown:
+        self.num_shown = 0
         self._stops = stops
         self._include_stop = include_stop
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
         """The text to show, and whether a stop string was found: that and what follows is not shown, but for an included one."""
+        self.num_read += len(piece)
         if not (self._stops and self.is_armed):
+            self.num_shown = self.num_read
             return piece, False
         text = self._held + piece
         found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
             self._held = ""
             start, self.found = min(found)
-            return text[: start + len(self.found) * self._include_stop], True
+            text = text[: start + len(self.found) * self._include_stop]
+            self.num_shown += len(text)
+            return text, True
         keep = min(possible_start(text, stop) for stop in self._stops)
         self._held = text[keep:]
+        self.num_shown += keep
         return text[:keep], False
 
     def flush(self) -> str:
         """What was held back, at the end."""
         held, self._held = self._held, ""
+        self.num_shown += len(held)
         return held
 
 

@@ -121,7 +121,7 @@ class Image:
         self._index = index
         with self._named():
             await self.encode(ref, allowance)
-            if ref.name is not None:
+            if ref.name is not None and self._tools.named.bind(ref.name, self.digest):
                 self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(self.encoded.view)))
             await self._settle()
 

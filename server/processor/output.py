@@ -17,7 +17,6 @@ from engine.messages import (
     Event,
     Events,
     FinishReason,
-    Logprob,
     Pixels,
     RequestOutput,
     WantedPixels,
@@ -61,26 +60,27 @@ class Output(Way):
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
+            begin = answer.text.begin
             text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             answer.num_tokens += 1
             answer.num_accepted += i < output.num_accepted
-            logprobs = request.logprobs_of(output, i)
+            request.note(answer, begin, output, i)
             ends = final if is_last else None
             if is_stopped:
                 self._stop_early(request, answer, output)
-                event = _full_event(request, output, text, answer.text.calls, logprobs, "stop", answer.text.stop_string)
+                event = _full_event(request, output, text, answer.text.calls, "stop", answer.text.stop_string)
             elif ends:
                 event = _finish(request, answer, output, text, ends)
             else:
-                event = _event(request, answer, output, text, logprobs)
-            events.append(request.with_ids(event, answer, token_id))
+                event = _event(request, answer, output, text)
+            events.append(request.tell(event, answer, is_first=answer.num_tokens == 1))
             if is_stopped:
                 return
         if output.error is not None:
             request.is_ended = True
             events.append(Event(output.rid, error=output.error))
         elif final is not None and not output.token_ids:
-            events.append(_finish(request, answer, output, "", final))
+            events.append(request.tell(_finish(request, answer, output, "", final), answer, is_first=False))
 
     def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:
         """The scheduler need not go on, unless it has ended the answer itself."""
@@ -142,11 +142,11 @@ class Output(Way):
             self.scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
 
 
-def _event(request: Request, answer: Answer, output: RequestOutput, text: str, logprobs: list[Logprob]) -> Event:
+def _event(request: Request, answer: Answer, output: RequestOutput, text: str) -> Event:
     if answer.num_tokens == 1:
-        return _full_event(request, output, text, answer.text.calls, logprobs)
+        return _full_event(request, output, text, answer.text.calls)
     said = answer.text
-    return Event(output.rid, text, answer.num_tokens, said.is_reasoning, calls=said.calls, logprobs=logprobs, index=output.index)
+    return Event(output.rid, text, answer.num_tokens, said.is_reasoning, calls=said.calls, index=output.index)
 
 
 def _full_event(
@@ -154,7 +154,6 @@ def _full_event(
     output: RequestOutput,
     text: str,
     calls: list[CallDelta],
-    logprobs: list[Logprob],
     reason: FinishReason | None = None,
     stop_reason: int | str | None = None,
 ) -> Event:
@@ -171,7 +170,6 @@ def _full_event(
         num_cached_tokens=output.num_cached_tokens,
         stages=output.stages,
         calls=calls,
-        logprobs=logprobs,
         stop_reason=stop_reason,
         index=output.index,
         pooled=output.pooled,
@@ -188,5 +186,4 @@ def _finish(request: Request, answer: Answer, output: RequestOutput, text: str, 
     last = output.token_ids[-1] if output.token_ids else None
     stop_token = last if reason == "stop" and last in request.submit.params.stop_token_ids else None
     stop_reason = answer.text.stop_string if is_stopped else stop_token
-    logprobs = request.logprobs_of(output, len(output.token_ids) - 1)
-    return _full_event(request, output, text + rest, calls + answer.text.calls, logprobs, "stop" if is_stopped else reason, stop_reason)
+    return _full_event(request, output, text + rest, calls + answer.text.calls, "stop" if is_stopped else reason, stop_reason)

@@ -44,11 +44,26 @@ class OutputText:
         self._think = think
         self._detokenizer = Detokenizer(table, options.skip_special_tokens)
         self._stops = StopMatcher(options.stop, options.include_stop)
+        self._has_stops = bool(options.stop)
         self._num_unstoppable = options.min_tokens  # tokens
         self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
         self.is_thinking = False  # the next token is part of the thoughts
         self._is_first = True
         self._is_behind_marker = False  # line breaks are not shown
+
+    @property
+    def begin(self) -> int:
+        """Where the next token's text begins, in characters."""
+        return self._stops.num_read
+
+    @property
+    def end(self) -> int:
+        """Where the last token's text ends. A character that it left unfinished, and that may begin a stop string, counts."""
+        return self._stops.num_read + (self._has_stops and not self._detokenizer.is_between)
+
+    def shows(self, begin: int, end: int) -> bool:
+        """Whether a token of this text is shown, at least in part. False: a stop string has cut it, or may."""
+        return self._stops.num_shown > begin or self._stops.num_shown >= end
 
     @property
     def stop_string(self) -> str | None:

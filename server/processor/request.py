@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,10 +31,19 @@ async def release_all(media: Iterable[Medium]) -> None:
     await asyncio.gather(*(medium.release() for medium in media))
 
 
+class Told(NamedTuple):
+    """What a client hears of a token beside its text, which lies from `begin` to `end`."""
+
+    begin: int
+    end: int
+    token_id: int
+    logprobs: list[Logprob]
+
+
 @dataclass(slots=True)
 class Answer:
-
     text: OutputText
+    waiting: deque[Told] = field(default_factory=deque)  # of tokens whose text waits
     echo: str = ""  # what it begins with
     num_tokens: int = 0
     num_drafts: int = 0  # verified for it
@@ -84,9 +93,25 @@ class Request:
         """The client's, or the model's."""
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
-    def logprobs_of(self, output: RequestOutput, index: int) -> list[Logprob]:
-        """Of token `index`."""
-        return [of_token(self.spelling, output.token_ids[index], output.logprobs[index])] if output.logprobs else []
+    def note(self, answer: Answer, begin: int, output: RequestOutput, index: int) -> None:
+        """Token `index`, whose text begins at `begin`, has been read."""
+        if output.logprobs or self.submit.output.token_ids:
+            token_id = output.token_ids[index]
+            logprobs = [of_token(self.spelling, token_id, output.logprobs[index])] if output.logprobs else []
+            answer.waiting.append(Told(begin, answer.text.end, token_id, logprobs))
+
+    def tell(self, event: Event, answer: Answer, is_first: bool) -> Event:
+        """With token ids and log-probabilities, if they are asked for: of the tokens whose text is shown by now."""
+        wants_ids, told = self.submit.output.token_ids, []
+        while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):
+            told.append(answer.waiting.popleft())
+        if not (told or (wants_ids and is_first)):
+            return event
+        ids = [token.token_id for token in told] if wants_ids else []
+        logprobs = [entry for token in told for entry in token.logprobs]
+        return msgspec.structs.replace(
+            event, token_ids=ids, logprobs=logprobs, prompt_ids=self.prompt_ids if wants_ids and is_first else []
+        )
 
     @property
     def spelling(self) -> Spelling:
@@ -96,11 +121,6 @@ class Request:
     def prompt_ids(self) -> list[int]:
         assert self.prompt is not None
         return list(np.frombuffer(self.prompt.view, np.int32).tolist())
-
-    def with_ids(self, event: Event, answer: Answer, token_id: int) -> Event:
-        """An event of one token."""
-        prompt_ids = self.prompt_ids if answer.num_tokens == 1 else []
-        return msgspec.structs.replace(event, token_ids=[token_id], prompt_ids=prompt_ids) if self.submit.output.token_ids else event
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Slices of them, as what an event has."""

@@ -144,7 +144,7 @@ class VideoFile(Video):
         tools, ref = self._tools, self._ref
         assert ref.file is not None
         await self._read(ref.file, allowance)
-        if ref.file.name is not None:
+        if ref.file.name is not None and tools.named.bind(ref.file.name, self._digest):
             tools.named.put(ref.file.name, await run(tools.media_pool, lambda: bytes(self._encoded.view)))
         self._key = msgspec.msgpack.encode((self._digest, self._video, ref.source_fps))
         known = tools.known_videos.get(self._key)

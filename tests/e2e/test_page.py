@@ -252,13 +252,17 @@ async def fits(page: Page) -> None:
 
 @needs_browser
 async def test_api_key(tmp_path: Path) -> None:
-    """Red if the page needs the key to be loaded, does not ask for it, or does not send it."""
+    """Red if the page needs the key to be loaded, does not ask for it or for another one, or does not send it."""
     with serve(CHECKPOINT, "--api-key", "open sesame") as engine:
         async with open_page(engine.url + "/") as page:
             await page.wait("document.getElementById('status').textContent === 'needs an API key'")
             assert await page.evaluate("document.activeElement.id") == "key"
             await ask_without_key(page)
             await page.click("#key")
+            await page.type("open ")
+            await page.press("Enter")
+            await page.wait("document.getElementById('status').textContent === 'needs another API key'")
+            await page.evaluate("document.getElementById('key').select()")
             await page.type("open sesame")
             await page.press("Enter")
             await page.wait("document.querySelector('#status.good')")

@@ -1,5 +1,6 @@
 """The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
 
+import argparse
 import importlib.util
 import json
 import re
@@ -28,6 +29,7 @@ from server.http.connection import MAX_HEAD_BYTES
 from server.http.validate import MAX_VALUES
 from server.processor.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.fetch import MAX_REDIRECTS
+from tests.unit.test_deploy import served_families
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/LEVERS.md", ROOT / "models/demo/checkpoint/README.md"]
@@ -247,3 +249,25 @@ def test_levers_are_one_line_each() -> None:
     levers = [line for line in lines if line.startswith("| ") and not line.startswith("| idea ")]
     assert len(levers) > 100
     assert not [line for line in levers if len(line) > 140 or not re.fullmatch(r"\| [^|]+ \| [^|]+ \| [^|]+ \| [0-9a-f]{7} \|", line)]
+
+
+def says_something(name: str, text: str | None) -> bool:
+    """Whether a help is more than the name in other words: at least two of its words, of those with a meaning, are not the name's."""
+    told = set(re.findall(r"[a-z0-9]{2,}", (text or "").lower().partition("(default:")[0]))
+    return len(told - set(re.findall(r"[a-z0-9]+", name.lower())) - {"engine", "vllm", "the", "of", "in", "total"}) >= 2
+
+
+def test_helps_of_metrics_say_what_they_are() -> None:
+    """Red for a metric whose HELP is its name again, or nothing: what a dashboard's author reads."""
+    helps = {family.name: family.documentation for family in served_families()}
+    assert len(helps) > 60 and len(set(helps.values())) > 45
+    assert not {name: text for name, text in helps.items() if not says_something(name, text)}
+    assert not says_something("engine_num_running", "num running (engine)") and not says_something("engine_steps", "")
+
+
+def test_helps_of_flags_say_what_they_are() -> None:
+    """Red for a flag that is in --help with its name again, or with nothing. Those of others are in docs/moving.md, and not there."""
+    shown = {action.option_strings[-1]: action.help for action in make_parser()._actions if action.option_strings}
+    ours = {name: text for name, text in shown.items() if text != argparse.SUPPRESS}
+    assert len(ours) >= len(EngineConfig.__struct_fields__)
+    assert not {name: text for name, text in ours.items() if not says_something(name, text)}

@@ -10,7 +10,7 @@ from tests.unit.server.stack import Stack
 
 
 def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tmp_path: Path) -> None:
-    """Red if one of the keys is not compared, or a comment, a beginning or both keys together open the server."""
+    """Red if one of the keys is not compared, or a comment, a beginning or both keys together open the server, or if the page needs one."""
     file = tmp_path / "keys"
     file.write_text("# of clients\nfirst\n\n  sécond  \n")
     stack = Stack(model_folder, api_key="own", api_key_file=str(file))
@@ -21,6 +21,8 @@ def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tm
         for wrong in ("", "# of clients", "of clients", "firs", "own first", "own\nfirst", "None"):
             response = stack.http.get("/v1/models", headers={"x-api-key": wrong.encode().replace(b"\n", b",")})
             assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+        page = stack.http.get("/")  # which asks for the key itself
+        assert page.status_code == 200 and "wants an API key" in page.text and 'id="key"' in page.text
         assert "first" not in stack.http.get("/server_info", headers={"x-api-key": "own"}).text
     finally:
         stack.close()

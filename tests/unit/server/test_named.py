@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from server.errors import RequestError
 from server.processor import named
 from server.processor.named import NamedImages
+from tests.unit.server.clips import encode, frames_of
 from tests.unit.server.pictures import save
 from tests.unit.server.stack import Stack
 
@@ -20,13 +22,12 @@ def part(url: object, uuid: str = "first") -> list[dict[str, Any]]:
 
 
 def test_a_known_image_needs_no_url(stack: Stack) -> None:
-    """Red if another image is taken, if a name keeps what it once meant, or if a name means something to somebody else."""
+    """Red if another image is taken, or if a name means something to somebody else."""
     assert stack.chat(part(URL)).status_code == 200
     for url in (None, {"url": None}):
         assert stack.chat(part(url)).status_code == 200
-    assert stack.chat(part(OTHER)).status_code == 200 and stack.chat(part(None)).status_code == 200
-    hashes = [request.images[0].hash for request in stack.scheduler.requests[-5:]]
-    assert hashes[0] == hashes[1] == hashes[2] != hashes[3] == hashes[4]
+    hashes = [request.images[0].hash for request in stack.scheduler.requests[-3:]]
+    assert hashes[0] == hashes[1] == hashes[2]
     assert stack.chat(part(None), cache_salt="").status_code == 200
     stranger = stack.http.headers.copy()
     try:
@@ -40,6 +41,37 @@ def test_a_known_image_needs_no_url(stack: Stack) -> None:
     counted = stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": part(None)}]})
     assert counted.status_code == 200
     stack.recover()
+
+
+def test_a_name_stays_with_its_content(stack: Stack) -> None:
+    """Red if a name that comes again with another picture, or a video's file, is given to it, or refuses the same one; or if somebody
+    else's name is bound with it."""
+    assert stack.chat(part(URL, "bound")).status_code == 200
+    for _ in range(2):
+        refused = stack.chat(part(OTHER, "bound"))
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "uuid_mismatch"
+        assert refused.json()["error"]["message"].startswith("Image 1: this uuid is already that of other content")
+    wanted = [stack.chat(part(url, "bound")).status_code for url in (URL, None)]
+    assert wanted == [200, 200]
+    assert stack.scheduler.requests[-1].images[0].hash == stack.scheduler.requests[-2].images[0].hash
+    clip = "data:video/mp4;base64," + base64.b64encode(encode(frames_of(4))).decode()
+    refused = stack.chat([{"type": "video_url", "video_url": {"url": clip}, "uuid": "bound"}])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "uuid_mismatch")
+    assert stack.chat(part(OTHER, "bound"), cache_salt="tenant").status_code == 200
+    stack.recover()
+
+
+def test_a_name_is_bound_when_its_bytes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if room for others is a way to another content."""
+    monkeypatch.setattr(named, "MAX_BYTES", 4)
+    images = NamedImages()
+    assert images.bind(b"a", b"one")
+    images.put(b"a", b"1234")
+    assert not images.bind(b"a", b"one")  # is there
+    images.put(b"b", b"1234")
+    with pytest.raises(RequestError, match="other content"):
+        images.bind(b"a", b"two")
+    assert images.get(b"a") is None and images.bind(b"a", b"one")
 
 
 def test_a_null_url_needs_a_name(stack: Stack) -> None:

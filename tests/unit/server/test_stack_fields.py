@@ -15,6 +15,7 @@ from engine.messages import (
 )
 from engine.params import PromptLogprobs, TokenLogprobs
 from engine.stats import Stages
+from server.processor.detokenize import TokenTable
 from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text
 from tests.unit.server.test_stack import chunks_of, ids_of
@@ -233,6 +234,38 @@ def test_token_ids_beside_the_text(stack: Stack, tokenizer: Tokenizer, answer: l
     assert [token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", [])] == answer
     assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
     assert "token_ids" not in stack.chat("x").json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "fields", "shown"),
+    [
+        ("keep this END and never", "END", {}, "keep this "), ("keep this END and never", "his E", {}, "keep t"),
+        ("keep this END and never", "END", {"include_stop_str_in_output": True}, "keep this END"), ("END", "END", {}, ""),
+        ("so🙂END", "🙂END", {}, "so"), ("so 🙂E", "🙂EN", {}, "so 🙂E"), ("keep EN", "END", {}, "keep EN"),
+    ],
+)  # fmt: skip
+def test_what_is_told_of_tokens_ends_with_the_text(
+    stack: Stack, tokenizer: Tokenizer, text: str, stop: str, fields: dict[str, Any], shown: str
+) -> None:
+    """Red if tokens of a stop string that was cut are told, if one of whose text a part is shown is not, or if a stream tells others."""
+    ANSWER[:] = [*ids_of(tokenizer, text), tokenizer.token_to_id("<|im_end|>")]
+    stack.scheduler.script = tell
+    spelling, names = TokenTable(tokenizer).spelling, {"return_token_ids": True, "return_tokens_as_token_ids": True, "stop": stop}
+    kept = list(ANSWER) if shown == text else []
+    while sum(len(spelling(token_id)) for token_id in kept) < len(shown.encode()):
+        kept.append(ANSWER[len(kept)])
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "x", "logprobs": 1})):
+        for stream in (False, True):
+            response = stack.http.post(path, json={**body, **names, **fields, "stream": stream})
+            parts: list[Any] = chunks_of(response.text) if stream else [response.json()]
+            choices = [part["choices"][0] for part in parts]
+            assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == kept
+            told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+            tokens = [token for part in told for token in part.get("tokens") or [entry["token"] for entry in part["content"]]]
+            assert tokens == [f"token_id:{token_id}" for token_id in kept]
+            said = [choice if "text" in choice else choice.get("message", choice.get("delta")) for choice in choices]
+            assert "".join(part.get("text", part.get("content", "")) for part in said) == shown
 
 
 def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer, answer: list[int]) -> None:
