@@ -35,7 +35,7 @@ LIMITED = limits_of(
     (([],), "documents functions logits_processors stop_regex"),
     (({},), "custom_params ec_transfer_params images_config kv_transfer_params session_params vllm_xargs"),
     ((1,), "best_of length_penalty"),
-    ((-1,), "thinking_token_budget"),
+    ((-1,), "thinking_token_budget truncate_prompt_tokens"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
     (("float32",), "embed_dtype"),
