@@ -127,7 +127,7 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
     engine.log_path.unlink()
 
 
-@pytest.mark.parametrize("victim", ["worker", "scheduler", "processor"])
+@pytest.mark.parametrize("victim", ["worker", *(pytest.param(role, marks=pytest.mark.extended) for role in ("scheduler", "processor"))])
 def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
     """Red if an engine of which a process is stopped looks healthy, also while nobody asks it for anything, or takes requests meanwhile."""
     engine = Engine(tiny, [])
@@ -152,7 +152,7 @@ def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
     engine.log_path.unlink()
 
 
-@pytest.mark.parametrize("victim", ["worker", "api"])
+@pytest.mark.parametrize("victim", ["worker", pytest.param("api", marks=pytest.mark.extended)])
 def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str) -> None:
     """Red if a supervisor is never given the chance to start it again, if nobody learns where it hung, or if clients wait on."""
     engine = Engine(tiny, ["--wedge-timeout", "2"])

@@ -85,7 +85,7 @@ def test_fresh_questions_are_answered_rightly(engine: Engine) -> None:
     assert len(wrong) <= 3, wrong
 
 
-@pytest.mark.parametrize(("chunk", "tp", "first"), [(64, 1, 0), (8192, 2, 2), (64, 2, 4)])
+@pytest.mark.parametrize(("chunk", "tp", "first"), [(64, 1, 0), pytest.param(8192, 2, 2, marks=pytest.mark.extended), (64, 2, 4)])
 def test_chunks_and_ranks_change_no_answer(recorded: list[Recorded], chunk: int, tp: int, first: int) -> None:
     """Red if a chunk boundary shifts a position or an image row, or if ranks disagree. Questions alone, batched and cached, each time
     others, half of all together."""

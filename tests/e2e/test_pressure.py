@@ -25,7 +25,7 @@ TIGHT = [
     "128",
 ]
 NUM_REQUESTS = 10
-NUM_CANARIES = 210
+NUM_CANARIES = 110
 LONG, SHORT = 40, 16  # tokens of answers
 HEARTBEAT_S = 1.0  # the engine's processes check themselves at idle with every heartbeat
 

@@ -102,7 +102,7 @@ def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
         assert float((ours - expected).norm() / expected.norm()) < 1.5e-2
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.extended), 4])
 def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
     mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
     expected = all_logits(tiny)
@@ -111,7 +111,7 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
         assert float((ours - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize(("size", "is_sparse"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("size", "is_sparse"), [pytest.param(2, False, marks=pytest.mark.extended), (4, True)])
 def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_sparse: bool) -> None:
     """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""
     folder = tmp_path / "hybrid"
