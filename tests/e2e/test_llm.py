@@ -43,8 +43,9 @@ def await_end(pids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
+    others = children()  # of other tests of this process
     with LLM(model="demo", **FLAGS) as one:
-        pids = children()
+        pids = [pid for pid in children() if pid not in others]
         yield one
     await_end(pids)
 

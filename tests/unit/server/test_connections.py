@@ -94,7 +94,7 @@ def test_an_idle_connection_is_closed_and_one_in_use_is_not(strict: Stack) -> No
 def test_idle_connections_make_room(strict: Stack) -> None:
     """Red if whoever opens connections and is silent keeps everybody out."""
     idle = [connect(strict) for _ in range(30)]
-    time.sleep(MIN_WAIT_S)
+    time.sleep(MIN_WAIT_S + 0.5)  # the server may have accepted the first one late
     with connect(strict) as connection:
         connection.sendall(head_of(len(SMALL)) + SMALL)
         assert read_answer(connection)[0] == 200
