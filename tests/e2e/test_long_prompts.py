@@ -64,14 +64,3 @@ def test_streams_of_others_go_on(engine: Engine, kind: str) -> None:
         idle = p99_gap(engine, 2.0)
         stalls.append(gap_beside(engine, prompts) - idle)
     assert min(stalls) < STALL_S, stalls
-
-
-@pytest.mark.extended
-def test_streams_of_others_go_on_beside_very_long_contexts(engine: Engine) -> None:
-    """Red if a step reads all contexts however long they are: 2.4 s with 128 prompts of 40 kB that share their beginning."""
-    prompts = ["word and another one, " * 1818 + str(i) for i in range(128)]
-    gap_beside(engine, prompts[:1], 1)  # computes the beginning
-    stalls = []
-    while len(stalls) < 2 and min(stalls, default=1.0) >= STALL_S:
-        stalls.append(-p99_gap(engine, 2.0) + gap_beside(engine, prompts, 4))
-    assert min(stalls) < STALL_S, stalls
