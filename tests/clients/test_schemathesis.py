@@ -196,7 +196,7 @@ def repair_turn(turn: dict[str, Any], is_blocks: bool) -> None:
 def repair_part(part: dict[str, Any]) -> None:
     if "image_url" in part:
         part["image_url"] = {"url": PICTURE, "detail": "low"} if isinstance(part["image_url"], dict) else PICTURE
-    for name in ("min_pixels", "max_pixels", "num_frames"):  # beside each other, or beside `fps`
+    for name in ("min_pixels", "max_pixels", "num_frames", "uuid"):  # beside each other, `fps`, or what another request has sent
         part.pop(name, None)
     if part.get("type") == "image":
         part["source"] = {"type": "url", "url": PICTURE}
