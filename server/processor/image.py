@@ -10,8 +10,9 @@ The event loop allocates; pool threads fill. Nothing is given back while a threa
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 
 import numpy as np
 
@@ -119,7 +120,7 @@ class Image:
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
         """As image `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
-        with self._named():
+        with naming(f"Image {self._index + 1}"):
             await self.encode(ref, allowance)
             if ref.name is not None and self._tools.named.bind(ref.name, self.digest):
                 self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(self.encoded.view)))
@@ -242,7 +243,7 @@ class Image:
 
     async def _make_pixels(self) -> None:
         """file -> rgb"""
-        with self._named():
+        with naming(f"Image {self._index + 1}"):
             await self._decode(await self._tools.room.take_patiently(3 * math.prod(self._stored)))
 
     async def _decode(self, pixels: Region) -> Size:
@@ -257,15 +258,16 @@ class Image:
         self.source = ImageSource("rgb", wire(pixels), *tools.inspector.size_for_workers(self._geometry, *size))
         return size
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Tells the client which image of its request an error is about."""
-        try:
-            yield
-        except RequestError as error:
-            info = error.info
-            message = f"Image {self._index + 1}: {info.message}."
-            raise RequestError(info.status, message, PROMPT, info.code, info.retry_after) from error
+
+@contextlib.contextmanager
+def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Tells the client which medium of its request an error is about; of its codes, some are others for it."""
+    try:
+        yield
+    except RequestError as error:
+        info = error.info
+        words, code = f"{medium}: {info.message}.", codes.get(info.code or "", info.code)
+        raise RequestError(info.status, words, PROMPT, code, info.retry_after) from error
 
 
 def decoded_bytes(payload: WireRegion) -> int:

@@ -20,10 +20,10 @@ import numpy as np
 from engine.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.messages import Region as WireRegion
 from models.video import DEFAULT_SOURCE_FPS, VideoGeometry
-from server.errors import PROMPT, RequestError
+from server.errors import RequestError
 from server.processor.base64_text import decode_base64
 from server.processor.decoders import Size
-from server.processor.image import Image, ImageTools, decoded_bytes, start_task
+from server.processor.image import Image, ImageTools, decoded_bytes, naming, start_task
 from server.processor.inspect import PAIR, Allowance, VideoPlan
 from server.processor.pixels import pair_hash
 from server.processor.prompt import Visual
@@ -54,7 +54,7 @@ class Video(ABC):
     async def load(self, index: int, allowance: Allowance) -> None:
         """As medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
-        with self._named():
+        with naming(f"Video {self._index + 1}", CODES):
             if not self._tools.inspector.takes_videos:
                 raise RequestError(400, "this model takes no videos", code="invalid_value")
             self._video = self._tools.inspector.video_of(self._ref)
@@ -120,18 +120,8 @@ class Video(ABC):
         return region
 
     async def _make_named(self, item: int) -> None:
-        with self._named():
+        with naming(f"Video {self._index + 1}", CODES):
             await self._make(item)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Tells the client which medium of its request an error is about."""
-        try:
-            yield
-        except RequestError as error:
-            info = error.info
-            code = CODES.get(info.code or "", info.code)
-            raise RequestError(info.status, f"Video {self._index + 1}: {info.message}.", PROMPT, code, info.retry_after) from error
 
 
 class VideoFile(Video):
