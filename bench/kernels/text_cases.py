@@ -47,11 +47,10 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
         yield attention(config, prefill, [new, *[1] * len(decodes)], [new + 600, *decodes], device)
     for lengths in ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15]):
         rows = len(lengths)
-        yield attention(config, fixed(backend, pools, text.num_heads, 0, rows), [1] * rows, lengths, device)
+        yield attention(config, decoding(backend, pools, text.num_heads, rows), [1] * rows, lengths, device)
     for rows in (1, 16):
         for new in (1, 2, 4, 8):  # of a row that verifies drafts: up to 1.25 times the time of one token
-            backend_of_rows = fixed(backend, pools, text.num_heads, 0, max(2, new * rows))  # 2: not a kernel for one token alone
-            yield attention(config, backend_of_rows, [new] * rows, [1024] * rows, device)
+            yield attention(config, decoding(backend, pools, text.num_heads, new * rows), [new] * rows, [1024] * rows, device)
     for new in (9, 64):
         yield attention(config, fixed(backend, pools, text.num_heads, new, 0), [new], [28_000], device)
 
@@ -61,6 +60,11 @@ def fixed(backend: Backend, pools: list[KVPool], num_heads: int, num_tokens: int
     make = backend.fixed_attention(pools, num_heads, 1, max(num_decodes, 1), POOL_BLOCKS)
     assert make is not None
     return make(num_tokens, num_decodes, min(num_tokens, 1))
+
+
+def decoding(backend: Backend, pools: list[KVPool], num_heads: int, num_tokens: int) -> AttentionBackend:
+    """Never the kernel for one token alone, which makes its heads itself."""
+    return fixed(backend, pools, num_heads, 0, max(2, num_tokens))
 
 
 def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:

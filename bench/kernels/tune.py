@@ -53,6 +53,9 @@ def products_of(text: TextConfig, tp: int) -> list[Product]:
     hidden, heads = text.hidden_size, text.num_heads * text.head_dim // tp
     kv = max(1, text.num_kv_heads // tp) * text.head_dim
     found = [Product("qkv", heads + 2 * kv, hidden, normed=True), Product("o", hidden, heads)]
+    if (delta := text.delta) is not None:  # of most layers
+        width = delta.num_value_heads * delta.value_dim // tp
+        found = [Product("in_proj", delta.conv_width // tp + width, hidden, normed=True), Product("out_proj", hidden, width)]
     if text.moe is not None:
         return [*found, Product("router", text.moe.num_experts, hidden, normed=True)]
     inner = text.intermediate_size // tp

@@ -158,6 +158,8 @@ class StepGraphs:
         """The step with the tokens and rows of `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
         tokens, size = shape
         num_prefill, num_decode = len(step.ids), len(step.places)
+        if len(step.rows) == num_decode == size and not tokens:
+            return step
         ids_P, places_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._scratch_row, dtype=np.int64)
         ids_P[:num_prefill], places_D[:num_decode] = step.ids, step.places
         num_prompts, first_decode = step.attention.num_prefill_rows, _num_prefill_rows(shape)

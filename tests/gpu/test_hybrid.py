@@ -33,6 +33,8 @@ from tests.unit.models.harness import Prompt
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
 DEVICE = torch.device("cuda")
+SLACK = 1.25
+Expected = dict[str, tuple[torch.Tensor, float]]
 HEADS = {"2B": (16, 16), "9B": (16, 32), "27B": (16, 48), "27B over four": (4, 12), "122B": (16, 64)}  # of keys and values
 STEPS = {"decode": ([1] * 64, 0), "verify": ([4] * 8, 0), "a prompt": ([3000], 1), "mixed": ([700, 0, 65, 1, *[1] * 20], 4)}
 ATTENTION = {"2B": (8, 2), "9B": (16, 4), "27B": (24, 4), "27B over four": (6, 1), "35B": (16, 2), "122B": (32, 2)}
@@ -93,25 +95,34 @@ def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: py
 
 
 @pytest.fixture(scope="module")
-def expected(model: tuple[Qwen3VL, Path]) -> dict[str, torch.Tensor]:
-    """The reference's logits of every token of every prompt; its model is gone afterwards."""
+def expected(model: tuple[Qwen3VL, Path]) -> Expected:
+    """The reference's logits of every token of every prompt, in float32, and how far from these they may be: a little farther than its own
+    in bfloat16. Its model is gone afterwards."""
     ours, folder = model
-    with DEVICE:
-        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
-    source = GeneratedSource(ours.config, DEVICE)
-    with torch.no_grad():
-        for name, tensor in theirs.state_dict().items():
-            tensor.copy_(source[name][(slice(None),)])
-    return {name: reference.logits(theirs, ours.config, Prompt.build(ours.config, parts)).float() for name, parts in PROMPTS.items()}
+    prompts = {name: Prompt.build(ours.config, parts) for name, parts in PROMPTS.items()}
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with DEVICE:
+            theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=dtype).eval()
+        source = GeneratedSource(ours.config, DEVICE)
+        with torch.no_grad():
+            for name, tensor in theirs.state_dict().items():
+                tensor.copy_(source[name][(slice(None),)])
+        found.append({name: reference.logits(theirs, ours.config, prompt).float() for name, prompt in prompts.items()})
+        del theirs
+        torch.cuda.empty_cache()
+    exact, rounded = found
+    return {name: (exact[name], SLACK * median(rounded[name], exact[name])) for name in exact}
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_logits_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
+def test_logits_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected, name: str) -> None:
     ours, _ = model
-    assert median(whole(ours, backend, Prompt.build(ours.config, PROMPTS[name])), expected[name]) < 2e-2
+    exact, limit = expected[name]
+    assert median(whole(ours, backend, Prompt.build(ours.config, PROMPTS[name])), exact) < limit
 
 
-def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: dict[str, torch.Tensor]) -> None:
+def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected) -> None:
     """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows, teacher-forced. Red if a graph keeps the states,
     rows or starts of its capture."""
     ours, _ = model
@@ -133,4 +144,5 @@ def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend
         found.append(logits[-1].clone())
         session.computed += count
         ends.append(session.computed - 1)
-    assert median(torch.stack(found), expected["text"][ends]) < 2e-2
+    exact, limit = expected["text"]
+    assert median(torch.stack(found), exact[ends]) < limit

@@ -53,11 +53,13 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
 
 @pytest.mark.parametrize(("hidden", "inner"), WIDTHS)
 @pytest.mark.parametrize("tokens", [1, 2, 17, 61, 100, 301])
-def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int) -> None:
-    """Red if a product does not take a number of tokens or a width whose scales need padding, or rows of padding get into the result."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int, dtype: torch.dtype) -> None:
+    """`dtype` of the norm. Red if a product does not take a number of tokens or a width whose scales need padding, or rows of padding get
+    into the result."""
     ops = backend.ops
     scale = torch.logspace(-2, 2, hidden, device=DEVICE).bfloat16()
-    x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden), normal(tokens, hidden)
+    x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden).to(dtype), normal(tokens, hidden)
     gate_up, down = BlockScaled.quantized(normal(2 * inner, hidden) * scale), BlockScaled.quantized(normal(hidden, inner))
     assert close(normed_linear(ops, x, norm, gate_up), normed_linear(REFERENCE, x, norm, gate_up))
     assert close(ops.linear(h, down), REFERENCE.linear(h, down))

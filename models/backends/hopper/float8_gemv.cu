@@ -23,17 +23,20 @@ constexpr int kStep = 64;  // values of a row that a warp multiplies at once
 constexpr int kMaxWarps = 8;  // of a block
 constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
 constexpr int kPieces = 8;  // of a lane at once
+constexpr int kCopied = 16;  // bytes that a lane copies at once
 constexpr int kBlocks = 3;  // of four warps that a multiprocessor runs at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
 
 struct Params {
-  BFloat16 const *x, *norm_weight;  // norm_weight null: no norm
+  BFloat16 const* x;
+  unsigned char const* norm_weight;
   uint8_t const* weight;
   float const* scales;  // num_scales for each block of rows
   int const* chosen;  // experts, null: one matrix. One below 0 is not ours
   BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
   BFloat16* out;
   int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
+  int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
   float eps;
   bool adds;
 };
@@ -156,7 +159,7 @@ struct Parts {
 
 // The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token`.
 template <int kWarps>
-DEVICE void round_token(Params const& params, BFloat16 const* norm, __half* token, float* units, float (&sums)[kMaxWarps]) {
+DEVICE void round_token(Params const& params, unsigned char const* norm, __half* token, float* units, float (&sums)[kMaxWarps]) {
   constexpr int kStride = 32 * kWarps * kPiece;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int start = 0; start < params.width; start += kPieces * kStride) {
@@ -168,7 +171,7 @@ DEVICE void round_token(Params const& params, BFloat16 const* norm, __half* toke
       else pieces[i] = uint4{0, 0, 0, 0};
     }
     float factor = 1.f;
-    if (params.norm_weight) {
+    if (params.norm_bytes) {
       float square = 0.f;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
@@ -192,9 +195,14 @@ DEVICE void round_token(Params const& params, BFloat16 const* norm, __half* toke
       int const column = start + i * kStride + int(threadIdx.x) * kPiece;
       float values[kPiece];
       to_floats(pieces[i], values);
-      if (params.norm_weight) {
-        float weights[kPiece];
-        to_floats(*reinterpret_cast<uint4 const*>(norm + column), weights);
+      if (params.norm_bytes) {
+        __align__(16) float weights[kPiece];
+        if (params.norm_bytes == sizeof(float)) {
+          float4 const* from = reinterpret_cast<float4 const*>(norm) + column / 4;
+          reinterpret_cast<float4*>(weights)[0] = from[0], reinterpret_cast<float4*>(weights)[1] = from[1];
+        } else {
+          to_floats(*reinterpret_cast<uint4 const*>(norm + column * sizeof(BFloat16)), weights);
+        }
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
       }
@@ -209,8 +217,8 @@ struct Layout {
 
   __host__ __device__ explicit Layout(int width) : padded((width + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup)), groups(padded / kGroup) {}
 
-  __host__ __device__ size_t num_bytes(int num_scales, bool is_normed) const {
-    return padded * sizeof(__half) * (is_normed ? 2 : 1) + size_t(groups) * sizeof(float) * (1 + num_scales);
+  __host__ __device__ size_t num_bytes(int num_scales, int norm_bytes) const {
+    return padded * (sizeof(__half) + norm_bytes) + size_t(groups) * sizeof(float) * (1 + num_scales);
   }
 };
 
@@ -225,15 +233,14 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile_of_warp = warp / kSplits, split = warp % kSplits;
   Layout const layout(params.width);
   __half* const token = reinterpret_cast<__half*>(memory);
-  BFloat16* const norm = reinterpret_cast<BFloat16*>(token + layout.padded);
-  float* const units = reinterpret_cast<float*>(params.norm_weight ? norm + layout.padded : norm);
+  unsigned char* const norm = reinterpret_cast<unsigned char*>(token + layout.padded);
+  float* const units = reinterpret_cast<float*>(norm + layout.padded * params.norm_bytes);
   float* const scales = units + layout.groups;  // (tiles, 2, groups)
   int const num_steps = params.width / kStep, first = num_steps * split / kSplits, end = num_steps * (split + 1) / kSplits;
   int const below = kGated ? params.num_out : kHalf;
   int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
-  if (params.norm_weight) {
-    for (int i = threadIdx.x * kPiece; i < params.width; i += blockDim.x * kPiece) copy_async(norm + i, params.norm_weight + i, true);
-  }
+  int const norm_end = params.width * params.norm_bytes;
+  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
   if (params.chosen) {
     round_token<kWarps>(params, norm, token, units, sums);
     wait_for_kernel_ahead();
@@ -275,7 +282,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const param
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
   int64_t row = int64_t(blockIdx.x) * kRows;
   Layout const layout(params.width);
-  __half* const token = reinterpret_cast<__half*>(memory + warp * layout.num_bytes(1, false));
+  __half* const token = reinterpret_cast<__half*>(memory + warp * layout.num_bytes(1, 0));
   float* const units = reinterpret_cast<float*>(token + layout.padded);
   float* const scales = units + layout.groups;
   int const expert = __ldcg(params.chosen + warp);
@@ -330,10 +337,10 @@ Params params_of(View x, View weight, View scales, View chosen, View out, bool a
 
 template <int kWarps, int kSplits, bool kGated>
 void launch(Params const& params, int num_experts, DLDevice device) {
-  TVM_FFI_ICHECK(!params.norm_weight || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
+  TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
   constexpr int kTiles = kWarps / kSplits;
   dim3 const grid(unsigned(params.num_out / (kTiles * (kGated ? kHalf : kRows))), unsigned(num_experts));
-  size_t const num_bytes = Layout(params.width).num_bytes(2 * kTiles, params.norm_weight != nullptr);
+  size_t const num_bytes = Layout(params.width).num_bytes(2 * kTiles, params.norm_bytes);
   launch_early(multiply_token<kWarps, kSplits, kGated>, params, grid, 32 * kWarps, num_bytes, device);
 }
 
@@ -352,7 +359,8 @@ void run(View x, View norm_weight, double eps, View weight, View scales, View ch
          View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.norm_weight = norm_weight.size(0) ? values_of<BFloat16>(norm_weight) : nullptr, params.eps = float(eps);
+  params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
+  params.norm_bytes = norm_weight.size(0) ? norm_weight.dtype().bits / 8 : 0;
   int const num_experts = int(out.size(0)), count = int(num_multiprocessors);
   is_gated ? launch<true>(params, num_experts, count, x.device()) : launch<false>(params, num_experts, count, x.device());
 }
@@ -366,7 +374,7 @@ void run_sum(View x, View weight, View scales, View chosen, View shares,
   int const num_chosen = int(chosen.size(0));
   TVM_FFI_ICHECK(num_chosen <= kMaxWarps) << "float8: " << num_chosen << " experts of a token";
   dim3 const grid(unsigned(params.num_out / kRows));
-  launch_early(sum_experts, params, grid, 32 * num_chosen, num_chosen * Layout(params.width).num_bytes(1, false), x.device());
+  launch_early(sum_experts, params, grid, 32 * num_chosen, num_chosen * Layout(params.width).num_bytes(1, 0), x.device());
 }
 
 }  // namespace float8

@@ -23,8 +23,8 @@ STEP_SIZES = StepSizes(
     read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
 )
 
-# Computed, not measured: a patch takes 1.6 us, its exchange 62 kB over NVLink at two ranks; 54 exchanges and as many copies.
-SPLIT_COSTS = SplitCosts(fixed=2000, exchanged=0.25, square=6600)
+# A patch takes 1.84 us. Two ranks encode 2K in 40 ms, one in 66; 1080p in 25 ms instead of 27, but each has to read the picture first.
+SPLIT_COSTS = SplitCosts(fixed=7600, exchanged=0.1, square=9500)
 
 SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too
 FEW_FLOAT8_TOKENS = 64  # up to here our float8 product is faster than cuBLAS's, or at least gate and up, also if it is not cut

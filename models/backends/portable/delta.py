@@ -149,17 +149,6 @@ def _times(left: tensor, right: tensor, EXACT: constexpr) -> tensor:
 
 
 @triton.jit
-def _solve(
-    b: tensor, x0: tensor, x1: tensor, x2: tensor, l0: tensor, l1: tensor, l2: tensor, inverse: tensor, EXACT: constexpr,
-) -> tensor:  # fmt: skip
-    """The next block of the solution; of blocks that are not known yet, x and l are zeros."""
-    b -= _times(l0, x0, EXACT)
-    b -= _times(l1, x1, EXACT)
-    b -= _times(l2, x2, EXACT)
-    return _times(inverse, b, EXACT)
-
-
-@triton.jit
 def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr, ROWS: constexpr) -> tuple[tensor, tensor]:
     """First token of a chunk, and the end of its row; chunks are counted row after row. The end is 0 if there are not so many."""
     row = tl.arange(0, ROWS)
@@ -200,7 +189,7 @@ def _prepare(
     place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
     tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
 
-    zeros, none = tl.zeros((SIZE, DIM), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+    zeros = tl.zeros((SIZE, DIM), tl.float32)
     u0, u1, u2, w0, w1, w2 = zeros, zeros, zeros, zeros, zeros, zeros
     k0, k1, k2 = zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty)
     s0, s1, s2, carry = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), 0.0
@@ -215,15 +204,17 @@ def _prepare(
         s = carry + tl.cumsum(decay, 0)
         carry += tl.sum(decay, 0)
         inverse = _inverse(_coupling(k, k, beta, s, s, True, EXACT), SIZE)
-        l0, l1, l2 = none, none, none
+        u_new, w_new = beta[:, None] * v, (beta * tl.exp(s))[:, None] * k.to(tl.float32)
         if block > 0:
-            l0 = _coupling(k, k0, beta, s, s0, False, EXACT)
+            coupling = _coupling(k, k0, beta, s, s0, False, EXACT)
+            u_new, w_new = u_new - _times(coupling, u0, EXACT), w_new - _times(coupling, w0, EXACT)
         if block > 1:
-            l1 = _coupling(k, k1, beta, s, s1, False, EXACT)
+            coupling = _coupling(k, k1, beta, s, s1, False, EXACT)
+            u_new, w_new = u_new - _times(coupling, u1, EXACT), w_new - _times(coupling, w1, EXACT)
         if block > 2:
-            l2 = _coupling(k, k2, beta, s, s2, False, EXACT)
-        u_new = _solve(beta[:, None] * v, u0, u1, u2, l0, l1, l2, inverse, EXACT)
-        w_new = _solve((beta * tl.exp(s))[:, None] * k.to(tl.float32), w0, w1, w2, l0, l1, l2, inverse, EXACT)
+            coupling = _coupling(k, k2, beta, s, s2, False, EXACT)
+            u_new, w_new = u_new - _times(coupling, u2, EXACT), w_new - _times(coupling, w2, EXACT)
+        u_new, w_new = _times(inverse, u_new, EXACT), _times(inverse, w_new, EXACT)
         place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
         tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
         tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])

@@ -136,8 +136,6 @@ class TritonOps:
             own = self._single_float8
             if own is None or (isinstance(x_TX, Normed) and weight.shape[1] > own.MAX_NORMED):
                 return None
-            if isinstance(x_TX, Normed) and x_TX.weight_D.dtype != x_TX.residual.sum_TD.dtype:
-                return None  # a norm whose weights are float32
             product = own.gemv
         if isinstance(x_TX, Normed):
             return None if (single := single_of(x_TX)) is None else (product, *single)

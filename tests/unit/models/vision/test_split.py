@@ -47,7 +47,7 @@ def test_without_costs_every_image_is_whole() -> None:
 
 def test_small_images_stay_whole_on_a_gpu() -> None:
     """Of two ranks: 720p stays whole, 1080p and more do not."""
-    assert [bool(share_out([count], 2, SPLIT_COSTS).together) for count in (1024, 3600, 8160, 14_400)] == [False, False, True, True]
+    assert [bool(share_out([count], 2, SPLIT_COSTS).together) for count in (1024, 3600, 8160, 14_400)] == [False, False, False, True]
 
 
 def test_parts_are_even_and_whole() -> None:
