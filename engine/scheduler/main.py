@@ -102,9 +102,9 @@ class Scheduler:
 
     def _receive(self, core: SchedulerCore) -> None:
         """Waits for a message and takes all that have come. After an idle second the state checks itself once."""
-        message = self._inbox.recv_ready()
-        while message is None and core.drafter is not None and core.drafter.use_spare_time():
-            message = self._inbox.recv_ready()
+        message = None
+        while core.drafter is not None and (message := self._inbox.recv_ready()) is None and core.drafter.use_spare_time():
+            pass
         message = message or self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:

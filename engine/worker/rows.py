@@ -184,7 +184,7 @@ class Rows:
         if draws.drafts is not None:
             _, is_last_S = draws.drafts.keep(tokens_S)
             rows_S = torch.where(is_last_S, rows_S, self.scratch_row)
-        self.last_tokens[rows_S] = tokens_S
+        self.last_tokens.index_copy_(0, rows_S, tokens_S)
         return to_host(tokens_S)
 
     def _append_blocks(self, row: int, blocks: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from models.backends.portable.launch import num_multiprocessors
 from models.layers.fp8 import BlockScaled, Weight
 
 MAX_NORMED = 8192
+MAX_ROWS = 25_344  # as many as the blocks that run at once have: more blocks would normalise the token once more
 MAX_CHOSEN = 8
 
 

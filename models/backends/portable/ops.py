@@ -36,6 +36,7 @@ class SingleFloat8(ExpertGemv, Protocol):
     """The same, and `gemv`, for float8 matrices."""
 
     MAX_NORMED: int  # values of a token that is normalised
+    MAX_ROWS: int  # of weights behind a norm
     MAX_CHOSEN: int  # experts of a token
 
     def gemv(
@@ -134,7 +135,7 @@ class TritonOps:
         product: Callable[..., torch.Tensor] = gemv
         if isinstance(weight, BlockScaled):
             own = self._single_float8
-            if own is None or (isinstance(x_TX, Normed) and weight.shape[1] > own.MAX_NORMED):
+            if own is None or (isinstance(x_TX, Normed) and (weight.shape[1] > own.MAX_NORMED or len(weight) > own.MAX_ROWS)):
                 return None
             product = own.gemv
         if isinstance(x_TX, Normed):

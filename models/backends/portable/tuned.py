@@ -76,7 +76,7 @@ class DeltaTiles:
     lines: int
 
 
-DELTA = DeltaTiles(32, 16, 256, 32, 4, 4, 32, 4, 2, 8)  # not measured
+DELTA = DeltaTiles(32, 16, 256, 64, 2, 4, 64, 4, 3, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are bette
     (2048, 6144, False): GemvTiles(4, 2048, 4, 8),
     (5120, 2048, False): GemvTiles(4, 2048, 4, 8),  # 30B-A3B
     (2048, 4096, False): GemvTiles(2, 4096, 8, 4),
+    (5120, 17408, False): GemvTiles(2, 2048, 4, 8),  # 3.5-27B
+    (12288, 2048, False): GemvTiles(4, 2048, 4, 8),  # 3.5-35B-A3B
 }
 
 

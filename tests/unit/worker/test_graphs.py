@@ -169,7 +169,7 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
         names, launches.names = launches.names, []
         return names
 
-    admit, embed, draw = ["index_put_"], ["embedding", "copy_", "fill_"], ["argmax", "index_put_"]
+    admit, embed, draw = ["index_put_"], ["embedding", "copy_", "fill_"], ["argmax", "index_copy_"]
     engine.add(0, [list(range(20))])
     engine.add(1, [[6] * 3, make_picture(0, 64, 64), [7]])
     assert step()[-9:] == ["copy", *admit, *embed, "copy_", "replay", *draw]  # behind an encode
