@@ -291,7 +291,7 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. All
-    tokens but the first may be guesses, `drafts`, of a model without states; the result has those that the model would have drawn, and one
+    tokens but the first may be guesses, `drafts`; the result has those that the model would have drawn, and one
     token more. Behind the last token the row's states go into the blocks of `snapshot`."""
 
     row: int

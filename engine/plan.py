@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, fields
 import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.messages import MAX_EARLY_TOKENS
+from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS
 from models.backends.portable.tuned import STEP_SIZES
 from models.cache import CacheSpec
 from models.config import ModelConfig, VisionConfig
@@ -111,6 +111,11 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
 
 
+def max_drafts(config: EngineConfig) -> int:
+    """Of a row and step."""
+    return 0 if config.draft == "off" else MAX_DRAFTS
+
+
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
     """Of a step: one of each row, or several of few rows that verify drafts."""
     return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
@@ -162,7 +167,7 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config, activations),
         tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
-        states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).bytes_per_row,
+        states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).row_bytes(max_drafts(config)),
     )
 
 

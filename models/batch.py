@@ -19,7 +19,7 @@ class AttentionLayout:
 
     Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
     the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last token drawn, and up to seven guesses of what
-    follows; without guesses if the model has states. All `*_cpu` tensors are int32 on the CPU.
+    follows. All `*_cpu` tensors are int32 on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets

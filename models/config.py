@@ -67,6 +67,10 @@ class DeltaConfig:
         recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
+    def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
+        """What undoes a draft: its inputs before and behind the convolution, and its gates; rounded up, so that rows stay aligned."""
+        return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
+
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
@@ -114,7 +118,8 @@ class TextConfig:
         paged = PagedGroup(num_paged, max(1, self.num_kv_heads // tp), self.head_dim, dtype_bytes)
         if self.delta is None:
             return CacheSpec(paged)
-        return CacheSpec(paged, (StateGroup(len(self.delta_layers), self.delta.state_bytes(tp, dtype_bytes)),))
+        sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.draft_bytes(tp, dtype_bytes)
+        return CacheSpec(paged, (StateGroup(len(self.delta_layers), *sizes),))
 
     def _matrices(self, inner: int) -> int:
         num_queries = self.num_heads if self.delta is None else self.num_heads * 3 / 2  # with the gate

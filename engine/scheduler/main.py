@@ -96,7 +96,7 @@ class Scheduler:
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
         drafter = Drafter(limits.verify_rows) if limits.verify_rows else None
         if config.draft != "off" and drafter is None:
-            logger.warning("--draft %s: this model or backend cannot verify drafts, so there are none", config.draft)
+            logger.warning("--draft %s: this backend cannot verify drafts, so there are none", config.draft)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 
@@ -160,7 +160,6 @@ class Scheduler:
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
     """As configured, or as the worker's device has it."""
     sizes = worker.step_sizes
-    can_verify = config.draft != "off" and not worker.snapshot_blocks  # recurrent states would have gone too far
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -171,7 +170,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         step_sizes=sizes,
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
-        verify_rows=sizes.verify_rows if can_verify else 0,
+        verify_rows=0 if config.draft == "off" else sizes.verify_rows,
     )
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
 from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.plan import Needs, early_image_bytes, max_draws, step_graph_bytes
+from engine.plan import Needs, early_image_bytes, max_drafts, max_draws, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.images import ImageCache
@@ -80,7 +80,7 @@ def build_runner(
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // tp.size)
     max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    states = tuple(RowStates(group, config.max_num_seqs, device) for group in spec.states)
+    states = tuple(RowStates(group, config.max_num_seqs, device, max_drafts(config)) for group in spec.states)
     snapshots = Snapshots(pools, states) if states else None
     geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, states, snapshots)
@@ -142,7 +142,7 @@ def measure_needs(
         activations=activations,
         step_graphs=graphs,
         tower=model.kept_bytes() + early_image_bytes(model.config, config.max_num_encoder_tokens),
-        states=(config.max_num_seqs + 1) * model.cache_spec.bytes_per_row,
+        states=(config.max_num_seqs + 1) * model.cache_spec.row_bytes(max_drafts(config)),
     )
 
 

@@ -136,7 +136,6 @@ class Rows:
         known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
         places = rows[num_prefills:]
         if has_drafts:
-            assert not self.states, "a state would be behind the drafts, whether they hold or not"
             known += enumerate((token for chunk in decodes for token in chunk.drafts), self.scratch_row + 1)
             places = self._places(decodes)
         return HostStep(
@@ -180,11 +179,13 @@ class Rows:
 
     def deliver(self, tokens_S: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Gives rows the last of their tokens that count. Returns host memory in which all will be."""
-        rows_S = draws.rows_S
+        rows_S, num_accepted_S = draws.rows_S, None
         if draws.drafts is not None:
             _, is_last_S = draws.drafts.keep(tokens_S)
-            rows_S = torch.where(is_last_S, rows_S, self.scratch_row)
+            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), draws.drafts.offsets_S
         self.last_tokens[rows_S] = tokens_S
+        for group in self.states:
+            group.accept(rows_S, num_accepted_S)
         return to_host(tokens_S)
 
     def _append_blocks(self, row: int, blocks: Sequence[int]) -> None:

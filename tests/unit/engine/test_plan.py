@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.config import GIB, EngineConfig
-from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, fit, make_plan, weight_bytes
+from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, estimate, fit, make_plan, weight_bytes
 from models.config import ModelConfig
 from models.scaffold import SHAPES, write_model_folder
 
@@ -91,6 +91,13 @@ def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
     fitted = fit(EngineConfig(max_num_seqs=100), model, 24 * GIB)
     assert fitted.max_num_seqs == 100 and fitted.max_num_batched_tokens < EngineConfig().max_num_batched_tokens
     assert "--max-num-batched-tokens" in cuts(EngineConfig(), fitted) and cuts(fitted, msgspec.structs.replace(fitted)) == ""
+
+
+def test_drafts_of_rows_with_states_are_counted(tmp_path: Path) -> None:
+    """Red if the plan leaves out what undoes drafts: 13 MiB a row of 27B, which a GPU that is full by plan does not have."""
+    model, config = config_of(tmp_path, "3.5-27B"), EngineConfig(max_num_seqs=64)
+    plain, drafting = (estimate(msgspec.structs.replace(config, draft=draft), model).states for draft in ("off", "suffix"))
+    assert drafting - plain == 65 * 48 * 7 * 2 * (2 * 10_240 + 2 * 48)
 
 
 def test_the_table_needs_no_torch() -> None:

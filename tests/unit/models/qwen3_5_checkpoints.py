@@ -1,6 +1,7 @@
 """Small random checkpoints of Qwen3.5, made and saved by transformers' own classes. Sizes are odd, and layers come in other orders than
 three to one."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,9 +31,9 @@ MOE = {
 }  # fmt: skip
 
 
-def write(folder: Path, is_sparse: bool = False, is_tied: bool = False, **text: object) -> PreTrainedModel:
+def write(folder: Path, is_sparse: bool = False, is_tied: bool = False, ids: Mapping[str, int] = IDS, **text: object) -> PreTrainedModel:
     """Saves one and returns it."""
-    rest = {"vision_config": VISION, "tie_word_embeddings": is_tied, **IDS}
+    rest = {"vision_config": VISION, "tie_word_embeddings": is_tied, **ids}
     model: PreTrainedModel
     if is_sparse:
         model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config={**MOE, **text}, **rest)).eval()

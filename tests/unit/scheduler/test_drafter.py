@@ -211,8 +211,8 @@ def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool
     assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
 
 
-@pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("suffix", 0, 160), ("suffix", 1, 0)])
+@pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("suffix", 0, 160), ("suffix", 1, 160)])
 def test_a_worker_says_how_many_rows_it_verifies(draft: Literal["off", "suffix"], snapshot_blocks: int, expected: int) -> None:
-    """Red if drafts come unasked, or for a model whose states cannot go back."""
+    """Red if drafts come unasked, or do not come for a model with states."""
     worker = WorkerReady(0, 10, 1 << 20, 10, HOPPER_STEP_SIZES, snapshot_blocks=snapshot_blocks)
     assert make_limits(EngineConfig(draft=draft), worker).verify_rows == expected

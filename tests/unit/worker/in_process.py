@@ -132,7 +132,7 @@ class Engine:
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
         pools = allocate_pools(spec.paged, num_blocks + 1, 16, torch.float32, CPU)
-        states = tuple(RowStates(group, merged.max_num_seqs, CPU) for group in spec.states)
+        states = tuple(RowStates(group, merged.max_num_seqs, CPU, MAX_DRAFTS) for group in spec.states)
         snapshots = Snapshots(pools, states) if states else None
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, states=states, snapshots=snapshots)
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
