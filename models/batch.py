@@ -76,6 +76,15 @@ class ForwardBatch:
     states: tuple[RowStates, ...] = ()  # one for each state group
     row_starts: torch.Tensor | None = None  # (R + 1,) int32 on the device: `qo_indptr_cpu`, of models with states
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
+    hidden_TD: torch.Tensor | None = None  # where the final hidden states of all tokens go, for the model's head
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTokens:
+    """Tokens of one pass of the model's head."""
+
+    positions_3T: torch.Tensor  # as in `ForwardBatch`
+    slots_T: torch.Tensor  # int64 on the device: where their keys and values go
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
 from engine.messages import (
+    MAX_GUESSES,
     PROCESSOR_ARENA,
     Abort,
     EngineOutputs,
@@ -31,6 +32,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.drafts.head import HeadDrafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
@@ -94,7 +96,8 @@ class Scheduler:
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
-        drafter = Drafter(limits.verify_rows) if limits.verify_rows else None
+        make_drafter = HeadDrafter if config.draft == "mtp" else Drafter
+        drafter = make_drafter(limits.verify_rows) if limits.verify_rows else None
         if config.draft != "off" and drafter is None:
             logger.warning("--draft %s: this backend cannot verify drafts, so there are none", config.draft)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
@@ -171,6 +174,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
         verify_rows=0 if config.draft == "off" else sizes.verify_rows,
+        num_ahead=MAX_GUESSES if config.draft == "mtp" else 0,
     )
 
 

@@ -199,17 +199,15 @@ def _prepare(
     first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
     if end == 0:
         return
-    head = tl.program_id(1)
+    head, dim = tl.program_id(1), tl.arange(0, DIM)
     key_head = head // (HEADS // KEY_HEADS)
-    dim = tl.arange(0, DIM)
     query_at, key_at, value_at = key_head * DIM + dim, (KEY_HEADS + key_head) * DIM + dim, (2 * KEY_HEADS + head) * DIM + dim
     whole = first + tl.arange(0, CHUNK)
     there = whole < end
     total = tl.cumsum(_gates_of(gates, a_log, dt_bias, whole, there, head, HEADS), 0)
     tl.store(sums + whole.to(tl.int64) * HEADS + head, total, there)
     lines = mixed + whole.to(tl.int64)[:, None] * CHANNELS
-    queries = tl.load(lines + query_at[None, :], there[:, None], 0.0)
-    keys = tl.load(lines + key_at[None, :], there[:, None], 0.0)
+    queries, keys = tl.load(lines + query_at[None, :], there[:, None], 0.0), tl.load(lines + key_at[None, :], there[:, None], 0.0)
     index = whole - first
     seen = index[:, None] >= index[None, :]
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else None)

@@ -45,12 +45,14 @@ def test_the_plan_is_what_workers_measured(
     assert plan.kv_pool == pytest.approx(pool, rel=0.05)
 
 
-@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-27B", "3.5-35B-A3B"])
+@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-27B", "3.5-35B-A3B", "3.5-27B with head"])
 def test_weights_are_counted_as_they_lie(tmp_path: Path, size: str) -> None:
     """Red if a matrix is forgotten or counted twice: norms, biases and convolutions are less."""
     from models.scaffold.weights import tensor_shapes
 
-    model = config_of(tmp_path, size)
+    model = config_of(tmp_path, size.removesuffix(" with head"))
+    if size.endswith("with head"):
+        model = ModelConfig.from_folder(tmp_path, with_head=True)
     shapes = tensor_shapes(model).values()
     matrices = sum(2 * _product(shape) for shape in shapes if len(shape) > 1)
     assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3)
