@@ -1,4 +1,5 @@
-"""An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft suffix`.
+"""An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft suffix`,
+or `--draft mtp`, whose head computes as many guesses as it would, at most three, which others then replace.
 
 The first time that a prompt comes, its greedy answer is recorded, without drafts. From the second time on each draft is the recorded token
 with probability P, and a wrong one otherwise. K drafts a row in every step; with K = 0 the engine adapts as always and is told that each
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 import engine.scheduler.main
 import engine.serve
 from engine.ipc import Runtime
-from engine.scheduler.drafts.drafter import Drafter
+from engine.messages import MAX_GUESSES
+from engine.scheduler.drafts.drafter import Drafter, Offer
 from engine.scheduler.drafts.source import Source
 from engine.scheduler.drafts.suffixes import Guess, SuffixAutomaton
 from engine.scheduler.request import Request
@@ -49,9 +51,9 @@ class AcceptingSource(Source):
 
 
 class AcceptingDrafter(Drafter):
-    def __init__(self, verify_rows: int, probability: float, num_drafts: int):
+    def __init__(self, verify_rows: int, probability: float, num_drafts: int, has_head: bool = False):
         super().__init__(verify_rows)
-        self._probability, self._num_drafts, self._rng = probability, num_drafts, random.Random(0)
+        self._probability, self._num_drafts, self._rng, self._has_head = probability, num_drafts, random.Random(0), has_head
         self._answers: dict[bytes, list[int]] = {}
 
     def offer(self, state: State) -> None:
@@ -60,6 +62,11 @@ class AcceptingDrafter(Drafter):
                 answer = self._answers.get(_prompt_of(request), [])
                 self._sources[request] = AcceptingSource(request, answer, self._probability, self._num_drafts, self._rng)
         super().offer(state)
+        most = min(MAX_GUESSES, self._verify_rows // max(1, len(state.running)) - 1)
+        state.num_guesses = max(0, min(most, self._num_drafts or MAX_GUESSES)) if self._has_head else 0
+
+    def _offer(self, request: Request, most: int) -> Offer:
+        return super()._offer(request, min(most, MAX_GUESSES) if self._has_head else most)
 
     def release(self, request: Request) -> None:
         self._answers.setdefault(_prompt_of(request), request.known_ids()[request.num_prompt :].tolist())
@@ -91,7 +98,11 @@ def main() -> int:
     def make(verify_rows: int) -> Drafter:
         return AcceptingDrafter(verify_rows, probability, num_drafts)
 
+    def make_head(verify_rows: int) -> Drafter:
+        return AcceptingDrafter(verify_rows, probability, num_drafts, has_head=True)
+
     engine.scheduler.main.Drafter = make  # type: ignore[misc, assignment]
+    engine.scheduler.main.HeadDrafter = make_head  # type: ignore[misc, assignment]
     engine.scheduler.main.main()
     return 0
 

@@ -1,8 +1,9 @@
-"""What --draft suffix brings: milliseconds a token without and with drafts, and how many of them hold.
+"""What --draft brings: milliseconds a token without and with drafts, and how many of them hold.
 
     python -m bench.drafts --flags "--model demo" --sets demo forms --streams 1 4
     python -m bench.drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.7 --drafts 4 --sets random
     python -m bench.drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.0 --sets random
+    python -m bench.drafts --flags "--model Qwen3.5-27B --load-format dummy" --draft mtp --accept 0.8 --drafts 3 --sets random
 
 Starts an engine without and one with drafts. With --accept, for dummy weights, drafts hold with that probability (`bench.accepting`): the
 second engine answers every prompt twice and the second time counts. Without --drafts it adapts to that, as always.
@@ -86,6 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=[1], help="clients at once")
     parser.add_argument("--requests", type=int, default=16, help="of a set")
     parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--draft", choices=("suffix", "mtp"), default="suffix", help="of the second engine")
     parser.add_argument("--accept", type=float, help="probability that a draft holds; needs no weights")
     parser.add_argument("--drafts", type=int, default=0, help="with --accept: so many in every step of a row; 0: as the engine adapts")
     parser.add_argument("--json", type=Path)
@@ -155,7 +157,7 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     accepting = ["bench.accepting", str(args.accept), str(args.drafts)]
     module, rounds = (["engine.serve"], 1) if args.accept is None else (accepting, 2)
     plain = await measure(args, ["engine.serve"], flags, rounds)
-    drafted = await measure(args, module, [*flags, "--draft", "suffix"], rounds)
+    drafted = await measure(args, module, [*flags, "--draft", args.draft], rounds)
     return [row_of(name, plain[name], drafted[name]) for name in plain]
 
 

@@ -82,7 +82,8 @@ WHEN = {
     "max_num_encoder_tokens": "Higher for images of more than 16 megapixels; also sets the peak memory of the vision tower.",
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
     "prefix_cache": "Off to measure without it.",
-    "draft": "`suffix` for few streams whose answers repeat themselves, each other or the prompt: see [drafting](drafting.md).",
+    "draft": "For few streams: `suffix` if their answers repeat themselves, each other or the prompt; `mtp` if the model has a head for it."
+    " See [drafting](drafting.md).",
     "snapshot_share": "Lower if hybrid models lose keys and values to snapshots: see [models](models.md#snapshots-of-states).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",
     "image_host_cache_bytes": "There are more long conversations than the KV pool holds: embeddings are restored instead of encoded again.",

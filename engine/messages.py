@@ -39,6 +39,7 @@ PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
 MAX_DRAFTS = 7  # of a chunk
+MAX_GUESSES = 3  # of a model's head behind a row
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length"]
@@ -291,7 +292,7 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. All
-    tokens but the first may be guesses, `drafts`, of a model without states; the result has those that the model would have drawn, and one
+    tokens but the first may be guesses, `drafts`; the result has those that the model would have drawn, and one
     token more. Behind the last token the row's states go into the blocks of `snapshot`."""
 
     row: int
@@ -341,6 +342,7 @@ class StepPlan(msgspec.Struct, tag=True, frozen=True):
     restores: list[Restore]
     encodes: list[Encode]
     chunks: list[Chunk]
+    num_guesses: int = 0  # that the model's head makes behind each sampled chunk
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -372,6 +374,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     starved_images: tuple[int, ...] = ()  # for which this rank had no memory: zeros, as failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     slow_draws: tuple[int, ...] = ()  # sampled chunks whose grammars were too slow to follow further
+    guesses: list[list[int]] = []  # of the model's head, for each sampled chunk: what follows its last token
 
 
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads some

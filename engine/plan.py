@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, fields
 import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.messages import MAX_EARLY_TOKENS
+from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS
 from models.backends.portable.tuned import STEP_SIZES
 from models.cache import CacheSpec
 from models.config import ModelConfig, VisionConfig
@@ -84,10 +84,12 @@ def vision_parameters(vision: VisionConfig) -> int:
 def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
     """On each of `tp` GPUs."""
     text = model.text
-    decoder = text.num_layers * text.stored_layer_parameters * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
+    num_layers = text.num_layers + text.has_head
+    decoder = num_layers * text.stored_layer_parameters * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
-    return int(decoder + embeddings + routers + vision_parameters(model.vision) * VALUE_BYTES)
+    head = 2 * text.hidden_size**2 * VALUE_BYTES if text.has_head else 0
+    return int(decoder + embeddings + routers + head + vision_parameters(model.vision) * VALUE_BYTES)
 
 
 def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -97,7 +99,8 @@ def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
     patches = config.max_num_encoder_tokens * vision.merge_size**2
     step = step_bytes(model, tp, config.max_num_batched_tokens)
-    return VALUE_BYTES * of_patch * patches + step + LOGITS_BYTES * max_draws(config, STEP_SIZES) * text.vocab_size
+    hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, STEP_SIZES) if text.has_head else 0
+    return VALUE_BYTES * of_patch * patches + step + hidden + LOGITS_BYTES * max_draws(config, STEP_SIZES) * text.vocab_size
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
@@ -109,6 +112,16 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     if text.delta is not None:
         of_token = max(of_token, text.delta.step_values // tp)
     return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
+
+
+def max_drafts(config: EngineConfig) -> int:
+    """Of a row and step."""
+    return 0 if config.draft == "off" else MAX_DRAFTS
+
+
+def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
+    """Tokens of a step, padded, whose hidden states the model's head reads."""
+    return config.max_num_batched_tokens + 2 * max_draws(config, sizes) + sizes.large_step
 
 
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
@@ -162,7 +175,7 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config, activations),
         tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
-        states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).bytes_per_row,
+        states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).row_bytes(max_drafts(config)),
     )
 
 

@@ -55,7 +55,7 @@ def print_plan(config: EngineConfig) -> int:
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder)
+            model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder, with_head=config.draft == "mtp")
             say(describe(config, model, name, config.gpu_memory) + "\n")
     return 0
 
@@ -139,7 +139,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
         logger.warning("%s", choice.note)
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
-    model = ModelConfig.from_folder(resolved.folder)
+    model = ModelConfig.from_folder(resolved.folder, with_head=config.draft == "mtp")
     limit = model.text.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")

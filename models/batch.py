@@ -19,7 +19,7 @@ class AttentionLayout:
 
     Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
     the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last token drawn, and up to seven guesses of what
-    follows; without guesses if the model has states. All `*_cpu` tensors are int32 on the CPU.
+    follows. All `*_cpu` tensors are int32 on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets
@@ -76,6 +76,15 @@ class ForwardBatch:
     states: tuple[RowStates, ...] = ()  # one for each state group
     row_starts: torch.Tensor | None = None  # (R + 1,) int32 on the device: `qo_indptr_cpu`, of models with states
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
+    hidden_TD: torch.Tensor | None = None  # where the final hidden states of all tokens go, for the model's head
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTokens:
+    """Tokens of one pass of the model's head."""
+
+    positions_3T: torch.Tensor  # as in `ForwardBatch`
+    slots_T: torch.Tensor  # int64 on the device: where their keys and values go
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

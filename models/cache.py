@@ -23,10 +23,12 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """A recurrent state of `layer_bytes` a row for each layer, however long the sequence is. See `models.state`."""
+    """A recurrent state of `layer_bytes` a row for each layer, however long the sequence is. A row that verifies drafts has `draft_bytes`
+    more for each: what undoes it. See `models.state`."""
 
     num_layers: int
     layer_bytes: int
+    draft_bytes: int = 0
 
     @property
     def bytes_per_row(self) -> int:
@@ -43,6 +45,10 @@ class CacheSpec:
     @property
     def bytes_per_row(self) -> int:
         return sum(group.bytes_per_row for group in self.states)
+
+    def row_bytes(self, num_drafts: int) -> int:
+        """The same, with room for so many drafts."""
+        return self.bytes_per_row + num_drafts * sum(group.num_layers * group.draft_bytes for group in self.states)
 
     def block_bytes(self, block_size: int) -> int:
         return block_size * self.paged.bytes_per_token

@@ -3,7 +3,7 @@ transformers 5 (`rope_parameters`) and of the published checkpoints (`rope_scali
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ class DeltaConfig:
         recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
+    def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
+        """What undoes a draft: its inputs before and behind the convolution, and its gates; rounded up, so that rows stay aligned."""
+        return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
+
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
@@ -88,6 +92,7 @@ class TextConfig:
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     delta_layers: frozenset[int] = frozenset()  # the layers that have it; the others have attention, with a gate on its output
+    has_head: bool = False  # see `layers.head`; an attention layer more
 
     @property
     def layer_parameters(self) -> int:
@@ -110,11 +115,12 @@ class TextConfig:
 
     def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
         """Of each of `tp` ranks. With more ranks than KV heads each has one."""
-        num_paged = self.num_layers - len(self.delta_layers)
+        num_paged = self.num_layers - len(self.delta_layers) + self.has_head
         paged = PagedGroup(num_paged, max(1, self.num_kv_heads // tp), self.head_dim, dtype_bytes)
         if self.delta is None:
             return CacheSpec(paged)
-        return CacheSpec(paged, (StateGroup(len(self.delta_layers), self.delta.state_bytes(tp, dtype_bytes)),))
+        sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.draft_bytes(tp, dtype_bytes)
+        return CacheSpec(paged, (StateGroup(len(self.delta_layers), *sizes),))
 
     def _matrices(self, inner: int) -> int:
         num_queries = self.num_heads if self.delta is None else self.num_heads * 3 / 2  # with the gate
@@ -181,18 +187,20 @@ class ModelConfig:
         return 1 + len(self.vision.deepstack_indexes)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Reads config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported."""
+    def from_folder(cls, folder: Path, with_head: bool = False) -> "ModelConfig":
+        """Reads config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported, or lacking."""
         config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
+        if with_head and (found := config["text_config"].get("mtp_num_hidden_layers")) != 1:
+            raise ValueError(f"the model has no head of one layer that predicts further tokens: mtp_num_hidden_layers is {found}")
         _reject_unsupported(config)
         generation = _read_json(folder / "generation_config.json")
         vision = _vision(config["vision_config"])
         text = config["text_config"]
         return cls(
-            text=_text(text, _is_fp8(config.get("quantization_config"))),
+            text=_text(text, _is_fp8(config.get("quantization_config")), with_head),
             vision=vision,
-            architecture=architecture,
+            architecture=replace(architecture, dropped=None) if with_head else architecture,
             geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
             video=_video_geometry(folder, vision),
             sampling=_sampling(generation),
@@ -251,6 +259,7 @@ def _reject_unsupported(config: Mapping[str, Any]) -> None:
         (text.get("mlp_only_layers") or [], [], "text_config.mlp_only_layers"),
         (text.get("attn_output_gate", _is_hybrid(text)), _is_hybrid(text), "text_config.attn_output_gate"),
         (text.get("mamba_ssm_dtype", "float32"), "float32", "text_config.mamba_ssm_dtype"),
+        (text.get("mtp_use_dedicated_embeddings", False), False, "text_config.mtp_use_dedicated_embeddings"),
     ):
         if found != supported:
             raise ValueError(f"{name} must be {supported!r}, got {found!r}")
@@ -278,14 +287,14 @@ def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def _text(config: Mapping[str, Any], is_fp8: bool) -> TextConfig:
+def _text(config: Mapping[str, Any], is_fp8: bool, has_head: bool) -> TextConfig:
     rope, is_hybrid = _rope(config), _is_hybrid(config)
     rotary_dim = int(config["head_dim"] * _first((rope, config), ("partial_rotary_factor",), 0.25 if is_hybrid else 1.0))
     section = tuple(rope.get("mrope_section", (11, 11, 10) if is_hybrid else (24, 20, 20)))
     if len(section) != 3 or sum(section) != rotary_dim // 2:
         raise ValueError(f"mrope_section must be three numbers that sum to half of the rotary values ({rotary_dim}), got {section}")
     given = {"rope_theta": float(rope["rope_theta"]), "rotary_dim": rotary_dim, "mrope_section": section}
-    given |= {"is_fp8": is_fp8, "moe": _moe(config), "delta": _delta(config), "delta_layers": _delta_layers(config)}
+    given |= {"is_fp8": is_fp8, "has_head": has_head, "moe": _moe(config), "delta": _delta(config), "delta_layers": _delta_layers(config)}
     if given["moe"] is not None:
         given["intermediate_size"] = config.get("intermediate_size", 0)  # of no layer
     return TextConfig(**_renamed(TextConfig, config, given))

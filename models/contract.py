@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from models.attention.paged import AttentionBackend
-from models.batch import ForwardBatch
+from models.batch import ForwardBatch, HeadTokens
 from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
@@ -45,6 +45,13 @@ class VisionLanguageModel(Protocol):
 
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """(S, V) float32 over the whole vocabulary, on every rank; in `out_SV` if given."""
+
+    def predict(
+        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, places: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
+    ) -> torch.Tensor:
+        """(S, D): of tokens with these final hidden states, behind which tokens with these embeddings came, what `logits` makes the tokens
+        behind the latter of. Also in place of the hidden states, for the next. `attention` has been planned for the tokens. Only if the
+        configuration has a head (`layers.head`)."""
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         """Where each of the checkpoint's tensors goes."""

@@ -7,11 +7,13 @@ from torch import nn
 
 from models.attention.paged import AttentionBackend
 from models.backends.backend import Backend
-from models.batch import ForwardBatch
+from models.batch import ForwardBatch, HeadTokens
 from models.cache import CacheSpec
 from models.config import ModelConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
+from models.layers.decoder import LayerContext
+from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
 from models.text import MakeLayer, TextModel, attention_layer
@@ -48,6 +50,7 @@ class Qwen3VL(nn.Module):
         self.visual = VisionTower(config.vision, attention, setup)
         self._graphs = TowerGraphs(self.visual) if backend.captures_graphs else None
         self.language_model = TextModel(config, setup, make_layer, norm_offset)
+        self.mtp = PredictionHead(config.text, setup, make_layer, norm_offset) if config.text.has_head else None
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
@@ -75,6 +78,8 @@ class Qwen3VL(nn.Module):
 
     def quantize_(self) -> None:
         self.language_model.quantize_()
+        if self.mtp is not None:
+            self.mtp.quantize_()
 
     def kept_bytes(self) -> int:
         graphs = 0 if self._graphs is None else self._graphs.max_bytes()
@@ -101,6 +106,14 @@ class Qwen3VL(nn.Module):
         hidden_SD: torch.Tensor = self.language_model(batch, attention)
         return hidden_SD
 
+    def predict(
+        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, places: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.mtp is not None
+        context = LayerContext(attention, None, self.language_model.rope.rows(places.positions_3T), places.slots_T, None)
+        hidden_SD: torch.Tensor = self.mtp(embedded_TD, hidden_TD, context, wanted_S)
+        return hidden_SD
+
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         if len(hidden_SD) == 0:
             return hidden_SD.new_empty((0, self.config.text.vocab_size), dtype=torch.float32)
@@ -112,5 +125,7 @@ class Qwen3VL(nn.Module):
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         yield from module_tensors(self.visual, "model.visual")
         yield from module_tensors(self.language_model, "model.language_model")
+        if self.mtp is not None:
+            yield from module_tensors(self.mtp, "mtp")
         if not self.config.tie_word_embeddings:
             yield from module_tensors(self.lm_head, "lm_head")

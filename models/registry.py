@@ -33,7 +33,7 @@ class Architecture:
         return names
 
 
-# A layer has one mixer of tokens, whatever its kind. The head that predicts a second token is not used.
+# A layer has one mixer of tokens, whatever its kind. The head that predicts further tokens is read if it is used.
 QWEN3_5 = Architecture("models.qwen3_5:qwen3_5", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
 
 ARCHITECTURES: Mapping[str, Architecture] = {

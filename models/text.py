@@ -61,6 +61,9 @@ class TextModel(nn.Module):
             for item in batch.visual if i < self.num_deepstack_levels else ():
                 residual.sum_TD[item.tokens] += item.level(1 + i)
         wanted_S = batch.logits_indices
+        if batch.hidden_TD is not None:
+            last(residual, context)
+            return batch.hidden_TD.copy_(self.ops.norm(self.norm(residual)))[wanted_S]
         if len(wanted_S) == 0:
             last.store(residual, context)
             return hidden_TD[:0]

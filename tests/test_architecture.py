@@ -24,12 +24,13 @@ MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
     # 13,500 for the flags of vLLM and SGLang; 1,500 for --draft; 1,200 for stored responses and token ids; 2,500 for hosted.py; videos
     # 2,600: helpers that fork and clients that take turns, from engine/grammar; --trust-request-chat-template
-    "engine": 145_000,
+    "engine": 145_900,  # 900: what a head and drafts of rows with states take of memory
     "engine/llm": 28_500,  # the engine within a Python program
     "engine/grammar": 16_100,  # Lark, as outlines and guidance write it: 2,500
-    "engine/scheduler": 88_900,  # 800: snapshots keep to their share, and lie where the next turn finds them
-    "engine/scheduler/drafts": 23_600,  # guesses without a model: what stood before, kept, found and offered
-    "engine/worker": 132_200,  # 9,900: rows of several tokens, drafts are verified
+    # 900: blocks behind rows for a head's guesses; 800: snapshots keep to their share, and lie where the next turn finds them
+    "engine/scheduler": 89_800,
+    "engine/scheduler/drafts": 25_400,  # guesses without a model: what stood before, kept, found and offered; 1,800: those of a head
+    "engine/worker": 141_200,  # 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step
     "server": 27_100,
     # Videos 6,500: parts of content, fields of vLLM and SGLang, blocks of two more dialects. Custom tools and efforts of three dialects
     # 13,000, stored responses 9,500, token ids 3,500, SGLang's dialect 12,000, errors 1,000.
@@ -39,11 +40,13 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     # log-probabilities and truncated prompts; 1,800: what is told of tokens waits for their text, and ends with it; 1,000:
     # a `uuid` stays with its content; 7,900: templates of requests, in a process of their own.
     "server/processor": 176_700,
-    "models": 81_500,  # Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames, sizes and times, and their settings
+    # 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
+    # sizes and times, and their settings
+    "models": 83_400,
     "models/attention": 9_100,
-    "models/layers": 40_200,  # Gated DeltaNet, gates, a shared expert
+    "models/layers": 40_700,  # a head for drafts, Gated DeltaNet, gates, a shared expert
     "models/vision": 29_900,  # 4,300: images over all ranks; 4,300: images over all ranks; 600: frame pairs
-    "models/backends": 18_700,  # the delta rule's Protocol
+    "models/backends": 19_200,  # the delta rule's Protocol, with drafts that may be refused: 500
     "models/backends/torch": 24_100,  # the delta rule
     "models/backends/portable": 139_200,  # the delta rule's kernels
     "models/backends/hopper": 131_800,

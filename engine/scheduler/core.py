@@ -285,6 +285,7 @@ class SchedulerCore:
             self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
+        guesses = iter(drawn.guesses)
         num_sampled = 0
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             ids: list[int] = []
@@ -295,7 +296,7 @@ class SchedulerCore:
                 ids = list(islice(token_ids, count))
                 if drawn.logprobs:
                     known = [entry for entry in islice(logprobs, count) if entry is not None]
-            kept, reason = self.state.land(request, chunk, ids)
+            kept, reason = self.state.land(request, chunk, ids, next(guesses, []) if chunk.sample else [])
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from engine.config import EngineConfig
 from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
 from engine.messages import (
+    MAX_GUESSES,
     PROCESSOR_ARENA,
     Abort,
     EngineOutputs,
@@ -31,6 +32,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.drafts.head import HeadDrafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
@@ -94,9 +96,10 @@ class Scheduler:
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
-        drafter = Drafter(limits.verify_rows) if limits.verify_rows else None
+        make_drafter = HeadDrafter if config.draft == "mtp" else Drafter
+        drafter = make_drafter(limits.verify_rows) if limits.verify_rows else None
         if config.draft != "off" and drafter is None:
-            logger.warning("--draft %s: this model or backend cannot verify drafts, so there are none", config.draft)
+            logger.warning("--draft %s: this backend cannot verify drafts, so there are none", config.draft)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 
@@ -160,7 +163,6 @@ class Scheduler:
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
     """As configured, or as the worker's device has it."""
     sizes = worker.step_sizes
-    can_verify = config.draft != "off" and not worker.snapshot_blocks  # recurrent states would have gone too far
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -171,7 +173,8 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         step_sizes=sizes,
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
-        verify_rows=sizes.verify_rows if can_verify else 0,
+        verify_rows=0 if config.draft == "off" else sizes.verify_rows,
+        num_ahead=MAX_GUESSES if config.draft == "mtp" else 0,
     )
 
 

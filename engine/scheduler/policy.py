@@ -103,6 +103,7 @@ class _StepBuilder:
             restores=self.restores,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
+            num_guesses=self.state.num_guesses,
         )
         self.state.note_plan(step)
         return PlannedStep(step, [request for request, _ in members], self.made)
@@ -236,7 +237,7 @@ class _StepBuilder:
                 return 0  # no encoder budget, or no pixels
             lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
             if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
-                self._add_chunk(request, fitting, new_blocks, drafts)
+                self._add_chunk(request, fitting, new_blocks + self._blocks_ahead(request, fitting, len(new_blocks)), drafts)
                 return fitting
             if self.state.saving:
                 return 0  # blocks of snapshots come back when their steps land
@@ -245,6 +246,14 @@ class _StepBuilder:
             if victim is request:
                 return 0
         return 0
+
+    def _blocks_ahead(self, request: Request, length: int, num_new: int) -> list[int]:
+        """Blocks for what the head writes behind a chunk: nobody has to go for them."""
+        end = request.num_computed + length + self.limits.num_ahead
+        lacking = self.state.blocks.num_needed(end) - len(request.blocks) - num_new
+        if not self.limits.num_ahead or not 0 < lacking <= self.state.blocks.num_free - self.num_reserved_blocks:
+            return []
+        return self.state.blocks.alloc(lacking) or []
 
     def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
         """Cuts a chunk before the first image that cannot be had now; and whether that lacks cache room."""

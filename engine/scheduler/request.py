@@ -50,6 +50,7 @@ class Request:
     num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, drafts not counted
     drafts: tuple[int, ...] = ()  # guesses of what follows the last known token
+    guesses: list[int] = field(default_factory=list)  # of the model's head, behind the last known token
     is_held: bool = False  # drafts are to follow the tokens on the way
     prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # the client's, of the output
     last_step: int = 0  # that computed some of it

@@ -32,6 +32,7 @@ class Limits:
     prefix_cache: bool = True
     snapshot_blocks: int = 0  # of a snapshot of a row's recurrent states; 0: the model has none
     verify_rows: int = 0  # query rows of a step with drafts; 0: no drafts
+    num_ahead: int = 0  # tokens behind a row for which it gets blocks, if there are any: those of the model's head
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class State:
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     saving: list[list[int]] = field(default_factory=list)  # blocks of snapshots that plans in flight make
     counters: Counters = field(default_factory=Counters)
+    num_guesses: int = 0  # that the model's head makes behind the next step
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
@@ -104,7 +106,7 @@ class State:
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
-        request.drafts, request.is_held = (), False
+        request.drafts, request.guesses, request.is_held = (), [], False
         self.add(request)
         self.counters.preemptions += 1
 
@@ -186,9 +188,9 @@ class State:
         self.counters.images_restored += len(plan.restores)
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
-    def land(self, request: Request, chunk: Chunk, drawn: list[int]) -> tuple[list[int], FinishReason | None]:
-        """A chunk drew these ids, of which all but the last were drafts. Returns the ids up to an end, and why the request ends, if it
-        does."""
+    def land(self, request: Request, chunk: Chunk, drawn: list[int], guesses: list[int]) -> tuple[list[int], FinishReason | None]:
+        """A chunk drew these ids, of which all but the last were drafts; the model's head guesses that these follow. Returns the ids up to
+        an end, and why the request ends, if it does."""
         request.num_in_flight -= 1
         if chunk.snapshot:
             self._keep_snapshot(request, chunk)
@@ -203,7 +205,7 @@ class State:
         num_computed = chunk.start + chunk.length - len(chunk.drafts)
         if chunk.sample:
             request.num_drawn -= 1
-            request.drafts = ()
+            request.drafts, request.guesses = (), guesses
             num_computed += len(kept) - 1
         if request.status is Status.RUNNING:
             request.num_computed = max(request.num_computed, num_computed)

@@ -16,10 +16,11 @@ from PIL import Image
 
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
-from engine.messages import PROCESSOR_ARENA, WorkerReady
-from engine.plan import Needs, early_image_bytes, max_draws, step_graph_bytes
+from engine.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
+from engine.plan import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
+from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
@@ -75,15 +76,19 @@ def build_runner(
     token_bytes = spec.paged.bytes_per_token
     step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, text.moe is not None, is_float8, token_bytes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
+    hidden_TD = None  # counted as weights
+    if text.has_head:
+        hidden_TD = torch.zeros((max_hidden(config, backend.step_sizes), text.hidden_size), dtype=dtype, device=device)
     needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
     memory = plan_memory(config, spec, needs, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // tp.size)
-    max_blocks = -(-child.runtime.max_model_len // config.block_size) + 1
-    states = tuple(RowStates(group, config.max_num_seqs, device) for group in spec.states)
+    max_blocks = -(-(child.runtime.max_model_len + MAX_DRAFTS) // config.block_size) + 1
+    states = tuple(RowStates(group, config.max_num_seqs, device, max_drafts(config)) for group in spec.states)
     snapshots = Snapshots(pools, states) if states else None
     geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, states, snapshots)
+    kept = states, snapshots, hidden_TD, memory.num_blocks
+    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, *kept)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
         before = free_bytes(device)
@@ -93,7 +98,11 @@ def build_runner(
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
     staging = Staging(staging_bytes(config, num_draws, max_blocks), device)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
-    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement)
+    head = None
+    if text.has_head:
+        head = DraftHead(model, attention, rows, Staging(MAX_GUESSES * staging_bytes(config, num_draws, max_blocks), device))
+        head.warm_up()
+    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement, head)
     token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
     sizes = memory.num_blocks, memory.image_cache, token_bytes, step_sizes, spec.snapshot_blocks(config.block_size)
     return runner, WorkerReady(rank, *sizes)
@@ -142,7 +151,7 @@ def measure_needs(
         activations=activations,
         step_graphs=graphs,
         tower=model.kept_bytes() + early_image_bytes(model.config, config.max_num_encoder_tokens),
-        states=(config.max_num_seqs + 1) * model.cache_spec.bytes_per_row,
+        states=(config.max_num_seqs + 1) * model.cache_spec.row_bytes(max_drafts(config)),
     )
 
 

@@ -141,6 +141,12 @@ class StepGraphs:
         first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.places))
         return graph.logits_SV[first : first + len(step.logits_indices)], draws
 
+    def places_of(self, step: HostStep) -> Int64s:
+        """Where the step's tokens are among those of its graph."""
+        num_prefill, num_decode = len(step.ids), len(step.places)
+        tokens = self._shape_for(num_prefill, num_decode).num_prefill_tokens
+        return np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))
+
     def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:
             return Shape(0, _round_up(self._decode_sizes, num_decode))
@@ -166,7 +172,7 @@ class StepGraphs:
         rows_R = np.full(first_decode + size, self._scratch_row, dtype=np.int64)
         rows_R[:num_prompts] = step.rows[:num_prompts]
         rows_R[first_decode : first_decode + len(step.rows) - num_prompts] = step.rows[num_prompts:]
-        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # the step's tokens
+        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # see `places_of`
         slots_T = np.full(tokens + size, self._padding_slot, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + size), dtype=np.int64)
         slots_T[real], positions_3T[:, real] = step.attention.slot_mapping_T.numpy(), step.positions
@@ -217,7 +223,8 @@ class StepGraphs:
             drawn = self._rows.last_tokens[places_D]
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
-            batch = ForwardBatch(ids_T, positions_3T, layout, visual, logits_indices_S, rows_R, states, row_starts, padding_slot)
+            of_step = layout, visual, logits_indices_S, rows_R, states, row_starts, padding_slot, self._rows.hidden_of(len(ids_T))
+            batch = ForwardBatch(ids_T, positions_3T, *of_step)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)

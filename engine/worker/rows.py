@@ -52,6 +52,7 @@ class HostStep:
     logits_indices: Int64s  # (S,) ascending
     draws: HostDraws  # S, or none if the caller draws
     known: Int64s  # (2, A): places in `Rows.last_tokens` and what comes there: last tokens of new rows, drafts
+    next_ids: Int64s  # (P + D,) what follows each token, as far as it is known: for the model's head
     scored: tuple[ScoredChunk, ...] = ()
     pooled: tuple[PooledRow, ...] = ()
 
@@ -60,7 +61,7 @@ class HostStep:
         nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
         layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
         pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
-        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostDraws.empty(), pairs)
+        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostDraws.empty(), pairs, nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class StepInputs:
 
 
 class Rows:
-    """Block tables on the host; last tokens and recurrent states on the device, with one scratch row more for what nobody reads."""
+    """Block tables on the host; last tokens and recurrent states on the device, with one scratch row more for what nobody reads. If the
+    model has a head, also the final hidden states of a step's tokens; blocks that a row does not have are then the scratch block."""
 
     def __init__(
         self,
@@ -86,11 +88,15 @@ class Rows:
         max_top_k: int = 0,  # see `SamplingOps`
         states: tuple[RowStates, ...] = (),
         snapshots: Snapshots | None = None,  # of the states, if there are any
+        hidden_TD: torch.Tensor | None = None,
+        scratch_block: int = 0,
     ):
         self.block_size = block_size
         self.scratch_row = max_num_seqs
         self.last_tokens = torch.zeros(max_num_seqs + 1 + MAX_DRAFTS * max_num_seqs, dtype=torch.int64, device=device)
         self.states = states
+        self.hidden_TD = hidden_TD
+        self.scratch_slot = scratch_block * block_size
         self._snapshots = snapshots
         self._geometry = geometry
         self._draws = DrawTable(max_num_seqs, max_top_k)
@@ -106,6 +112,7 @@ class Rows:
         self._rows[admit.row] = Row(known_ids, positions, delta, admit.params.pooled_ids, admit.params.prompt_logprobs)
         self._draws.set(admit.row, admit.params)
         self._num_blocks[admit.row] = 0
+        self._tables[admit.row] = self.scratch_slot // self.block_size
         self._append_blocks(admit.row, admit.blocks)
         if self._snapshots is not None:
             self._snapshots.load(admit.row, admit.snapshot)
@@ -136,7 +143,6 @@ class Rows:
         known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
         places = rows[num_prefills:]
         if has_drafts:
-            assert not self.states, "a state would be behind the drafts, whether they hold or not"
             known += enumerate((token for chunk in decodes for token in chunk.drafts), self.scratch_row + 1)
             places = self._places(decodes)
         return HostStep(
@@ -144,11 +150,12 @@ class Rows:
             places=places,
             rows=rows,
             positions=positions,
-            attention=self._layout(chunks, num_prefills),
+            attention=self._layout(rows, *self._extents(chunks), num_prefills),
             visual=_visual_slices(prefills, images),
             logits_indices=logits_indices,
             draws=draws,
             known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
+            next_ids=self._next_ids(prefills, positions.shape[1]),
             scored=self._scored(prefills),
             pooled=self._pooled(chunks),
         )
@@ -171,7 +178,25 @@ class Rows:
         if len(step.places):
             ids_T[num_prefill:] = self.last_tokens[places_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states, row_starts)
-        return StepInputs(batch, draws, places, scoring)
+        return StepInputs(replace(batch, hidden_TD=self.hidden_of(len(ids_T))), draws, places, scoring)
+
+    def hidden_of(self, num_tokens: int) -> torch.Tensor | None:
+        """Where a forward pass leaves the hidden states of so many tokens, if anybody reads them."""
+        return None if self.hidden_TD is None else self.hidden_TD[:num_tokens]
+
+    def hidden(self, places_T: torch.Tensor) -> torch.Tensor:
+        """(T, D) hidden states of the last forward pass."""
+        assert self.hidden_TD is not None
+        return self.hidden_TD[places_T]
+
+    def behind(self, draws: HostDraws, distance: int) -> tuple[Int64s, AttentionLayout]:
+        """M-RoPE positions, rows and pages of tokens so far behind those that draw: rows of as many tokens as each draws."""
+        counts = np.ones_like(draws.rows) if draws.drafts is None else draws.drafts.counts
+        firsts = counts.cumsum() - counts
+        rows, starts = draws.rows[firsts], draws.positions[firsts] - 1 + distance
+        deltas = np.asarray([self._row(row).delta for row in rows.tolist()], dtype=np.int64)
+        positions = draws.positions - 1 + distance + np.repeat(deltas, counts)
+        return np.broadcast_to(positions, (3, len(positions))), self._layout(rows, starts, counts, 0)
 
     def remember(self, known: torch.Tensor) -> None:
         """`HostStep.known` on the device, before anything reads it."""
@@ -180,12 +205,21 @@ class Rows:
 
     def deliver(self, tokens_S: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Gives rows the last of their tokens that count. Returns host memory in which all will be."""
-        rows_S = draws.rows_S
+        rows_S, num_accepted_S = draws.rows_S, None
         if draws.drafts is not None:
             _, is_last_S = draws.drafts.keep(tokens_S)
-            rows_S = torch.where(is_last_S, rows_S, self.scratch_row)
+            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), draws.drafts.offsets_S
         self.last_tokens.index_copy_(0, rows_S, tokens_S)
+        for group in self.states:
+            group.accept(rows_S, num_accepted_S)
         return to_host(tokens_S)
+
+    def scratch_layout(self, num_tokens: int) -> AttentionLayout:
+        """A row of so many tokens that nobody has."""
+        slots_T = self.scratch_slot + torch.arange(num_tokens)
+        block, count, one = self.scratch_slot // self.block_size, np.asarray([num_tokens], dtype=np.int32), np.ones(1, dtype=np.int32)
+        pages = torch.tensor([block], dtype=torch.int32)
+        return AttentionLayout(offsets_of(count), torch.from_numpy(count), offsets_of(one), pages, slots_T, 0)
 
     def _append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         count = self._num_blocks[row]
@@ -260,15 +294,26 @@ class Rows:
                 draw += 1 + len(chunk.drafts)
         return tuple(found)
 
-    def _layout(self, chunks: Sequence[Chunk], num_prefill_rows: int) -> AttentionLayout:
-        rows = np.asarray([chunk.row for chunk in chunks])
-        starts = np.asarray([chunk.start for chunk in chunks])
-        lengths = np.asarray([chunk.length for chunk in chunks])
+    def _next_ids(self, prefills: Sequence[Chunk], num_tokens: int) -> Int64s:
+        """Zeros where that is drawn."""
+        next_ids, first = np.zeros(num_tokens if self.hidden_TD is not None else 0, dtype=np.int64), 0
+        for chunk in prefills if len(next_ids) else ():
+            known = self._row(chunk.row).known_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
+            next_ids[first : first + len(known)] = known
+            first += chunk.length
+        return next_ids
+
+    def _extents(self, chunks: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
+        """Where chunks start, and their lengths."""
+        starts, lengths = np.asarray([(chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
+        return starts, lengths
+
+    def _layout(self, rows: Int64s, starts: Int64s, lengths: Int64s, num_prefill_rows: int) -> AttentionLayout:
         kv_lens = starts + lengths
         num_pages = -(-kv_lens // self.block_size)
         tables = self._tables[rows, : num_pages.max()]
         pages = tables[np.arange(num_pages.max()) < num_pages[:, None]]
-        token_rows = np.repeat(np.arange(len(chunks)), lengths)
+        token_rows = np.repeat(np.arange(len(rows)), lengths)
         first_tokens = np.cumsum(lengths) - lengths
         offsets = np.arange(lengths.sum()) - first_tokens[token_rows] + starts[token_rows]
         slots = tables[token_rows, offsets // self.block_size].astype(np.int64) * self.block_size + offsets % self.block_size

@@ -3,17 +3,18 @@ handle that is asked later whether it is done."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.arena import ArenaView
-from engine.messages import Admit, Chunk, GrammarLoaded, LoadGrammar, StepPlan, StepResult
+from engine.messages import Admit, GrammarLoaded, LoadGrammar, StepPlan, StepResult
 from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
+from engine.worker.head import DraftHead
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.memory import StepMemory
 from engine.worker.rows import HostStep, Rows
@@ -54,8 +55,8 @@ class LaunchedStep:
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_draw()
         num_tokens: list[int] = []
+        kept, guesses = [*self.draws.kept(token_ids)] if self.rank == 0 else [], self.sampled.guesses_SG
         if self.rank == 0 and self.draws.drafts is not None:
-            kept = [*self.draws.kept(token_ids)]
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
             num_tokens = [len(run) for run in kept]
         return StepResult(
@@ -75,6 +76,7 @@ class LaunchedStep:
             pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
             out_of_memory=self.out_of_memory,
             slow_draws=self.slow_draws,
+            guesses=[] if guesses is None or self.rank else guesses[[run[-1] for run in kept]].tolist(),
         )
 
 
@@ -92,6 +94,7 @@ class Runner:
     prompts: ArenaView
     tp: TensorParallel
     agreement: Agreement | None = None
+    head: DraftHead | None = None
 
     def __post_init__(self) -> None:
         self._memory = StepMemory(self.model.device)
@@ -126,7 +129,7 @@ class Runner:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
-        sampled, scores, pooled = self._draw(step, plan.chunks)
+        sampled, scores, pooled = self._draw(step, plan)
         scores = scores and scores.to_host()
         watch.mark()
         slow_draws = self.sampler.grammars.note(step.draws, sampled.tokens_S, watch)
@@ -146,6 +149,7 @@ class Runner:
         else:
             needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decode)
         needed += self.images.shared_bytes(plan.encodes)
+        needed += 0 if self.head is None else step_bytes(self.model.config, self.tp.size, num_tokens)
         if not needed:
             return True
         return self.agreement.all_can(needed <= self._memory.free_bytes())
@@ -181,18 +185,28 @@ class Runner:
             data = bytes(self.prompts.view(region.offset, region.length))
         self.sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
-    def _draw(self, step: HostStep, chunks: Sequence[Chunk]) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
+    def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
         """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
-        self.rows.save_snapshots(chunks)
+        self.rows.save_snapshots(plan.chunks)
         if not len(draws.rows_S):
+            self._guess(step, draws.rows_S, draws, 0)
             return NOTHING_DRAWN, scores, pooled
         if self.tp.rank == 0:
             sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
-        return sampled.on_host(self.rows.deliver(sampled.tokens_S, draws)), scores, pooled
+        tokens_S, guesses_SG = self.rows.deliver(sampled.tokens_S, draws), self._guess(step, sampled.tokens_S, draws, plan.num_guesses)
+        return sampled.on_host(tokens_S, guesses_SG), scores, pooled
+
+    def _guess(self, step: HostStep, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor | None:
+        if self.head is None:
+            return None
+        places_T = np.arange(step.positions.shape[1])
+        if self.graphs is not None and self.graphs.fits(step):
+            places_T = self.graphs.places_of(step)
+        return self.head.run(step, places_T, tokens_S, draws, num_guesses)
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
         if self.graphs is not None and self.graphs.fits(step):

@@ -4,6 +4,7 @@ norm to add."""
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from models.layers.fp8 import GroupScaled, Weight
@@ -98,10 +99,26 @@ class DeltaHeads:
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """Of all permanent rows, changed in place. A row that begins has zeros."""
+    """Of all permanent rows, changed in place. A row that begins has zeros. `recurrent_RHKV` and the first inputs hold behind the first
+    token of a decode row's last step; the first `num_accepted_R` of its D drafts hold, too, and the step that comes goes on behind them."""
 
     recurrent_RHKV: torch.Tensor  # float32
-    inputs_RWC: torch.Tensor  # the last inputs of the convolution, the latest one last
+    inputs_RWC: torch.Tensor  # of the convolution: the last (kernel - 1), the latest one last, then those of the drafts
+    mixed_RDC: torch.Tensor  # of the drafts, behind the convolution, as the backend has it
+    gates_RDG: torch.Tensor  # of the drafts
+    num_accepted_R: torch.Tensor  # int64
+
+    @classmethod
+    def of(
+        cls, bytes_RB: torch.Tensor, num_accepted_R: torch.Tensor, shape_HKV: tuple[int, int, int], conv_CW: torch.Tensor, num_drafts: int
+    ) -> "DeltaState":
+        """Views of these bytes, of a layer with such a convolution."""
+        (channels, kernel_size), size = conv_CW.shape, 4 * torch.Size(shape_HKV).numel()
+        shapes = (kernel_size - 1 + num_drafts, channels), (num_drafts, channels), (num_drafts, 2 * shape_HKV[0])
+        ends = np.cumsum([count * width for count, width in shapes]).tolist()
+        parts = bytes_RB[:, size:].view(conv_CW.dtype).tensor_split(ends, dim=1)
+        inputs_RWC, mixed_RDC, gates_RDG = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=False))
+        return cls(bytes_RB[:, :size].view(torch.float32).unflatten(1, shape_HKV), inputs_RWC, mixed_RDC, gates_RDG, num_accepted_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +182,9 @@ class Ops(Protocol):
         """x *= sigmoid(gate), in float32; each gate is that of X / G neighbouring values. `gate_TG` may be a slice of columns."""
 
     def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:
-        """(T, H * V): norm(o) * silu(z) of `layers.delta`, from the rows' states, which go on. Rows of prompts are computed in chunks
-        of `DELTA_CHUNK` that begin with their first tokens, others token by token: cuts change how sums are rounded, batches do not."""
+        """(T, H * V): norm(o) * silu(z) of `layers.delta`, from the rows' states, which go on as `DeltaState` says. Rows of prompts are
+        computed in chunks of `DELTA_CHUNK` that begin with their first tokens, others token by token: cuts change how sums are rounded,
+        batches do not, and drafts do not either."""
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         """A uint8 image with its height (axis 0) or width (1) resampled."""

@@ -5,7 +5,7 @@
                    └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
 The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32, then
-the last inputs of the convolution (kernel - 1, channels) in the model's dtype.
+in the model's dtype the last inputs of the convolution (kernel - 1, channels); then what `DeltaState` has of drafts.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from models.layers.checkpoint import CheckpointTensor
 from models.layers.decoder import LayerContext, Mixer
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
 from models.parallel import TensorParallel
+from models.state import RowStates
 
 
 class Convolution(nn.Module):
@@ -74,7 +75,7 @@ class GatedDeltaNet(Mixer):
         inputs_TX, gates_TX = self.ops.linear(x_TD, self.in_proj.weight), self.ops.linear(x_TD, self.in_gates.weight)
         weights = self.conv1d.weight, self.A_log.values, self.dt_bias.values, self.norm["weight"], self.eps
         heads = DeltaHeads(inputs_TX, gates_TX, *weights, self._num_key_heads, self._delta.key_dim)
-        return self.ops.delta_rule_(heads, self._state(context.states.layer(self.ordinal)), context.rows)
+        return self.ops.delta_rule_(heads, self._state(context.states), context.rows)
 
     def store(self, x_TD: Normed, context: LayerContext) -> None:
         self.forward(x_TD, context)
@@ -86,13 +87,9 @@ class GatedDeltaNet(Mixer):
         quantize_(self.in_proj)
         quantize_(self.out_proj)
 
-    def _state(self, bytes_RB: torch.Tensor) -> DeltaState:
-        """Views of a layer's states."""
+    def _state(self, states: RowStates) -> DeltaState:
         shape = len(self.A_log.values), self._delta.key_dim, self._delta.value_dim
-        size = 4 * torch.Size(shape).numel()
-        channels, kernel_size = self.conv1d.weight.shape
-        inputs_RX = bytes_RB[:, size:].view(self.conv1d.weight.dtype)
-        return DeltaState(bytes_RB[:, :size].view(torch.float32).unflatten(1, shape), inputs_RX.unflatten(1, (kernel_size - 1, channels)))
+        return DeltaState.of(states.layer(self.ordinal), states.num_accepted, shape, self.conv1d.weight, states.num_drafts)
 
 
 def _head_parts(delta: DeltaConfig, tp: TensorParallel) -> tuple[list[Part], int]:

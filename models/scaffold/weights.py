@@ -23,6 +23,8 @@ FLOAT8_MATRICES = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
 def tensor_shapes(config: ModelConfig) -> Shapes:
     """Name and shape of every tensor of a checkpoint, as the published ones name them."""
     shapes = _vision_shapes(config.vision) | _text_shapes(config.text)
+    if config.text.has_head:
+        shapes |= _head_shapes(config.text)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.text.vocab_size, config.text.hidden_size)
     return shapes
@@ -45,7 +47,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
 
 def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Writes safetensors beside the folder's config.json: one file, or shards with an index when they exceed `max_shard_bytes`."""
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder, with_head=ModelConfig.from_folder(folder).text.delta is not None)
     shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
     shards = list(_shards(shapes, dtype, max_shard_bytes))
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
@@ -73,7 +75,7 @@ def _quantized(tensors: dict[str, torch.Tensor], has_input_major: bool) -> dict[
             parts = (part.contiguous().unflatten(0, (len(tensor), -1)) for part in (matrix.values, matrix.scales))
             values, scales = ((part.transpose(1, 2) if has_input_major else part).contiguous() for part in parts)
             stored |= {name: values, f"{name}_scale_inv": scales}
-        elif name.startswith("model.language_model.layers.") and name.endswith(FLOAT8_MATRICES):
+        elif name.startswith(("model.language_model.layers.", "mtp.layers.")) and name.endswith(FLOAT8_MATRICES):
             matrix = BlockScaled.quantized(tensor)
             stored |= {name: matrix.values, f"{name}_scale_inv": matrix.scales.contiguous()}
         else:
@@ -143,24 +145,38 @@ def _vision_shapes(vision: VisionConfig) -> Shapes:
 
 
 def _text_shapes(text: TextConfig) -> Shapes:
-    hidden, queries, keys = text.hidden_size, text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
+    hidden = text.hidden_size
     shapes: Shapes = {"model.language_model.embed_tokens.weight": (text.vocab_size, hidden)}
     for i in range(text.num_layers):
         layer = f"model.language_model.layers.{i}"
-        shapes |= {f"{layer}.{name}layernorm.weight": (hidden,) for name in ("input_", "post_attention_")}
-        shapes |= _mlp_shapes(f"{layer}.mlp", text)
-        if i in text.delta_layers:
-            shapes |= _delta_shapes(f"{layer}.linear_attn", text)
-            continue
-        shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (queries * (1 if text.delta is None else 2), hidden),
-            f"{layer}.self_attn.k_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.v_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.q_norm.weight": (text.head_dim,),
-            f"{layer}.self_attn.k_norm.weight": (text.head_dim,),
-            f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-        }
+        shapes |= _layer_shapes(layer, text)
+        delta = i in text.delta_layers
+        shapes |= _delta_shapes(f"{layer}.linear_attn", text) if delta else _attention_shapes(f"{layer}.self_attn", text)
     return shapes | {"model.language_model.norm.weight": (hidden,)}
+
+
+def _head_shapes(text: TextConfig) -> Shapes:
+    hidden, layer = text.hidden_size, "mtp.layers.0"
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    shapes: Shapes = {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{name}.weight": (hidden,) for name in norms}
+    return shapes | _layer_shapes(layer, text) | _attention_shapes(f"{layer}.self_attn", text)
+
+
+def _layer_shapes(layer: str, text: TextConfig) -> Shapes:
+    norms: Shapes = {f"{layer}.{name}layernorm.weight": (text.hidden_size,) for name in ("input_", "post_attention_")}
+    return norms | _mlp_shapes(f"{layer}.mlp", text)
+
+
+def _attention_shapes(name: str, text: TextConfig) -> Shapes:
+    hidden, queries, keys = text.hidden_size, text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
+    return {
+        f"{name}.q_proj.weight": (queries * (1 if text.delta is None else 2), hidden),
+        f"{name}.k_proj.weight": (keys, hidden),
+        f"{name}.v_proj.weight": (keys, hidden),
+        f"{name}.q_norm.weight": (text.head_dim,),
+        f"{name}.k_norm.weight": (text.head_dim,),
+        f"{name}.o_proj.weight": (hidden, queries),
+    }
 
 
 def _delta_shapes(name: str, text: TextConfig) -> Shapes:

@@ -239,7 +239,7 @@ class Intake(Way):
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
         ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None, rendered)
-        is_used = bool(submit.prediction) and self.config.draft != "off"
+        is_used = bool(submit.prediction) and self.config.draft == "suffix"
         return ids, self._prompts.predicted(submit.prediction, limit) if is_used else []
 
     def _max_tokens(self, request: Request) -> int:

@@ -1,6 +1,7 @@
 """A hybrid model behind the API: conversations whose states are found again, thoughts, two end tokens."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,27 @@ def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -
     for _ in range(2):  # fresh, and from the caches
         message = ask(engine, [{"role": "user", "content": [frames, image_part(still), question]}], max_tokens=16)["choices"][0]["message"]
         assert (message.get("reasoning_content") or "") + (message["content"] or "") == said
+
+
+@pytest.mark.parametrize(("draft", "tp"), [("suffix", "1"), ("mtp", "1"), pytest.param("mtp", "2", marks=pytest.mark.extended)])
+def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: str) -> None:
+    """Red if a draft that is refused stays in a state: answers that are guessed from themselves, from others and in part, side by side; or
+    by a head, which knows nothing here."""
+    questions = [f"Count {word}. " * 4 for word in ("up", "down", "stars", "on")]
+    asked = [(question, {"temperature": heat, "seed": 3, "max_tokens": 40}) for question in questions for heat in (0, 0.7)]
+
+    def ask_all(engine: Engine) -> list[str]:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            body = {"cache_salt": "ours", "chat_template_kwargs": {"enable_thinking": False}}
+            answers = pool.map(lambda one: ask(engine, [{"role": "user", "content": one[0]}], **one[1], **body), asked)
+            return [answer["choices"][0]["message"]["content"] for answer in answers]
+
+    expected = ask_all(engine)
+    with serve(folder, "--max-model-len", "4096", "--draft", draft, "--tp", tp) as drafting:
+        for _ in range(3):
+            assert ask_all(drafting) == expected
+        proposed, accepted = (drafting.metric(f"engine_{name}draft_tokens_total") for name in ("", "accepted_"))
+    assert proposed > accepted and (accepted > 50 or draft == "mtp"), (proposed, accepted)
 
 
 def test_either_end_token_ends_an_answer(engine: Engine) -> None:

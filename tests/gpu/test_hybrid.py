@@ -55,19 +55,26 @@ def test_the_delta_rule_equals_the_reference(backend: Backend, size: str, step: 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=DEVICE)
 
+    conv = normal(channels, 4).bfloat16() / 2
     given = DeltaHeads(
-        normal(total, channels + heads * dim).bfloat16(), normal(total, 2 * heads).bfloat16(), normal(channels, 4).bfloat16() / 2,
+        normal(total, channels + heads * dim).bfloat16(), normal(total, 2 * heads).bfloat16(), conv,
         normal(heads) - 2, normal(heads), 1 + 0.1 * normal(dim).bfloat16(), 1e-6, keys, dim,
     )  # fmt: skip
     starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
     rows = StateRows(torch.randperm(num_rows, generator=generator, device=DEVICE)[: len(counts)], starts, num_prefill)
-    first = DeltaState(normal(num_rows, heads, dim, dim) / 8, normal(num_rows, 3, channels).bfloat16())
-    states = [DeltaState(first.recurrent_RHKV.clone(), first.inputs_RWC.clone()) for _ in range(3)]
-    expected = delta_rule_(given, states[0], rows)
-    found, again = (backend.ops.delta_rule_(given, state, rows) for state in states[1:])
-    assert relative(found, expected) < 2e-2 and relative(states[1].recurrent_RHKV, states[0].recurrent_RHKV) < 1e-2
-    assert states[1].inputs_RWC.equal(states[0].inputs_RWC)
-    assert found.equal(again) and states[1].recurrent_RHKV.equal(states[2].recurrent_RHKV)
+    stored = torch.zeros((num_rows, 4 * heads * dim**2 + 2 * (17 * channels + 14 * heads)), dtype=torch.uint8, device=DEVICE)
+    accepted = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+    first = DeltaState.of(stored, accepted, (heads, dim, dim), conv, 7)
+    first.recurrent_RHKV.copy_(normal(num_rows, heads, dim, dim) / 8)
+    first.inputs_RWC.copy_(normal(num_rows, 10, channels))
+    states = [DeltaState.of(stored.clone(), accepted, (heads, dim, dim), conv, 7) for _ in range(3)]
+    for _ in range(1 + (step == "verify")):  # then behind what was accepted of each row's three drafts
+        expected = delta_rule_(given, states[0], rows)
+        found, again = (backend.ops.delta_rule_(given, state, rows) for state in states[1:])
+        assert relative(found, expected) < 2e-2 and relative(states[1].recurrent_RHKV, states[0].recurrent_RHKV) < 1e-2
+        assert states[1].inputs_RWC.equal(states[0].inputs_RWC)
+        assert found.equal(again) and states[1].recurrent_RHKV.equal(states[2].recurrent_RHKV)
+        accepted[rows.rows_R] = torch.arange(len(counts), device=DEVICE) % 4
 
 
 @pytest.mark.parametrize("size", ATTENTION)

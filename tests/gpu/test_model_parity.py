@@ -173,6 +173,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
         logits_indices=batch.logits_indices.cpu().numpy(),
         draws=HostDraws.empty(),
         known=np.stack((places, ids[num_prefill:])),
+        next_ids=np.zeros(0, dtype=np.int64),
     )
 
 

@@ -53,7 +53,7 @@ class Drafter:
                 continue  # they are on the way
             request.drafts, request.is_held = (), False
             if most > 0 and request not in self._sources:
-                self._sources[request] = Source(request)
+                self._sources[request] = self._make_source(request)
             offer = self._offer(request, most) if most > 0 and is_quiet else Offer(request)
             if offer.gain >= LEAST_GAIN:
                 offers.append(offer)
@@ -87,6 +87,9 @@ class Drafter:
     def guess(self, request: Request, most: int) -> Guess:
         """At most `most` tokens behind the known ones, each with the probability that it follows the one before."""
         return self._sources[request].guess(most, self.recent.of(request.wire.tenant))
+
+    def _make_source(self, request: Request) -> Source:
+        return Source(request)
 
     def _offer(self, request: Request, most: int) -> Offer:
         """Behind the tokens on the way, which have to be as guessed, too. The last token may not be a draft: one more is drawn."""

@@ -40,10 +40,11 @@ class Sampled:
 
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
+    guesses_SG: torch.Tensor | None = None  # int64, of what follows them
 
-    def on_host(self, tokens_S: torch.Tensor) -> "Sampled":
+    def on_host(self, tokens_S: torch.Tensor, guesses_SG: torch.Tensor | None) -> "Sampled":
         """With copies on the host, where its tokens are already."""
-        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host())
+        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host(), None if guesses_SG is None else to_host(guesses_SG))
 
     def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
         """For each draw; empty if none wants any. What was copied must be on the host by now."""

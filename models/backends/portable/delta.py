@@ -3,8 +3,8 @@
     _prepare, each chunk for itself:    (I + L) U = beta V,  (I + L) W = beta e^G K,  P = [q_i k_j e^(G_i - G_j) for j <= i]
     _scan, a row's chunks in order:     U' = U - W S,  O = e^G Q S + P U',  S = e^(G_last) S + K' (e^(G_last - G) U')
 
-The system is solved by blocks of 16 and substitution: powers of L would lose every digit where keys are alike. Which rows begin where is
-read on the device, so a captured graph serves any. Operands have the model's dtype, sums and states are float32.
+The system is solved by blocks of 16 and substitution: powers of L would lose every digit where keys are alike. Which rows begin where, and
+how many drafts of theirs hold, is read on the device: a captured graph serves any. Operands have the model's dtype, sums are float32.
 """
 
 import torch
@@ -37,9 +37,9 @@ def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS:
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["rows", "starts"])
 def _convolve(
-    inputs: tensor, conv: tensor, before: tensor, rows: tensor, starts: tensor, out: tensor, num_tokens: tensor, num_rows: tensor,
-    stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr, TOKENS: constexpr,
-    ROWS: constexpr,
+    inputs: tensor, conv: tensor, before: tensor, accepted: tensor, rows: tensor, starts: tensor, out: tensor, num_tokens: tensor,
+    num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr,
+    TOKENS: constexpr, ROWS: constexpr,
 ) -> None:  # fmt: skip
     """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
@@ -48,7 +48,8 @@ def _convolve(
     first = tl.load(starts + every, every < num_rows, 2147483647)
     row = tl.sum((first[None, :] <= token[:, None]).to(tl.int32), 1) - 1
     start = tl.load(starts + row, inside, 0)
-    kept = before + tl.load(rows + row, inside, 0) * row_stride
+    place = tl.load(rows + row, inside, 0)
+    kept = before + place * row_stride + tl.load(accepted + place, inside, 0) * CHANNELS
     channel = head * DIM + tl.arange(0, DIM)
     total = tl.zeros((TOKENS, DIM), tl.float32)
     for tap in tl.static_range(TAPS):
@@ -69,54 +70,81 @@ def _convolve(
     tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "starts"])
-def _keep_inputs(
-    inputs: tensor, before: tensor, rows: tensor, starts: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, TAPS: constexpr,
-    WIDTH: constexpr,
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
+def _keep(
+    inputs: tensor, mixed: tensor, gates: tensor, before: tensor, kept_mixed: tensor, kept_gates: tensor, accepted: tensor, rows: tensor,
+    starts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, TAPS: constexpr,
+    WIDTH: constexpr, GATES: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, c): the last inputs of row r, WIDTH channels. What is read lies behind what was written."""
+    """Program (r, c): the last inputs of row r, WIDTH channels, and what undoes its drafts. What is read lies behind what was written."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
         return
-    inside = channel < CHANNELS
-    kept = before + tl.load(rows + row) * row_stride + channel
+    drafts = end if row < first_row else start + 1
+    inside, place = channel < CHANNELS, tl.load(rows + row)
+    kept = before + place * row_stride + channel
+    again = kept + tl.load(accepted + place) * CHANNELS
     for tap in tl.static_range(TAPS - 1):
-        at = end - (TAPS - 1) + tap
+        at = drafts - (TAPS - 1) + tap
         if at >= start:
             value = tl.load(inputs + at.to(tl.int64) * stride + channel, inside, 0.0)
         else:
-            value = tl.load(kept + (TAPS - 1 + at - start) * CHANNELS, inside, 0.0)
+            value = tl.load(again + (TAPS - 1 + at - start) * CHANNELS, inside, 0.0)
         tl.store(kept + tap * CHANNELS, value, inside)
+    gate = tl.arange(0, GATES)
+    for number in range(0, end - drafts):
+        token = drafts.to(tl.int64) + number
+        tl.store(kept + (TAPS - 1 + number) * CHANNELS, tl.load(inputs + token * stride + channel, inside, 0.0), inside)
+        of_draft = place * row_stride + number * CHANNELS + channel
+        tl.store(kept_mixed + of_draft, tl.load(mixed + token * CHANNELS + channel, inside, 0.0), inside)
+        if tl.program_id(1) == 0:
+            line = kept_gates + place * row_stride + number * (2 * HEADS)
+            tl.store(line + gate, tl.load(gates + token * (2 * HEADS) + gate, gate < 2 * HEADS, 0.0), gate < 2 * HEADS)
+
+
+@triton.jit
+def _advance(
+    state: tensor, mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, head: tensor, column: tensor,
+    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
+) -> tensor:  # fmt: skip
+    """The state of a head behind a token."""
+    line, there = mixed + token * CHANNELS, token >= 0
+    k = tl.load(line + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM + tl.arange(0, DIM)).to(tl.float32)
+    v = tl.load(line + (2 * KEY_HEADS + head) * DIM + column).to(tl.float32)
+    state *= tl.exp(_gates_of(gates, a_log, dt_bias, token, there, head, HEADS))
+    change = (v - tl.sum(state * k[:, None], 0)) * _rates_of(gates, token, there, head, HEADS)
+    return state + k[:, None] * change[None, :]
 
 
 @triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
 def _step(
-    mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
-    first_row: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
-    COLUMNS: constexpr,
+    mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, kept_mixed: tensor, kept_gates: tensor,
+    accepted: tensor, rows: tensor, starts: tensor, out: tensor, first_row: tensor, row_stride: tensor, kept_stride: tensor,
+    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, h, v): the tokens of row `first_row` + r, one after the other, for head h and COLUMNS values."""
+    """Program (r, h, v): drafts of row `first_row` + r that were accepted, then its tokens, one after the other, for head h and COLUMNS
+    values. The state behind its first token is kept."""
     row, head = first_row + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
         return
     key, column = tl.arange(0, DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    place = tl.load(rows + row) * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
+    permanent = tl.load(rows + row)
+    kept = permanent * kept_stride
+    place = permanent * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
     state = tl.load(memory + place)
-    key_head = head // (HEADS // KEY_HEADS)
+    for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
+        token = tl.cast(number, tl.int64)
+        state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
     for number in range(0, end - start):
         token = start.to(tl.int64) + number
-        line = mixed + token * CHANNELS
-        q = tl.load(line + key_head * DIM + key).to(tl.float32)
-        k = tl.load(line + (KEY_HEADS + key_head) * DIM + key).to(tl.float32)
-        v = tl.load(line + (2 * KEY_HEADS + head) * DIM + column).to(tl.float32)
-        state *= tl.exp(_gates_of(gates, a_log, dt_bias, token, end > start, head, HEADS))
-        change = (v - tl.sum(state * k[:, None], 0)) * _rates_of(gates, token, end > start, head, HEADS)
-        state += k[:, None] * change[None, :]
+        state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
+        if number == 0:
+            tl.store(memory + place, state)
+        q = tl.load(mixed + token * CHANNELS + head // (HEADS // KEY_HEADS) * DIM + key).to(tl.float32)
         result = tl.sum(state * q[:, None], 0)
         tl.store(out + (token * HEADS + head) * DIM + column, result.to(out.dtype.element_ty))
-    tl.store(memory + place, state)
 
 
 @triton.jit
@@ -171,17 +199,15 @@ def _prepare(
     first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
     if end == 0:
         return
-    head = tl.program_id(1)
+    head, dim = tl.program_id(1), tl.arange(0, DIM)
     key_head = head // (HEADS // KEY_HEADS)
-    dim = tl.arange(0, DIM)
     query_at, key_at, value_at = key_head * DIM + dim, (KEY_HEADS + key_head) * DIM + dim, (2 * KEY_HEADS + head) * DIM + dim
     whole = first + tl.arange(0, CHUNK)
     there = whole < end
     total = tl.cumsum(_gates_of(gates, a_log, dt_bias, whole, there, head, HEADS), 0)
     tl.store(sums + whole.to(tl.int64) * HEADS + head, total, there)
     lines = mixed + whole.to(tl.int64)[:, None] * CHANNELS
-    queries = tl.load(lines + query_at[None, :], there[:, None], 0.0)
-    keys = tl.load(lines + key_at[None, :], there[:, None], 0.0)
+    queries, keys = tl.load(lines + query_at[None, :], there[:, None], 0.0), tl.load(lines + key_at[None, :], there[:, None], 0.0)
     index = whole - first
     seen = index[:, None] >= index[None, :]
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else None)
@@ -302,21 +328,18 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
 
 def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:
     """As `Ops.delta_rule_`, for heads of as many keys as values, a power of two."""
-    memory, before = state.recurrent_RHKV, state.inputs_RWC
+    memory, before, kept = state.recurrent_RHKV, state.inputs_RWC, (state.mixed_RDC, state.gates_RDG, state.num_accepted_R)
     num_heads, dim, value_dim = memory.shape[1:]
     assert dim == value_dim == heads.key_dim and heads.inputs_TX.stride(1) == 1 and heads.gates_TX.is_contiguous()
+    assert not state.gates_RDG.numel() or before.stride(0) == state.mixed_RDC.stride(0) == state.gates_RDG.stride(0)
     num_tokens, num_rows, stride = len(heads.inputs_TX), len(rows.rows_R), heads.inputs_TX.stride(0)
     channels, taps = heads.conv_CW.shape
     sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
     mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
     _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
-        heads.inputs_TX, heads.conv_CW, before, rows.rows_R, rows.starts_R1, mixed_TC, num_tokens, num_rows, stride, before.stride(0),
-        CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=_padded(num_rows),
-    )  # fmt: skip
-    _keep_inputs[(num_rows, triton.cdiv(channels, tiles.channels))](
-        heads.inputs_TX, before, rows.rows_R, rows.starts_R1, stride, before.stride(0),
-        CHANNELS=channels, TAPS=taps, WIDTH=tiles.channels,
+        heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.rows_R, rows.starts_R1, mixed_TC, num_tokens, num_rows, stride,
+        before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=_padded(num_rows),
     )  # fmt: skip
     o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
     if rows.num_prefill_rows:
@@ -324,9 +347,13 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     if num_rows > rows.num_prefill_rows:
         columns = min(dim, tiles.step_columns)
         _step[(num_rows - rows.num_prefill_rows, num_heads, dim // columns)](
-            mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, rows.rows_R, rows.starts_R1, o_THV,
-            rows.num_prefill_rows, memory.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
+            mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, *kept, rows.rows_R, rows.starts_R1, o_THV,
+            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
         )  # fmt: skip
+    _keep[(num_rows, triton.cdiv(channels, tiles.channels))](
+        heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, rows.num_prefill_rows, stride,
+        before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels, GATES=triton.next_power_of_2(2 * num_heads),
+    )  # fmt: skip
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](

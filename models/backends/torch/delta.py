@@ -12,24 +12,30 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
     """See `Ops`."""
     num_heads, key_dim, value_dim = state.recurrent_RHKV.shape[1:]
     qkv_TC, z_TX = heads.inputs_TX.tensor_split((len(heads.conv_CW),), dim=1)
-    b_TH, a_TH = heads.gates_TX.float().chunk(2, dim=1)
-    decay_TH = -heads.a_log_H.exp() * F.softplus(a_TH + heads.dt_bias_H)
     out_THV = z_TX.new_empty((len(z_TX), num_heads, value_dim))
     starts = rows.starts_R1.tolist()
     for index, (row, start, end) in enumerate(zip(rows.rows_R.tolist(), starts, starts[1:], strict=False)):
         if start == end:
             continue
-        mixed_TC = _convolved(qkv_TC[start:end], state.inputs_RWC[row], heads.conv_CW)
+        is_prompt, num_again = index < rows.num_prefill_rows, int(state.num_accepted_R[row])
+        num_new = end - start if is_prompt else 1  # behind them the state is kept
+        mixed_TC = _convolved(qkv_TC[start:end], state.inputs_RWC[row], num_again, num_new, heads.conv_CW)
+        mixed_TC = _behind_drafts(state.mixed_RDC[row], mixed_TC, num_again, num_new)
+        gates_TG = _behind_drafts(state.gates_RDG[row], heads.gates_TX[start:end], num_again, num_new)
         key_width = heads.num_key_heads * key_dim
         q_TX, k_TX, v_TX = mixed_TC.float().split([key_width, key_width, num_heads * value_dim], dim=1)
         q_HTK, k_HTK = (_unit(x, key_dim).repeat_interleave(num_heads // heads.num_key_heads, dim=0) for x in (q_TX, k_TX))
         v_HTV = v_TX.unflatten(1, (num_heads, value_dim)).transpose(0, 1)
-        compute = chunked if index < rows.num_prefill_rows else recurrent
-        memory_HKV = state.recurrent_RHKV[row]
-        gates = decay_TH[start:end].t(), b_TH[start:end].sigmoid().t()
-        o_HTV, after_HKV = compute(q_HTK * key_dim**-0.5, k_HTK, v_HTV, *gates, memory_HKV)
+        b_HT, a_HT = gates_TG.float().t().chunk(2)
+        decay_HT = -heads.a_log_H[:, None].exp() * F.softplus(a_HT + heads.dt_bias_H[:, None])
+        tokens = q_HTK * key_dim**-0.5, k_HTK, v_HTV, decay_HT, b_HT.sigmoid()
+        memory_HKV, num_kept = state.recurrent_RHKV[row], num_again + num_new
+        first, drafts = zip(*(x.tensor_split((num_kept,), dim=1) for x in tokens), strict=True)
+        o_HTV, after_HKV = (chunked if is_prompt else recurrent)(*[*first, memory_HKV])
         memory_HKV.copy_(after_HKV)
-        out_THV[start:end] = o_HTV.transpose(0, 1).to(out_THV.dtype)
+        if num_new < end - start:
+            o_HTV = torch.cat((o_HTV, recurrent(*[*drafts, memory_HKV])[0]), dim=1)
+        out_THV[start:end] = o_HTV[:, num_again:].transpose(0, 1).to(out_THV.dtype)
     return gated_norm(out_THV, z_TX, heads.norm_V, heads.eps)
 
 
@@ -75,13 +81,20 @@ def chunked(
     return torch.cat(outputs, dim=1), memory_HKV
 
 
-def _convolved(x_TC: torch.Tensor, before_WC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
-    """SiLU of the convolution, rounded. `before_WC` becomes the last inputs."""
-    whole_TC = torch.cat((before_WC, x_TC))
-    before_WC.copy_(whole_TC[len(x_TC) :])
+def _convolved(x_TC: torch.Tensor, kept_WC: torch.Tensor, num_again: int, num_new: int, weight_CW: torch.Tensor) -> torch.Tensor:
+    """SiLU of the convolution, rounded. `kept_WC` becomes the inputs before the first `num_new` tokens' end, and those behind it."""
+    whole_TC = torch.cat((kept_WC[num_again : num_again + weight_CW.shape[1] - 1], x_TC))
+    kept_WC[: len(whole_TC) - num_new] = whole_TC[num_new:]
     sums_TC = sum(whole_TC[i : i + len(x_TC)].float() * weight for i, weight in enumerate(weight_CW.float().unbind(1)))
     assert isinstance(sums_TC, torch.Tensor)
     return F.silu(sums_TC.to(x_TC.dtype))
+
+
+def _behind_drafts(kept_DX: torch.Tensor, new_TX: torch.Tensor, num_again: int, num_new: int) -> torch.Tensor:
+    """The drafts that were accepted, then the step's tokens. Those behind `num_new` are kept."""
+    whole_TX = torch.cat((kept_DX[:num_again], new_TX))
+    kept_DX[: len(new_TX) - num_new] = new_TX[num_new:]
+    return whole_TX
 
 
 def _unit(x_TX: torch.Tensor, dim: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.config import GIB, EngineConfig
-from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, fit, make_plan, weight_bytes
+from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, estimate, fit, make_plan, weight_bytes
 from models.config import ModelConfig
 from models.scaffold import SHAPES, write_model_folder
 
@@ -45,12 +45,14 @@ def test_the_plan_is_what_workers_measured(
     assert plan.kv_pool == pytest.approx(pool, rel=0.05)
 
 
-@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-27B", "3.5-35B-A3B"])
+@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-27B", "3.5-35B-A3B", "3.5-27B with head"])
 def test_weights_are_counted_as_they_lie(tmp_path: Path, size: str) -> None:
     """Red if a matrix is forgotten or counted twice: norms, biases and convolutions are less."""
     from models.scaffold.weights import tensor_shapes
 
-    model = config_of(tmp_path, size)
+    model = config_of(tmp_path, size.removesuffix(" with head"))
+    if size.endswith("with head"):
+        model = ModelConfig.from_folder(tmp_path, with_head=True)
     shapes = tensor_shapes(model).values()
     matrices = sum(2 * _product(shape) for shape in shapes if len(shape) > 1)
     assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3)
@@ -91,6 +93,13 @@ def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
     fitted = fit(EngineConfig(max_num_seqs=100), model, 24 * GIB)
     assert fitted.max_num_seqs == 100 and fitted.max_num_batched_tokens < EngineConfig().max_num_batched_tokens
     assert "--max-num-batched-tokens" in cuts(EngineConfig(), fitted) and cuts(fitted, msgspec.structs.replace(fitted)) == ""
+
+
+def test_drafts_of_rows_with_states_are_counted(tmp_path: Path) -> None:
+    """Red if the plan leaves out what undoes drafts: 13 MiB a row of 27B, which a GPU that is full by plan does not have."""
+    model, config = config_of(tmp_path, "3.5-27B"), EngineConfig(max_num_seqs=64)
+    plain, drafting = (estimate(msgspec.structs.replace(config, draft=draft), model).states for draft in ("off", "suffix"))
+    assert drafting - plain == 65 * 48 * 7 * 2 * (2 * 10_240 + 2 * 48)
 
 
 def test_the_table_needs_no_torch() -> None:

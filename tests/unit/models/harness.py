@@ -42,9 +42,9 @@ def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
     return model
 
 
-def load(folder: Path) -> Qwen3VL:
+def load(folder: Path, with_head: bool = False) -> Qwen3VL:
     """The whole model in float32 on the CPU."""
-    model = make(ModelConfig.from_folder(folder), TensorParallel.single())
+    model = make(ModelConfig.from_folder(folder, with_head), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
     return model
 

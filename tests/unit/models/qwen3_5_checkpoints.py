@@ -1,9 +1,14 @@
 """Small random checkpoints of Qwen3.5, made and saved by transformers' own classes. Sizes are odd, and layers come in other orders than
 three to one."""
 
+import copy
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
@@ -30,9 +35,9 @@ MOE = {
 }  # fmt: skip
 
 
-def write(folder: Path, is_sparse: bool = False, is_tied: bool = False, **text: object) -> PreTrainedModel:
+def write(folder: Path, is_sparse: bool = False, is_tied: bool = False, ids: Mapping[str, int] = IDS, **text: object) -> PreTrainedModel:
     """Saves one and returns it."""
-    rest = {"vision_config": VISION, "tie_word_embeddings": is_tied, **IDS}
+    rest = {"vision_config": VISION, "tie_word_embeddings": is_tied, **ids}
     model: PreTrainedModel
     if is_sparse:
         model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config={**MOE, **text}, **rest)).eval()
@@ -44,8 +49,24 @@ def write(folder: Path, is_sparse: bool = False, is_tied: bool = False, **text: 
     return model
 
 
+def add_head(folder: Path, model: PreTrainedModel) -> nn.ModuleDict:
+    """The published names of a head that predicts further tokens, beside a saved model. Returns it, of transformers' layers."""
+    text = model.model.language_model
+    whole, norm, width = next(layer for layer in text.layers if hasattr(layer, "self_attn")), type(text.norm), text.config.hidden_size
+    head = nn.ModuleDict(
+        {"fc": nn.Linear(2 * width, width, bias=False), "layers": nn.ModuleList([copy.deepcopy(whole)])}
+        | {name: norm(width, eps=text.config.rms_norm_eps) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    ).eval()
+    randomize_(head)
+    save_file({f"mtp.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model-mtp.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return head
+
+
 @torch.no_grad()
-def randomize_(model: PreTrainedModel) -> None:
+def randomize_(model: nn.Module) -> None:
     """Values with which every part of a layer matters: states are neither forgotten at once nor grow."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():

@@ -134,7 +134,7 @@ def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path
     write_model_folder(tmp_path / "fp8", SHAPES[name], weights="random", seed=1, is_fp8=True)
     ours, tensors = load(tmp_path / "fp8"), load_file(tmp_path / "fp8" / "model.safetensors")
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
-    for tensor in [tensor for tensor in tensors if f"{tensor}_scale_inv" in tensors]:
+    for tensor in [name for name in tensors if f"{name}_scale_inv" in tensors and not name.startswith("mtp.")]:
         theirs.get_parameter(tensor).data.copy_(multiplied_out(tensors, tensor))
     prompt = Prompt.build(ours.config, ONE_IMAGE)
     unrounded = reference.logits(theirs, ours.config, prompt)

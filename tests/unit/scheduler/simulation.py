@@ -24,6 +24,7 @@ from engine.messages import (
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.drafts.head import HeadDrafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
@@ -57,7 +58,8 @@ def make_core(
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
     images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
-    drafter = Drafter(merged.verify_rows) if merged.verify_rows else None
+    make_drafter = HeadDrafter if merged.num_ahead else Drafter
+    drafter = make_drafter(merged.verify_rows) if merged.verify_rows else None
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), drafter=drafter)
 
 
@@ -100,6 +102,7 @@ class SimulatedWorker:
         self.saved_by: dict[int, int] = {}  # by block: in which step
         self.is_stateful = False
         self.refuse_rate = 0.1
+        self.guesses: list[list[list[int]]] = []  # of the model's head, by step
         self.num_loaded = self.num_overwritten = 0
         self.num_encoded: dict[bytes, int] = {}
 
@@ -136,6 +139,10 @@ class SimulatedWorker:
             if chunk.sample:
                 assert end == len(sequence.ids)
                 tokens.append(self._verify(sequence, chunk.drafts))
+                if self.is_stateful:  # the drafts that hold are repeated before the row's next token
+                    self.states[chunk.row] = end + len(tokens[-1]) - 1, sequence.meanings()[end + len(tokens[-1]) - 2]
+        sampled = [request for request, chunk in zip(step.requests, plan.chunks, strict=True) if chunk.sample]
+        self.guesses.append([sequences[key_of(one.rid, one.index)].peek(plan.num_guesses) for one in sampled])
         return tokens
 
     def _move_images(self, plan: StepPlan) -> None:
@@ -252,6 +259,13 @@ class Sequence:
         self.ids.append(token)
         return token
 
+    def peek(self, count: int) -> list[int]:
+        """What would be drawn next."""
+        ids, meanings = len(self.ids), len(self.meanings())
+        drawn = [self.draw() for _ in range(count)]
+        del self.ids[ids:], self._meanings[meanings:]
+        return drawn
+
     def guess(self, rng: random.Random) -> tuple[int, ...]:
         """One to seven tokens, of which some at the beginning hold."""
         before, drafts = self.meanings()[-1], []
@@ -339,7 +353,8 @@ class Simulation:
             bad, starved = ([], tuple(failed_here)) if step.plan.step % 2 else (failed_here, ())  # damaged, or without memory for them
             drawn_ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
-            result = StepResult(rank, step.plan.step, drawn_ids, bad, **times, num_tokens=counts, starved_images=starved)
+            guesses = self.worker.guesses[step.plan.step] if rank == 0 else []
+            result = StepResult(rank, step.plan.step, drawn_ids, bad, **times, num_tokens=counts, starved_images=starved, guesses=guesses)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.messages import WorkerReady
+from engine.messages import MAX_GUESSES, WorkerReady
 from engine.scheduler.drafts import recent as recent_module
 from engine.scheduler.drafts import source as source_module
 from engine.scheduler.drafts.drafter import Drafter, Offer
@@ -18,7 +18,7 @@ from engine.scheduler.drafts.suffixes import Reader
 from engine.scheduler.main import make_limits
 from engine.scheduler.request import Request
 from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
 LONG = list(range(1000, 1200))
 
@@ -80,6 +80,45 @@ def test_a_prediction_is_used_from_the_first_token_on() -> None:
     assert num_steps(sim) < 35, "it does not go on behind what differs"
     add(sim, 4)
     assert num_steps(sim) >= 80
+
+
+def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
+    limits = {"max_num_batched_tokens": 64, "verify_rows": verify_rows, "num_ahead": MAX_GUESSES, "max_num_seqs": max_num_seqs}
+    sim = Simulation(make_core(num_blocks=400, **limits), random.Random(0))
+    sim.worker.refuse_rate = 0.0
+    return sim
+
+
+def test_a_heads_guesses_save_steps() -> None:
+    """Red if they are not verified as soon as they come, if rows that wait for them hold up others, or if others are told of them."""
+    sim = simulate_head()
+    for rid in range(3):
+        add(sim, rid, tenant=b"a")
+    assert num_steps(sim) <= 2 * (1 + 79 // 4) and len(sim.received[0]) == 80
+    assert not sim.core.drafter.recent.num_tokens and not sim.core.drafter.use_spare_time()  # type: ignore[union-attr]
+
+
+def test_a_head_that_guesses_wrong_is_hardly_asked() -> None:
+    """Red if guesses that never hold are verified again and again, or if more than one is made to find out whether that has changed."""
+    sim = simulate_head()
+    sim.worker.refuse_rate = 1.0
+    add(sim, 0, max_tokens=400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "peek", lambda self, count: [777] * count)
+        asked = [sim.core.state.num_guesses for _ in range(300) if sim.step()]
+    sim.run()
+    assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_GUESSES and {*asked[50:]} == {1}
+
+
+def test_a_head_is_not_asked_by_many_rows() -> None:
+    """Red if guesses are made that no step has room to verify."""
+    sim = simulate_head(max_num_seqs=8, verify_rows=9)
+    for rid in range(6):
+        add(sim, rid, max_tokens=30 + 20 * rid)
+    seen = set()
+    while sim.step():
+        seen.add((len(sim.core.state.running), sim.core.state.num_guesses))
+    assert (6, 0) in seen and (2, 3) in seen and not any(rows > 4 and guesses for rows, guesses in seen)
 
 
 def test_drafts_that_fail_become_rare() -> None:
@@ -211,8 +250,8 @@ def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool
     assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
 
 
-@pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("suffix", 0, 160), ("suffix", 1, 0)])
+@pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("suffix", 0, 160), ("suffix", 1, 160)])
 def test_a_worker_says_how_many_rows_it_verifies(draft: Literal["off", "suffix"], snapshot_blocks: int, expected: int) -> None:
-    """Red if drafts come unasked, or for a model whose states cannot go back."""
+    """Red if drafts come unasked, or do not come for a model with states."""
     worker = WorkerReady(0, 10, 1 << 20, 10, HOPPER_STEP_SIZES, snapshot_blocks=snapshot_blocks)
     assert make_limits(EngineConfig(draft=draft), worker).verify_rows == expected

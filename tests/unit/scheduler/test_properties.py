@@ -105,15 +105,19 @@ def test_any_load_with_drafts_is_served_correctly(prefix_cache: bool, seed: int,
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), forget=st.booleans())
-def test_any_load_with_a_drafter_is_served_correctly(seed: int, tight: bool, fail: bool, forget: bool) -> None:
-    """Red if answers are others than without drafts, if drafts come beside prompts, are too many, or delay another row; and as above."""
-    serve_any_load(True, seed, tight, fail, host=False, drafter=True, forget_rate=0.3 * forget)
+@given(
+    seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), forget=st.booleans(), stateful=st.booleans(), head=st.booleans()
+)
+def test_any_load_with_a_drafter_is_served_correctly(seed: int, tight: bool, fail: bool, forget: bool, stateful: bool, head: bool) -> None:
+    """Red if answers are others than without drafts, if drafts come beside prompts, are too many, or delay another row; if a row goes on
+    from a state before or behind the drafts that held; if blocks taken for guesses stop a request or leak; and as above."""
+    serve_any_load(True, seed, tight, fail, host=False, drafter=True, forget_rate=0.3 * forget, stateful=stateful, head=head)
 
 
-def test_loads_accept_a_drafters_drafts() -> None:
+@pytest.mark.parametrize("head", [False, True])
+def test_loads_accept_a_drafters_drafts(head: bool) -> None:
     """Red if the test above stops to exercise drafts: most hold, some do not, and an answer ends in the middle of some."""
-    sims = [serve_any_load(True, seed, tight=False, fail=False, host=False, drafter=True) for seed in range(20)]
+    sims = [serve_any_load(True, seed, tight=False, fail=False, host=False, drafter=True, head=head) for seed in range(20)]
     counters = [sim.core.state.counters for sim in sims]
     drafted, accepted = (sum(getattr(one, name) for one in counters) for name in ("draft_tokens", "accepted_draft_tokens"))
     assert accepted > 50 and 0 < drafted - accepted < accepted
@@ -180,6 +184,7 @@ def serve_any_load(
     forget_rate: float = 0.0,
     stateful: bool = False,
     drafter: bool = False,
+    head: bool = False,
 ) -> Simulation:
     rng = random.Random(seed)
     core = make_core(
@@ -192,6 +197,7 @@ def serve_any_load(
         mixed_step_tokens=rng.choice([1, 3, 20]),
         snapshot_blocks=rng.randint(1, 3) if stateful else 0,
         verify_rows=rng.choice([8, 32]) if drafter else 0,
+        num_ahead=3 if head else 0,
         num_ranks=2,
         step_sizes=msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=rng.choice([0, 0, 1, 20, 60])),
     )

@@ -23,7 +23,7 @@ class HybridModel(Qwen3VL):
     def cache_spec(self) -> CacheSpec:
         text = self.config.text
         paged = PagedGroup(PATTERN.count("a"), text.num_kv_heads, text.head_dim, 4)
-        return CacheSpec(paged, (StateGroup(PATTERN.count("s"), 4 * NUM_FEATURES),))
+        return CacheSpec(paged, (StateGroup(PATTERN.count("s"), 4 * NUM_FEATURES, 4 * NUM_FEATURES),))
 
     def __call__(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         decoder = self.language_model
@@ -54,12 +54,19 @@ class HybridModel(Qwen3VL):
         row_T = torch.searchsorted(starts_R1[1:].contiguous(), token_T, right=True).clamp(max=len(batch.rows) - 1)
         is_before_TT = (row_T[:, None] == row_T) & (token_T[:, None] >= token_T)
         powers_TTF = decay_F ** (token_T[:, None] - token_T).clamp(min=0)[..., None]
-        state_RF = batch.states[0].layer(ordinal).view(torch.float32)
-        old_RF = state_RF[batch.rows]
-        sums_TF = ((is_before_TT[..., None] * powers_TTF) * (x_TD @ read_DF)).sum(1)
+        state_RXF = batch.states[0].layer(ordinal).view(torch.float32).unflatten(1, (-1, NUM_FEATURES))
+        old_RF, drafts_RDF, num_again_R = state_RXF[batch.rows, 0], state_RXF[batch.rows, 1:], batch.states[0].num_accepted[batch.rows]
+        for i in range(drafts_RDF.shape[1]):
+            old_RF = torch.where((i < num_again_R)[:, None], decay_F * old_RF + drafts_RDF[:, i], old_RF)
+        inputs_TF = x_TD @ read_DF
+        sums_TF = ((is_before_TT[..., None] * powers_TTF) * inputs_TF).sum(1)
         sums_TF += decay_F ** (token_T - starts_R1[row_T] + 1)[:, None] * old_RF[row_T]
         is_empty_R1 = (starts_R1[1:] == starts_R1[:-1])[:, None]
-        state_RF[batch.rows] = torch.where(is_empty_R1, old_RF, sums_TF[(starts_R1[1:].long() - 1).clamp(min=0)])
+        is_prompt_R = torch.arange(len(batch.rows)) < batch.attention.num_prefill_rows
+        last_R = torch.where(is_prompt_R, starts_R1[1:].long() - 1, starts_R1[:-1].long()).clamp(0, len(x_TD) - 1)
+        draft_RD = last_R[:, None] + 1 + torch.arange(drafts_RDF.shape[1])
+        new_RXF = torch.cat((sums_TF[last_R, None], inputs_TF[draft_RD.clamp(max=len(x_TD) - 1)]), dim=1)
+        state_RXF[batch.rows] = torch.where(is_empty_R1[..., None], state_RXF[batch.rows], new_RXF)
         return torch.tanh(sums_TF) @ write_FD / 4
 
 

@@ -11,6 +11,7 @@ import torch
 from engine.arena import Arena, create_memfd
 from engine.messages import (
     MAX_DRAFTS,
+    MAX_GUESSES,
     CompiledGrammar,
     EngineRequest,
     ImageSource,
@@ -18,15 +19,19 @@ from engine.messages import (
     PromptLogprobs,
     Region,
     SamplingParams,
+    StepResult,
     TokenLogprobs,
 )
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
+from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.images import ImageDirectory
+from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.stats import Stages
 from engine.worker.graphs import StepGraphs
+from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.memory import allocate_host
@@ -111,6 +116,7 @@ class Engine:
         host_tokens: int = 0,
         graphs: bool = False,
         sizes: StepSizes = CPU_STEP_SIZES,
+        drafter: Drafter | None = None,
         **limits: int | bool,
     ):
         config, spec = model.config, model.cache_spec
@@ -124,17 +130,20 @@ class Engine:
             "bytes_per_image_token": per_token,
             "step_sizes": sizes,
             "snapshot_blocks": spec.snapshot_blocks(16),
+            "num_ahead": MAX_GUESSES if config.text.has_head else 0,
         }
         merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
         directory = ImageDirectory(image_tokens * per_token, host_tokens * per_token)
         state = State(merged, BlockPool(num_blocks, 16), directory, free_rows=list(range(merged.max_num_seqs)))
-        self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids))
+        self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), drafter=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
         pools = allocate_pools(spec.paged, num_blocks + 1, 16, torch.float32, CPU)
-        states = tuple(RowStates(group, merged.max_num_seqs, CPU) for group in spec.states)
+        states = tuple(RowStates(group, merged.max_num_seqs, CPU, MAX_DRAFTS) for group in spec.states)
         snapshots = Snapshots(pools, states) if states else None
-        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, states=states, snapshots=snapshots)
+        hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
+        kept = states, snapshots, hidden_TD, num_blocks
+        rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
         images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = TORCH.attention(pools, config.text.num_heads)
@@ -147,7 +156,9 @@ class Engine:
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_draws, config, CHECKPOINT, CPU)
-        self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp)
+        head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
+        self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp, head=head)
+        self.alter: Callable[[PlannedStep, StepResult], StepResult] = lambda step, result: result
         self._config = config
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
@@ -187,12 +198,12 @@ class Engine:
             self.tokens[key_of(rid, index)], self.logprobs[key_of(rid, index)] = [], []
 
     def step(self) -> bool:
-        for request in self.core.state.running:
+        for request in self.core.state.running if self.core.drafter is None else ():
             request.drafts = self.guess(request) if request.is_decoding else ()
         step = self.core.next_step()
         if step is None:
             return False
-        self.core.collect(self._runner.launch(step.plan).result())
+        self.core.collect(self.alter(step, self._runner.launch(step.plan).result()))
         self.core.state.check()
         for output in self.core.take_outputs(None, 0.0).outputs:
             key = key_of(output.rid, output.index)

@@ -3,9 +3,12 @@ request may ask of its tokens."""
 
 import asyncio
 import itertools
+import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,9 @@ from engine.worker.staging import Staging
 from models.demo import CHECKPOINT
 from models.qwen3_vl import Qwen3VL
 from models.weights import init_dummy_weights
+from tests.unit.models import harness, qwen3_5_checkpoints
 from tests.unit.scheduler.simulation import Key, key_of
+from tests.unit.worker.hybrid import load_hybrid
 from tests.unit.worker.in_process import Engine, Picture, load_model, make_picture
 from tests.unit.worker.test_graphs import SIZES
 
@@ -31,11 +36,19 @@ ANY: dict[str, Any] = {"temperature": 1.0}
 REGEX = Grammar("regex", r"[a-f]{3}-[0-9]{2,4}!( [a-z]+)*\.")
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[Qwen3VL]:
-    made_up = load_model(CHECKPOINT)
-    init_dummy_weights(made_up, seed=0)
-    yield made_up
+@pytest.fixture(scope="module", params=["attention", "made-up states", "Qwen3.5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
+    if request.param == "Qwen3.5":
+        folder: Path = tmp_path_factory.mktemp("hybrid")
+        demo = json.loads((CHECKPOINT / "config.json").read_text())  # whose grammars count its tokens
+        ids = {name: demo[name] for name in qwen3_5_checkpoints.IDS}
+        qwen3_5_checkpoints.write(folder, ids=ids, vocab_size=demo["text_config"]["vocab_size"])
+        shutil.copy(CHECKPOINT / "generation_config.json", folder)
+        yield harness.load(folder)
+    else:
+        made_up = load_model(CHECKPOINT) if request.param == "attention" else load_hybrid(CHECKPOINT)
+        init_dummy_weights(made_up, seed=0)
+        yield made_up
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +145,23 @@ def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
     engine.add(0, [text(20, 0)], max_tokens=OUTPUT, seed=5, **ANY)
     engine.run()
     assert engine.tokens[0] == free and engine.core.state.num_steps == 1 + -(-(OUTPUT - 1) // (MAX_DRAFTS + 1))
+
+
+def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
+    """Red if blocks or states behind drafts, right and wrong ones, are published with what was refused in them."""
+    turns, plain = [text(40, 20)], Engine(model, prefix_cache=False)
+    for turn in range(4):
+        plain.add(turn, [turns[-1]], max_tokens=OUTPUT, seed=turn, **ANY)
+        answer = plain.run()[turn]
+        turns.append([*turns[-1], *answer, *text(5 + turn, 21)] if turn else turns[0])  # the first question comes twice
+    engine = Engine(model)
+    engine.guess = guesser(plain.tokens, random.Random(3), 0.7)
+    for turn in range(4):
+        before = engine.core.state.counters.cached_prompt_tokens
+        engine.add(turn, [turns[turn]], max_tokens=OUTPUT, seed=turn, **ANY)
+        engine.run()
+        assert not turn or engine.core.state.counters.cached_prompt_tokens > before
+    assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > 40
 
 
 def test_rows_of_a_step_differ(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

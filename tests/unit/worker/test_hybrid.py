@@ -154,7 +154,8 @@ def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
 
 def test_blocks_hold_what_the_groups_say() -> None:
     """Red if the pool is planned for layers that have no KV, or for other heads than it is allocated with."""
-    spec = CacheSpec(PagedGroup(3, 2, 64, 2), (StateGroup(4, 1 << 20),))
+    spec = CacheSpec(PagedGroup(3, 2, 64, 2), (StateGroup(4, 1 << 20, 1 << 10),))
+    assert spec.row_bytes(7) == RowStates(spec.states[0], 0, torch.device("cpu"), 7).values.numel()
     config = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=16)
     assert spec.block_bytes(16) == 16 * 2 * 3 * 2 * 64 * 2
     assert plan_memory(config, spec, None, 0).num_blocks == (1 << 20) // spec.block_bytes(16)
@@ -163,18 +164,20 @@ def test_blocks_hold_what_the_groups_say() -> None:
 
 def test_a_snapshot_comes_back_and_leaves_nothing_behind() -> None:
     """Red if states of several groups and layers are mixed up in blocks, or if bytes that are no numbers stay where keys and values go."""
-    states = [RowStates(StateGroup(2, 40), 3, torch.device("cpu")), RowStates(StateGroup(1, 100), 3, torch.device("cpu"))]
+    states = [RowStates(StateGroup(2, 40, 8), 3, torch.device("cpu"), 2), RowStates(StateGroup(1, 100), 3, torch.device("cpu"))]
     pools = [(torch.zeros(9, 4, 1, 2), torch.zeros(9, 4, 1, 2)) for _ in range(2)]
     snapshots = Snapshots(pools, states)
     for group in states:
         group.values.random_(0, 256)
         group.values[:, 1] = 255  # NaN as float32
-    kept = [group.values[:, 1].clone() for group in states]
+    kept = [group.kept[:, 1].clone() for group in states]
+    states[0].accept(torch.tensor([1, 2]), torch.tensor([2, 1]))
     snapshots.save(1, [5, 2])
     snapshots.load(1, [])
-    assert not any(group.values[:, 1].any() for group in states)
+    assert not any(group.kept[:, 1].any() for group in states)
     snapshots.load(2, [5, 2])
-    assert all(bool((group.values[:, 2] == values).all()) for group, values in zip(states, kept, strict=True))
+    assert not states[0].num_accepted.any(), "drafts of the row's last request are done again"
+    assert all(bool((group.kept[:, 2] == values).all()) for group, values in zip(states, kept, strict=True))
     assert all(bool((pages[[0, 1, 3, 4, 6, 7, 8]] == 0).all()) for pool in pools for pages in pool), "writes beside its blocks"
     snapshots.clear([2, 3])
     assert all(bool((pages[2] == 0).all()) for pool in pools for pages in pool) and pools[0][0][5].isnan().any()

@@ -1,6 +1,7 @@
 """The Triton kernels of Gated DeltaNet in the interpreter against plain torch."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.unit.models.backends.portable.interpreter import interpreted, run_int
 
 MIXES = {  # tokens of rows, and how many of these are prompts
     "decode rows": ((1, 1, 1), 0),
-    "verify rows": ((3, 1, 0, 2), 0),
+    "verify rows": ((3, 1, 0, 2, 8), 0),
     "mixed": ((65, 0, 2, 1, 1), 3),
     "a long chunk": ((130,), 1),
 }
@@ -24,7 +25,23 @@ def test_delta_in_the_interpreter(interpreted_files: list[str]) -> None:
     run_interpreted(interpreted_files)
 
 
-def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype) -> tuple[DeltaHeads, DeltaState, StateRows]:
+def state_of(heads: int, dim: int, conv_CW: torch.Tensor, drafts: int) -> DeltaState:
+    """Of nine rows, with other bytes between them."""
+    row = 4 * heads * dim * dim + conv_CW.itemsize * ((3 + 2 * drafts) * len(conv_CW) + 2 * drafts * heads) + 64
+    accepted = torch.zeros(9, dtype=torch.int64)
+    return DeltaState.of(torch.zeros((9, row), dtype=torch.uint8), accepted, (heads, dim, dim), conv_CW, drafts)
+
+
+def copy_of(state: DeltaState) -> DeltaState:
+    """Strided as it is."""
+    (_, heads, dim, _), (_, drafts, channels) = state.recurrent_RHKV.shape, state.mixed_RDC.shape
+    copied = state_of(heads, dim, torch.empty((channels, 4), dtype=state.inputs_RWC.dtype), drafts)
+    for field in fields(state):
+        getattr(copied, field.name).copy_(getattr(state, field.name))
+    return copied
+
+
+def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts: int = 0) -> tuple[DeltaHeads, DeltaState, StateRows]:
     """Two key heads for six value heads of 16; states lie between others' bytes, in rows of any order."""
     generator = torch.Generator().manual_seed(sum(counts))
     heads, keys, dim, taps = 6, 2, 16, 4
@@ -33,18 +50,16 @@ def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype) -> tup
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    size = 4 * heads * dim * dim
-    stored = torch.zeros((9, size + (taps - 1) * channels * dtype.itemsize), dtype=torch.uint8)
-    recurrent = stored[:, :size].view(torch.float32).unflatten(1, (heads, dim, dim))
-    last = stored[:, size:].view(dtype).unflatten(1, (taps - 1, channels))
-    recurrent.copy_(normal(9, heads, dim, dim))
-    last.copy_(normal(9, taps - 1, channels))
+    conv = normal(channels, taps).to(dtype)
+    state = state_of(heads, dim, conv, drafts)
+    state.recurrent_RHKV.copy_(normal(9, heads, dim, dim))
+    state.inputs_RWC.copy_(normal(9, taps - 1 + drafts, channels))
     given = DeltaHeads(
-        normal(total, channels + heads * dim).to(dtype), normal(total, 2 * heads).to(dtype), normal(channels, taps).to(dtype),
+        normal(total, channels + heads * dim).to(dtype), normal(total, 2 * heads).to(dtype), conv,
         normal(heads) - 2, normal(heads), 1 + 0.1 * normal(dim).to(dtype), 1e-6, keys, dim,
     )  # fmt: skip
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return given, DeltaState(recurrent, last), StateRows(torch.randperm(9, generator=generator)[: len(counts)], starts, num_prefill)
+    return given, state, StateRows(torch.randperm(9, generator=generator)[: len(counts)], starts, num_prefill)
 
 
 @interpreted
@@ -53,11 +68,41 @@ def test_any_mix(name: str) -> None:
     """Red if a row reads another one's tokens or state, a chunk's edge is missed, or a head has the keys of another group."""
     from models.backends.portable.delta import delta_rule
 
-    heads, state, rows = inputs(*MIXES[name], torch.float32)
-    copied = DeltaState(state.recurrent_RHKV.clone(), state.inputs_RWC.clone())
+    heads, state, rows = inputs(*MIXES[name], torch.float32, drafts=7)
+    copied = copy_of(state)
     expected, ours = delta_rule_(heads, copied, rows), delta_rule(heads, state, rows)
     for got, wanted in ((ours, expected), (state.recurrent_RHKV, copied.recurrent_RHKV), (state.inputs_RWC, copied.inputs_RWC)):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
+    """Red if a row that goes on behind the drafts that were accepted differs from one that was computed token by token and had no others:
+    in its outputs, its state or the inputs of its convolution. Also if drafts follow drafts. Our kernel, by a bit."""
+    from models.backends.portable.delta import delta_rule
+
+    compute, tolerance = (delta_rule_, 1e-5) if backend == "torch" else (delta_rule, 0.0)
+    accepted = [(0, 7, 2, 1, 4), (5, 0, 7, 3, 1), (0, 0, 0, 0, 0)]  # of so many drafts: the rows' three steps
+    counts = [(7, 7, 7, 7, 7), (5, 2, 7, 4, 1), (0, 0, 0, 0, 0)]
+    heads, first, rows = inputs(tuple(1 + count for step in counts for count in step), 0, torch.float32, drafts=7)
+    tokens, places = torch.arange(len(heads.inputs_TX)).split(rows.starts_R1.diff().tolist()), rows.rows_R[:5]
+
+    def run(state: DeltaState, runs: Sequence[torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        index, ends = torch.cat([*runs]), torch.tensor([0, *(len(one) for one in runs)]).cumsum(0).int()
+        given = replace(heads, inputs_TX=heads.inputs_TX[index], gates_TX=heads.gates_TX[index])
+        return compute(given, state, StateRows(places, ends, 0)).split([len(one) for one in runs])
+
+    state, plain = copy_of(first), copy_of(first)
+    for step, held in enumerate(accepted):
+        chosen = tokens[5 * step : 5 * step + 5]
+        outputs = run(state, chosen, places)
+        state.num_accepted_R[places] = torch.tensor(held)
+        for r, count in enumerate(held):
+            singly = [run(plain, [token[None]], places[r : r + 1])[0] for token in chosen[r][: 1 + count]]
+            torch.testing.assert_close(outputs[r][: 1 + count], torch.cat(singly), rtol=0, atol=tolerance)
+    torch.testing.assert_close(state.recurrent_RHKV, plain.recurrent_RHKV, rtol=0, atol=tolerance)
+    assert state.inputs_RWC[:, :3].equal(plain.inputs_RWC[:, :3])
 
 
 @interpreted
@@ -68,7 +113,7 @@ def test_equal_keys_lose_no_digits() -> None:
     heads, state, rows = inputs((64,), 1, torch.float32)
     same = heads.inputs_TX[:1].expand_as(heads.inputs_TX).clone()
     heads = replace(heads, inputs_TX=same, gates_TX=torch.full_like(heads.gates_TX, 9.0), a_log_H=torch.full_like(heads.a_log_H, -20.0))
-    copied = DeltaState(state.recurrent_RHKV.clone(), state.inputs_RWC.clone())
+    copied = copy_of(state)
     expected, ours = delta_rule_(heads, copied, rows), delta_rule(heads, state, rows)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
@@ -79,7 +124,7 @@ def test_half_precision() -> None:
     from models.backends.portable.delta import delta_rule
 
     heads, state, rows = inputs((70, 5, 1), 2, torch.float16)
-    copied = DeltaState(state.recurrent_RHKV.clone(), state.inputs_RWC.clone())
+    copied = copy_of(state)
     expected, ours = delta_rule_(heads, copied, rows), delta_rule(heads, state, rows)
     for got, wanted in ((ours, expected), (state.recurrent_RHKV, copied.recurrent_RHKV)):
         assert float((got.float() - wanted.float()).norm() / wanted.float().norm()) < 2e-3

@@ -25,8 +25,9 @@ SPECIALISED = {  # integers of a model, or of a kernel that has one token
     ("_route", "first"),
     ("_route", "num_experts"),
     ("_rms_norm", "addend_size"),  # tokens times the width, which is a multiple of 16
-    *((name, "stride") for name in ("_norm_rope_store", "_convolve", "_keep_inputs", "_gated_norm", "_gate")),
-    *((name, "row_stride") for name in ("_convolve", "_keep_inputs", "_step", "_scan")),
+    *((name, "stride") for name in ("_norm_rope_store", "_convolve", "_keep", "_gated_norm", "_gate")),
+    *((name, "row_stride") for name in ("_convolve", "_keep", "_step", "_scan")),
+    ("_step", "kept_stride"),
 }
 LAUNCHED = re.compile(r"\b(_\w+)\[[^\n]*?\]\(")  # kernel[grid](
 TYPES = {
@@ -206,7 +207,8 @@ def launch_hybrid() -> None:
     delta.gate(bf16(2, 24 * 256), bf16(2, 24 * 256))
     delta.gate(bf16(2, 512), bf16(2, 1))
     weights = bf16(10_240, 4), torch.zeros(48), torch.zeros(48), bf16(128)
-    state = DeltaState(torch.zeros(3, 48, 128, 128), bf16(3, 3, 10_240))
+    stored = torch.zeros((3, 4 * 48 * 128**2 + 2 * (17 * 10_240 + 7 * 96)), dtype=torch.uint8)
+    state = DeltaState.of(stored, torch.zeros(3, dtype=torch.int64), (48, 128, 128), weights[0], 7)
     for num_tokens in (3, 100):
         heads = DeltaHeads(bf16(num_tokens, 16_384), bf16(num_tokens, 96), *weights, 1e-6, 16, 128)
         starts = torch.tensor([0, num_tokens - 1, num_tokens], dtype=torch.int32)

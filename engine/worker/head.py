@@ -1,0 +1,75 @@
+"""Runs the model's head (`models.layers.head`) behind a step: keys and values of the step's tokens, then guesses of what follows the rows.
+
+A guess follows another on the device, so every draw of a row is taken for its last: the head computes behind all of them. Only those that
+are their row's last leave keys and values where the next guess finds them; the others write to the scratch block. The next step overwrites
+what guesses leave. Where a row has no block for them yet, they go to the scratch block, too: its guesses are worse then, nothing else.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from engine.worker.rows import HostStep, Rows
+from engine.worker.sampling.draws import Draws, Int64s
+from engine.worker.staging import Staging
+from models.attention.paged import AttentionBackend
+from models.batch import AttentionLayout, HeadTokens
+from models.contract import VisionLanguageModel
+
+
+class DraftHead:
+    """Launches only. Its attention is no captured graph's."""
+
+    def __init__(self, model: VisionLanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
+        self._model, self._attention, self._rows, self._staging = model, attention, rows, staging
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Passes of one and of two tokens in the scratch block, so that no request waits for a compiler."""
+        hidden_TD = self._rows.hidden(torch.zeros(2, dtype=torch.int64, device=self._model.device))
+        for count in (1, 2):
+            index = torch.arange(count, device=self._model.device)
+            layout = self._rows.scratch_layout(count)
+            layout = replace(layout, pages=layout.pages.to(index.device), slot_mapping_T=layout.slot_mapping_T.to(index.device))
+            self._attention.plan(layout)
+            places = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
+            found_SD = self._model.predict(hidden_TD[:count], hidden_TD[:count], places, self._attention, index)
+            self._model.logits(found_SD).argmax(dim=-1)
+
+    def run(self, step: HostStep, places_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor:
+        """(S, num_guesses): behind each draw of the step, and what it drew. The step's tokens have their final hidden states at `places_T`
+        of `Rows.hidden_TD`. Behind a chunk that ends before an image comes its placeholder."""
+        put = self._staging.put
+        self._staging.begin()
+        next_T, hidden_T, drawn_S = put(step.next_ids), put(places_T), put(step.logits_indices)
+        passes = [(put(step.positions), self._staged(step.attention))]
+        for distance in range(1, num_guesses if len(step.logits_indices) else 0):
+            positions, layout = self._rows.behind(step.draws, distance)
+            passes.append((put(positions), self._staged(layout)))
+        self._staging.copy()
+        next_T[drawn_S] = tokens_S
+        embedded_TD = self._model.embed(next_T)
+        starts = {int(start) for start in step.attention.qo_indptr_cpu}
+        for item in step.visual:
+            rest_ND = item.embedding[0, item.offset + 1 : item.offset + item.length + 1]  # next ones of the image's own tokens
+            embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
+            if item.start not in starts:
+                embedded_TD[item.start - 1] = item.embedding[0, item.offset]
+        hidden_TD, wanted_S = self._rows.hidden(hidden_T), drawn_S if num_guesses else drawn_S[:0]
+        is_last_S = None if draws.drafts is None else draws.drafts.keep(tokens_S)[1]
+        guesses: list[torch.Tensor] = []
+        for positions_3T, layout in passes:
+            slots_T = layout.slot_mapping_T
+            if guesses:
+                embedded_TD, wanted_S = self._model.embed(guesses[-1]), drawn_S
+                slots_T = slots_T if is_last_S is None else torch.where(is_last_S, slots_T, self._rows.scratch_slot)
+            self._attention.plan(layout)
+            hidden_TD = self._model.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
+            if len(wanted_S):
+                guesses.append(self._model.logits(hidden_TD).argmax(dim=-1))
+                self._model.tp.broadcast_(guesses[-1])
+        return torch.stack(guesses, dim=1) if guesses else tokens_S[:, None][:, :0]
+
+    def _staged(self, layout: AttentionLayout) -> AttentionLayout:
+        pages, slots_T = (self._staging.put(tensor.numpy()) for tensor in (layout.pages, layout.slot_mapping_T))
+        return replace(layout, pages=pages, slot_mapping_T=slots_T)

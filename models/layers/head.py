@@ -1,0 +1,49 @@
+"""A model's own head for drafts: one more layer, which predicts the token behind the next one (multi-token prediction).
+
+    next token's embedding ── norm ─┐
+                                    ├─ fc ──▶ attention, MLP ── norm ──▶ the model's logits: the token behind it
+    final hidden state ────── norm ─┘                             └────▶ in place of the hidden state, for the token after that
+
+The names are those of the published checkpoints, `mtp.*`; embedding and logits are the model's. The layer has keys and values of its own,
+behind those of the model's layers, and the rotary position of the hidden state's token.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from models.backends.ops import Residual
+from models.config import TextConfig
+from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm
+from models.layers.linear import Setup
+
+
+class PredictionHead(nn.Module):
+    """`fc` and the norms are whole on every rank."""
+
+    def __init__(
+        self, config: TextConfig, setup: Setup, make_layer: Callable[[int, TextConfig, Setup], DecoderLayer], norm_offset: float
+    ) -> None:
+        super().__init__()
+        self.ops, width = setup.ops, config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            RMSNorm(width, config.rms_norm_eps, setup, norm_offset) for _ in range(3)
+        )
+        self.fc = nn.ParameterDict({"weight": setup.parameter(width, 2 * width)})
+        self._layers = [make_layer(config.num_layers, config, setup)]
+        self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
+
+    def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, context: LayerContext, wanted_S: torch.Tensor) -> torch.Tensor:
+        """(S, D) of the wanted tokens. Keys and values of all are stored."""
+        embedded, hidden = self.pre_fc_norm_embedding(Residual(embedded_TD)), self.pre_fc_norm_hidden(Residual(hidden_TD))
+        joined_TX = torch.cat((self.ops.norm(embedded), self.ops.norm(hidden)), dim=1)
+        residual = Residual(self.ops.linear(joined_TX, self.fc["weight"]))
+        if len(wanted_S) == 0:
+            self._layers[0].store(residual, context)
+            return hidden_TD[:0]
+        self._layers[0](residual, context, wanted_S if len(wanted_S) < len(hidden_TD) else None)
+        return self.ops.norm(self.norm(residual))
+
+    def quantize_(self) -> None:
+        self._layers[0].quantize_()

@@ -1,0 +1,181 @@
+"""The model's own head: its guesses are those of the formula, on transformers' layers, whatever the step looked like that they were made
+in; and as drafts they change no answer."""
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.messages import MAX_GUESSES, StepResult
+from engine.scheduler.drafts.head import HeadDrafter
+from engine.scheduler.policy import PlannedStep
+from engine.scheduler.request import Request
+from models.config import ModelConfig
+from models.demo import CHECKPOINT
+from models.layers.fp8 import BlockScaled
+from models.qwen3_vl import Qwen3VL
+from models.scaffold import SHAPES, write_model_folder
+from tests.unit.models import harness, qwen3_5_checkpoints, reference
+from tests.unit.models.harness import Prompt
+from tests.unit.scheduler.simulation import Key, key_of
+from tests.unit.worker.in_process import Engine, Picture, make_picture
+from tests.unit.worker.test_drafts import ask_everything, regex, text  # noqa: F401 - a fixture
+from tests.unit.worker.test_graphs import SIZES
+
+OUTPUT = 30
+
+
+@dataclass
+class Both:
+    ours: Qwen3VL
+    theirs: PreTrainedModel
+    head: nn.ModuleDict
+
+    @torch.inference_mode()
+    def expected(self, prompt: Prompt, count: int) -> list[int]:
+        """What the head makes of a sequence: from the norms of each next token's embedding and of each hidden state, then of its own."""
+        seen: dict[str, torch.Tensor] = {}
+        model = self.theirs.model.language_model
+
+        def note(name: str, value: torch.Tensor) -> None:
+            seen[name] = value
+
+        handles = [
+            model.layers[0].register_forward_pre_hook(lambda _, args: note("embedded", args[0][0])),
+            model.rotary_emb.register_forward_pre_hook(
+                lambda _, args, named: note("positions", [*args, *named.values()][-1]), with_kwargs=True
+            ),
+            model.norm.register_forward_hook(lambda _, args, normed: note("hidden", normed[0])),
+        ]
+        reference.logits(self.theirs, self.ours.config, prompt)
+        for handle in handles:
+            handle.remove()
+        embedded_TD, hidden_TD, positions_31T = seen["embedded"][1:], seen["hidden"][:-1], seen["positions"]
+        tokens: list[int] = []
+        for _ in range(count):
+            joined = (self.head["pre_fc_norm_embedding"](embedded_TD), self.head["pre_fc_norm_hidden"](hidden_TD))
+            x_1TD = self.head["fc"](torch.cat(joined, dim=-1))[None]
+            angles = model.rotary_emb(x_1TD, positions_31T[..., : x_1TD.shape[1]])
+            last_D = self.head["norm"](self.head["layers"][0](x_1TD, position_embeddings=angles, attention_mask=None))[0, -1]
+            tokens.append(int(self.theirs.lm_head(last_D).argmax()))
+            embedded_TD = torch.cat((embedded_TD, model.embed_tokens(torch.tensor(tokens[-1:]))))
+            hidden_TD = torch.cat((hidden_TD, last_D[None]))
+            positions_31T = torch.cat((positions_31T, positions_31T[..., -1:] + 1), dim=-1)
+        return tokens
+
+
+@pytest.fixture(scope="module", params=["dense", "sparse"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    folder: Path = tmp_path_factory.mktemp("head")
+    demo = json.loads((CHECKPOINT / "config.json").read_text())  # whose grammars count its tokens
+    ids = {name: demo[name] for name in qwen3_5_checkpoints.IDS}
+    theirs = qwen3_5_checkpoints.write(folder, request.param == "sparse", ids=ids, vocab_size=demo["text_config"]["vocab_size"])
+    shutil.copy(CHECKPOINT / "generation_config.json", folder)
+    head = qwen3_5_checkpoints.add_head(folder, theirs)
+    return Both(harness.load(folder, with_head=True), theirs, head)
+
+
+class Telling:
+    """Notes what the head guessed, and puts what comes in its place, each token with probability `share`: random heads guess nothing."""
+
+    def __init__(self, known: dict[Key, list[int]], share: float) -> None:
+        self._known, self._share, self._rng = known, share, random.Random(0)
+        self.noted: list[tuple[Request, int, list[int]]] = []  # behind so many tokens of output
+
+    def alter(self, step: PlannedStep, result: StepResult) -> StepResult:
+        sampled = [request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample]
+        guesses = []
+        for request, count, guess in zip(sampled, result.num_tokens or [1] * len(sampled), result.guesses, strict=True):
+            done = request.num_known - request.num_prompt + count
+            self.noted.append((request, done, guess))
+            right = self._known[key_of(request.rid, request.index)][done : done + len(guess)]
+            guesses.append([token if self._rng.random() < self._share else self._rng.randrange(300) for token in right])
+        return msgspec.structs.replace(result, guesses=guesses)
+
+
+def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
+    """One is cut inside an image, none before one: the head would not know its first token there."""
+    start, end = config.vision_start_token_id, config.vision_end_token_id
+    return [
+        [text(50, 0)],
+        [text(13, 1)],
+        [[*text(5, 2), start], make_picture(0, 64, 96), [end, *text(4, 3), start], make_picture(1, 96, 64), [end, *text(29, 4)]],
+        [[start], make_picture(2, 64, 64), [end]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "chosen"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"graphs": True, "sizes": SIZES}, (0, 1, 2, 3)),
+        ({"max_num_batched_tokens": 12, "max_num_mixed_tokens": 8}, (0, 1)),
+    ],
+)
+def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], chosen: tuple[int, ...]) -> None:
+    """Red if a guess is made from another token's embedding, state, position or keys: behind prompts, in chunks, beside images, after
+    drafts that held or not, at the edge of a block, in a graph; the second and third one from the head's own."""
+    asked = [prompts(both.ours.config)[i] for i in chosen]
+    plain = Engine(both.ours)
+    engine = Engine(both.ours, drafter=HeadDrafter(64), prefix_cache=False, **limits)
+    telling = Telling(plain.tokens, 0.7)
+    engine.alter = telling.alter
+    for one in (plain, engine):
+        for rid, parts in enumerate(asked):
+            one.add(rid, parts, max_tokens=OUTPUT)
+        one.run()
+    assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > OUTPUT // 2
+    lengths = {len(guess) for _, _, guess in telling.noted}
+    assert MAX_GUESSES in lengths and len(telling.noted) > OUTPUT
+    firsts = [one for one in telling.noted if one[1] == 1]
+    for request, done, guess in (*firsts, *random.Random(0).sample(telling.noted, 16)):
+        parts = [part if isinstance(part, list) else torch.from_numpy(part.pixels) for part in asked[request.rid]]
+        for place, part in enumerate(parts):  # the ids around images come with them
+            if isinstance(part, torch.Tensor):
+                parts[place - 1], parts[place + 1] = parts[place - 1][:-1], parts[place + 1][1:]
+        prompt = Prompt.build(both.ours.config, parts)
+        prompt.ids += engine.tokens[request.rid][:done]
+        assert guess == both.expected(prompt, len(guess)), (request.rid, done)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8])
+@pytest.mark.parametrize("limits", [{}, {"graphs": True, "sizes": SIZES}, {"num_blocks": 26, "prefix_cache": False}])
+def test_its_drafts_change_nothing(both: Both, regex: bytes, share: float, limits: dict[str, Any]) -> None:  # noqa: F811
+    """Red if a row that the head guesses for gets another answer, with anything that a request may ask for; or if blocks that it took for
+    guesses are never given back."""
+    plain = Engine(both.ours, max_num_seqs=17)
+    plain.add(0, [text(20, 0)], max_tokens=40, seed=5, temperature=1.0)
+    free = plain.run()[0]
+    plain = Engine(both.ours, max_num_seqs=17)
+    ask_everything(plain, regex, free)
+    engine = Engine(both.ours, drafter=HeadDrafter(136), max_num_seqs=17, max_num_batched_tokens=256, **limits)
+    engine.alter = Telling(plain.tokens, share).alter
+    ask_everything(engine, regex, free)
+    assert engine.tokens == plain.tokens and not engine.errors
+    assert engine.core.state.counters.drafts > 0
+    assert (engine.core.state.counters.accepted_draft_tokens > 40) == (share > 0)
+    assert (engine.core.state.counters.preemptions > 0) == ("num_blocks" in limits)
+
+
+def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
+    """Red if scales of the head's layer are not read, or wanted of its first product, which stays as it is."""
+    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0, is_fp8=True)
+    head = harness.load(tmp_path, with_head=True).mtp
+    assert head is not None and head.fc["weight"].dtype == torch.float32
+    assert all(isinstance(layer.self_attn.qkv_proj.weight, BlockScaled) for layer in head.layers)
+    assert harness.load(tmp_path).mtp is None
+
+
+def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
+    """Red if `--draft mtp` fails late, or without a reason."""
+    qwen3_5_checkpoints.write(tmp_path)
+    with pytest.raises(ValueError, match="no head"):
+        ModelConfig.from_folder(tmp_path, with_head=True)
