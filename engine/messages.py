@@ -332,8 +332,8 @@ class Restore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample. Decode chunks come last. A row whose drafts
-    are in flight is not planned."""
+    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample, guess. Decode chunks come last. A row whose
+    drafts are in flight is not planned."""
 
     step: int
     saves: list[Save]

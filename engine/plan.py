@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, fields
 import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
-from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS
+from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
 from models.backends.portable.tuned import STEP_SIZES
 from models.cache import CacheSpec
 from models.config import ModelConfig, VisionConfig
@@ -116,7 +116,7 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
 
 def max_drafts(config: EngineConfig) -> int:
     """Of a row and step."""
-    return 0 if config.draft == "off" else MAX_DRAFTS
+    return {"off": 0, "mtp": MAX_GUESSES}.get(config.draft, MAX_DRAFTS)
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:

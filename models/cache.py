@@ -24,7 +24,7 @@ class PagedGroup:
 @dataclass(frozen=True, slots=True)
 class StateGroup:
     """A recurrent state of `layer_bytes` a row for each layer, however long the sequence is. A row that verifies drafts has `draft_bytes`
-    more for each: what undoes it. See `models.state`."""
+    more for each: what it is repeated from. See `models.state`."""
 
     num_layers: int
     layer_bytes: int

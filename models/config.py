@@ -68,7 +68,7 @@ class DeltaConfig:
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
     def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """What undoes a draft: its inputs before and behind the convolution, and its gates; rounded up, so that rows stay aligned."""
+        """What a draft is repeated from: its inputs before and behind the convolution, and its gates; rounded up to keep rows aligned."""
         return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
 
 
@@ -191,8 +191,9 @@ class ModelConfig:
         """Reads config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported, or lacking."""
         config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
-        if with_head and (found := config["text_config"].get("mtp_num_hidden_layers")) != 1:
-            raise ValueError(f"the model has no head of one layer that predicts further tokens: mtp_num_hidden_layers is {found}")
+        head = [config["text_config"].get(f"mtp_{name}", 0) for name in ("num_hidden_layers", "use_dedicated_embeddings")]
+        if with_head and head != [1, False]:
+            raise ValueError(f"the model has no head of one layer with its embeddings that predicts further tokens: it has {head[0]}")
         _reject_unsupported(config)
         generation = _read_json(folder / "generation_config.json")
         vision = _vision(config["vision_config"])
@@ -259,7 +260,6 @@ def _reject_unsupported(config: Mapping[str, Any]) -> None:
         (text.get("mlp_only_layers") or [], [], "text_config.mlp_only_layers"),
         (text.get("attn_output_gate", _is_hybrid(text)), _is_hybrid(text), "text_config.attn_output_gate"),
         (text.get("mamba_ssm_dtype", "float32"), "float32", "text_config.mamba_ssm_dtype"),
-        (text.get("mtp_use_dedicated_embeddings", False), False, "text_config.mtp_use_dedicated_embeddings"),
     ):
         if found != supported:
             raise ValueError(f"{name} must be {supported!r}, got {found!r}")

@@ -76,7 +76,7 @@ def _keep(
     starts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, TAPS: constexpr,
     WIDTH: constexpr, GATES: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, c): the last inputs of row r, WIDTH channels, and what undoes its drafts. What is read lies behind what was written."""
+    """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
