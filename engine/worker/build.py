@@ -87,7 +87,7 @@ def build_runner(
     states = tuple(RowStates(group, config.max_num_seqs, device, max_drafts(config)) for group in spec.states)
     snapshots = Snapshots(pools, states) if states else None
     geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
-    kept = states, snapshots, hidden_TD, memory.num_blocks
+    kept = states, snapshots, hidden_TD, memory.num_blocks, backend.transfers
     rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, *kept)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
@@ -96,7 +96,7 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
     images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
-    staging = Staging(staging_bytes(config, num_draws, max_blocks), device)
+    staging = Staging(staging_bytes(config, num_draws, max_blocks), device, backend.transfers)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     head = None
     if text.has_head:

@@ -100,7 +100,7 @@ class StepGraphs:
         fixed = max(staged_bytes(_fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
         num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_tokens) + SLACK
-        self._staging = Staging(num_bytes, self._device)
+        self._staging = Staging(num_bytes, self._device, self._rows.transfers)
         for shape, backend in backends.items():
             self._graphs[shape] = self._capture(shape, backend)
         return len(self._graphs)

@@ -25,7 +25,7 @@ from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
 from models.state import RowStates, Snapshots
-from models.transfers import to_host
+from models.transfers import Transfers
 
 
 @dataclass(slots=True)
@@ -90,11 +90,13 @@ class Rows:
         snapshots: Snapshots | None = None,  # of the states, if there are any
         hidden_TD: torch.Tensor | None = None,
         scratch_block: int = 0,
+        transfers: Transfers | None = None,
     ):
         self.block_size = block_size
         self.scratch_row = max_num_seqs
         self.last_tokens = torch.zeros(max_num_seqs + 1 + MAX_DRAFTS * max_num_seqs, dtype=torch.int64, device=device)
         self.states = states
+        self.transfers = transfers or Transfers()
         self.hidden_TD = hidden_TD
         self.scratch_slot = scratch_block * block_size
         self._snapshots = snapshots
@@ -209,10 +211,9 @@ class Rows:
         if draws.drafts is not None:
             _, is_last_S = draws.drafts.keep(tokens_S)
             rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), draws.drafts.offsets_S
-        self.last_tokens.index_copy_(0, rows_S, tokens_S)
         for group in self.states:
             group.accept(rows_S, num_accepted_S)
-        return to_host(tokens_S)
+        return self.transfers.deliver_(tokens_S, rows_S, self.last_tokens)
 
     def scratch_layout(self, num_tokens: int) -> AttentionLayout:
         """A row of so many tokens that nobody has."""

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import DEPTH
+from models.transfers import Transfers
 
 ALIGNMENT = 128  # pieces that kernels read at once must not straddle two cache lines
 RING = DEPTH + 1  # one is being built
@@ -20,7 +21,8 @@ class Staging:
     may remember. The ring has a buffer more than there are steps in flight: none is written while its copy may run.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device):
+    def __init__(self, num_bytes: int, device: torch.device, transfers: Transfers | None = None):
+        self._transfers = transfers or Transfers()
         pinned = device.type == "cuda"
         self._hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(RING if pinned else 1)]
         self._bytes = [host.numpy() for host in self._hosts]
@@ -50,7 +52,7 @@ class Staging:
     def copy(self) -> None:
         """Enqueues the transfer on the current stream."""
         if self._device is not self._hosts[self._index]:
-            self._device[: self._used].copy_(self._hosts[self._index][: self._used], non_blocking=True)
+            self._transfers.fetch_(self._device[: self._used], self._hosts[self._index][: self._used])
 
 
 def staged_bytes(arrays: Iterable[npt.NDArray[np.generic]]) -> int:

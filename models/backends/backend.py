@@ -13,6 +13,7 @@ from models.backends.ops import KVPool, Ops
 from models.parallel import Exchange
 from models.sampling import SamplingOps
 from models.step_sizes import StepSizes
+from models.transfers import Transfers
 from models.vision.shares import SplitCosts
 
 
@@ -21,6 +22,7 @@ class Backend(Protocol):
 
     device: torch.device
     ops: Ops
+    transfers: Transfers
     step_sizes: StepSizes
     split_costs: SplitCosts  # of an image that several ranks encode
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs

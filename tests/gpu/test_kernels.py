@@ -131,3 +131,17 @@ def test_pixels_are_those_of_the_cpu(backend: Backend, tmp_path_factory: pytest.
         on_gpu.write_patches(image.to(DEVICE), grid, ours)
         on_cpu.write_patches(image, grid, expected)
         assert ours.cpu().equal(expected), size
+
+
+def test_transfers(backend: Backend) -> None:
+    """Red if a kernel reads pinned memory of a step before, or if tokens are not on the host when their event is done."""
+    host, device = torch.empty(8192, dtype=torch.uint8, pin_memory=True), torch.empty(8192, dtype=torch.uint8, device=DEVICE)
+    last_tokens = torch.zeros(300, dtype=torch.int64, device=DEVICE)
+    for step in range(50):
+        host.copy_(torch.randint(256, (8192,), dtype=torch.uint8))
+        rows, tokens = torch.randperm(300)[: 1 + 5 * step].to(DEVICE), torch.randint(1 << 40, (1 + 5 * step,)).to(DEVICE)
+        backend.transfers.fetch_(device, host)
+        found, done = backend.transfers.deliver_(tokens, rows, last_tokens), torch.cuda.Event()
+        done.record()
+        done.synchronize()
+        assert found.is_pinned() and found.equal(tokens.cpu()) and last_tokens[rows].equal(tokens) and device.cpu().equal(host)

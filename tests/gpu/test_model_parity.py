@@ -182,7 +182,7 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed_decodes=(2,), small_chunks=(64,), largest_chunk=256)
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model, backend)
-    rows = Rows(2, 1024, 16, model.config.geometry, model.device)
+    rows = Rows(2, 1024, 16, model.config.geometry, model.device, transfers=backend.transfers)
     make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 8, 1024)
     assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))

@@ -143,7 +143,7 @@ def test_graphs_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
     )
     prompt = Prompt.build(model.config, PROMPTS["text"])
     runner = runner_of(model, backend)
-    rows = Rows(4, 1024, 16, model.config.geometry, model.device)
+    rows = Rows(4, 1024, 16, model.config.geometry, model.device, transfers=backend.transfers)
     make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
     assert make_attention is not None
     scratch = runner.start(Prompt(prompt.ids[:1], [], []))

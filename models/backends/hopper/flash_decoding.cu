@@ -240,29 +240,24 @@ struct Merged {
 template <typename Then>
 DEVICE void for_pairs(Params const& params, Unit const& unit, Then then) {
   int const total = (unit.num_tokens << params.log2_group) * (kHeadDim / 2);
-#pragma unroll 4
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
-// kLanes neighbours: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
-template <int kLanes>
-DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, int num_rows, float* weights) {
-  int const first = threadIdx.x % kLanes, count = row < num_rows ? unit.count : 0;
-  float* const of_row = weights + row * unit.count;
+// One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
+DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
-#pragma unroll 4
-  for (int part = first; part < count; part += kLanes) {
-    of_row[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
-    top = fmaxf(top, of_row[part]);
+  for (int part = lane; part < unit.count; part += 32) {
+    weights[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
+    top = fmaxf(top, weights[part]);
   }
-  top = over_lanes<1, kLanes, true>(top);
-  for (int part = first; part < count; part += kLanes) total += of_row[part] = exp2f(of_row[part] - top);
-  total = over_lanes<1, kLanes, false>(total);
-  for (int part = first; part < count; part += kLanes) of_row[part] /= total;
+  top = over_lanes<1, 32, true>(top);
+  for (int part = lane; part < unit.count; part += 32) total += weights[part] = exp2f(weights[part] - top);
+  total = over_lanes<1, 32, false>(total);
+  for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
 }
 
 // The last unit of a group to arrive merges what all have left.
-DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared) {
+DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -273,28 +268,21 @@ DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared) 
   __syncthreads();
   if (!shared.is_last) return;
   __threadfence();
+  constexpr int kColumns = kHeadDim / 4;
   int const num_rows = unit.num_tokens << params.log2_group;
   float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
-  if (num_rows <= kWarps) weigh_parts<32>(params, unit, threadIdx.x / 32, num_rows, weights);
-  else weigh_parts<kThreads / kRows>(params, unit, threadIdx.x / (kThreads / kRows), num_rows, weights);
+  for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
   __syncthreads();
-  constexpr int kColumns = kHeadDim / 4, kItems = (kRows * kColumns + kThreads - 1) / kThreads;  // all at once: their latency is the time
-  float4 sums[kItems] = {};
-#pragma unroll 4
-  for (int part = 0; part < unit.count; ++part) {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      int const item = threadIdx.x + i * kThreads, row = item / kColumns, column = item % kColumns * 4;
-      if (row >= num_rows) break;
+  for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
+    int const row = i / kColumns, column = i % kColumns * 4;
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int part = 0; part < unit.count; ++part) {
       float const share = weights[row * unit.count + part];
       float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
-      sums[i].x += share * x.x, sums[i].y += share * x.y, sums[i].z += share * x.z, sums[i].w += share * x.w;
+      sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
     }
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    int const item = threadIdx.x + i * kThreads, row = item / kColumns, column = item % kColumns * 4;
-    if (row < num_rows) *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + column) = make_uint2(pack(sums[i].x, sums[i].y), pack(sums[i].z, sums[i].w));
+    *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + column) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
   }
 }
 
@@ -329,7 +317,7 @@ DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) 
     *reinterpret_cast<float2*>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
     if (column == 0) params.sums[place / kHeadDim] = merged.top + log2f(merged.sum);
   });
-  if (unit.count > 1) merge_units(params, unit, shared);
+  if (unit.count > 1) merge_units(params, unit, shared, warp, lane);
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {

@@ -15,9 +15,11 @@ from models.backends.portable.ops import TritonOps
 from models.backends.portable.paged_attention import PagedAttention, fixed_attention_factory
 from models.backends.portable.sampling import TritonSampling
 from models.backends.portable.self_check import check_kernels
+from models.backends.portable.transfers import TritonTransfers
 from models.backends.portable.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES, attention_tiles
 from models.backends.portable.varlen_attention import DenseVarlen
 from models.sampling import SamplingOps
+from models.transfers import Transfers
 
 
 class PortableBackend:
@@ -30,6 +32,7 @@ class PortableBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ops: Ops = TritonOps(SPLIT_TOKENS)
+        self.transfers: Transfers = TritonTransfers(device)
         self._capability = torch.cuda.get_device_capability(device)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:

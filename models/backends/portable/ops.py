@@ -35,8 +35,7 @@ class ExpertGemv(Protocol):
 class SingleFloat8(ExpertGemv, Protocol):
     """The same, and `gemv`, for float8 matrices."""
 
-    MAX_NORMED: int  # values of a token that is normalised
-    MAX_ROWS: int  # of weights behind a norm
+    MAX_NORM_BYTES: int  # of a norm's weights
     MAX_CHOSEN: int  # experts of a token
 
     def gemv(
@@ -135,7 +134,7 @@ class TritonOps:
         product: Callable[..., torch.Tensor] = gemv
         if isinstance(weight, BlockScaled):
             own = self._single_float8
-            if own is None or (isinstance(x_TX, Normed) and (weight.shape[1] > own.MAX_NORMED or len(weight) > own.MAX_ROWS)):
+            if own is None or (isinstance(x_TX, Normed) and x_TX.weight_D.nbytes > own.MAX_NORM_BYTES):
                 return None
             product = own.gemv
         if isinstance(x_TX, Normed):

@@ -48,7 +48,8 @@ class AttentionTiles:
 
 LARGE = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), blocks=4)  # 160 KB of shared memory and more
 SMALL = AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 3), blocks=3)  # 99 KB
-WIDE = {  # for heads of more than 128 values: what fits, not measured
+WIDE_HOPPER = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 32, 4, 2), blocks=3)  # heads of more than 128 values; 200 KB and more
+WIDE = {  # those of other GPUs: what fits, not measured
     LARGE: AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 2), blocks=2),
     SMALL: AttentionTiles(Tiles(64, 16, 4, 2), Tiles(16, 16, 4, 2), blocks=2),
 }
@@ -57,7 +58,9 @@ ATTENTION = {(8, 0): LARGE, (8, 6): SMALL, (8, 7): LARGE, (8, 9): SMALL, (9, 0):
 
 def attention_tiles(capability: tuple[int, int], head_dim: int) -> AttentionTiles:
     tiles = ATTENTION.get(capability, SMALL)
-    return tiles if head_dim <= 128 else WIDE[tiles]
+    if head_dim <= 128:
+        return tiles
+    return WIDE_HOPPER if capability >= (9, 0) and tiles == LARGE else WIDE[tiles]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from models.backends.torch.sampling import TorchSampling
 from models.backends.torch.tuned import SPLIT_COSTS, STEP_SIZES
 from models.backends.torch.varlen import TorchVarlen
 from models.sampling import SamplingOps
+from models.transfers import Transfers
 
 
 class TorchBackend:
@@ -28,6 +29,7 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ops: Ops = TorchOps()
+        self.transfers = Transfers()
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         """There is nothing to compile."""

@@ -215,8 +215,15 @@ def launch_hybrid() -> None:
         delta.delta_rule(heads, state, StateRows(torch.arange(2), starts, 1))
 
 
+def launch_transfers() -> None:
+    from models.backends.portable.transfers import TritonTransfers
+
+    TritonTransfers(torch.device("cpu"))
+
+
 def launch_all(capability: int) -> None:
     launch_text()
+    launch_transfers()
     launch_tower()
     launch_sampling()
     launch_exchange()

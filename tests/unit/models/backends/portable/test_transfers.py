@@ -1,0 +1,36 @@
+"""The kernels that bring a step's arrays and take its tokens back, in the interpreter against torch's copies. Red when a byte is lost, or
+when a token goes to another row."""
+
+import pytest
+import torch
+
+from models.transfers import Transfers
+from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+
+
+@starts_interpreter
+def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
+    run_interpreted(interpreted_files)
+
+
+@interpreted
+@pytest.mark.parametrize("num_bytes", [0, 128, 4096, 4224, 65_536, 100, 70_000])
+def test_fetch(num_bytes: int) -> None:
+    """Nothing, a line, whole programs and a part of one, up to the most; then what the copy engine takes: odd bytes, and many."""
+    from models.backends.portable.transfers import TritonTransfers
+
+    host = torch.randint(256, (num_bytes + 128,), dtype=torch.uint8)
+    device = torch.zeros_like(host)
+    TritonTransfers(host.device).fetch_(device[:num_bytes], host[:num_bytes])
+    assert device[:num_bytes].equal(host[:num_bytes]) and not device[num_bytes:].any()
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 7, 128, 129, 300])
+def test_deliver(count: int) -> None:
+    from models.backends.portable.transfers import TritonTransfers
+
+    rows, tokens = torch.randperm(512)[:count], torch.randint(1 << 40, (count,))
+    ours, theirs = torch.arange(512), torch.arange(512)
+    found, expected = TritonTransfers(rows.device).deliver_(tokens, rows, ours), Transfers().deliver_(tokens, rows, theirs)
+    assert found.equal(expected) and ours.equal(theirs)
