@@ -20,7 +20,7 @@ from engine.ipc import die_with_parent
 
 LENGTH_BYTES = 4
 START_S = 120.0  # importing takes seconds on a busy machine
-NICENESS = 19  # streams go first; a session of its own might be scheduled as if it were 0: see sched(7) on autogroups
+NICENESS = 19  # streams go first; within a session: sched(7)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -67,7 +67,7 @@ class Helper:
         """RuntimeError if it does not start."""
         process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, env=child_environment(), pass_fds=self._fds)
         with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # also while it imports
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         self._process = process
         try:
             async with asyncio.timeout(START_S):
