@@ -31,7 +31,7 @@ from PIL import Image
 from bench.client import chat_body, text_of, user_message
 from bench.pictures import data_uri, make_jpegs
 from bench.processes import is_running, roles_of
-from bench.report import environment, table, write_json
+from bench.report import table, write_result
 
 ROLES = ("launcher", "api", "processor", "scheduler", "worker")
 PHASES = ("upload", "media", "tower", "prefill", "decode")
@@ -179,9 +179,7 @@ def main() -> None:
     args = parse_args()
     results = uvloop.run(faults(args))
     print(table(list(results[0]), [list(result.values()) for result in results]))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "result": results})
+    write_result(args, result=results)
     sys.exit(not all(result["good"] for result in results))
 
 

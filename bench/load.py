@@ -16,7 +16,7 @@ import uvloop
 
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
-from bench.report import environment, percentile, table, write_json
+from bench.report import percentile, table, write_result
 
 PERCENTILES = (50, 90, 99)
 
@@ -105,9 +105,7 @@ def main() -> None:
     print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s")
     print(f"{result['requests_per_s']} requests/s, {result['output_tokens_per_s']} output tokens/s")
     print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *result[name].values()] for name in names]))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+    write_result(args, result=result)
 
 
 if __name__ == "__main__":

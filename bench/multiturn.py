@@ -21,7 +21,7 @@ from bench.breakdown import part_cells, part_names, ttft_figures
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.load import drive
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
-from bench.report import environment, table, write_json
+from bench.report import table, write_result
 
 TURN_TOKENS = 32
 REPEATS = 4
@@ -136,9 +136,7 @@ def main() -> None:
     names = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")]
     parts = part_names(rows)
     print(table([*names, *parts], [[*(row.get(name, "") for name in names), *part_cells(row, parts)] for row in rows]))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "rows": rows})
+    write_result(args, rows=rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import uvloop
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import data_uri, make_jpegs
 from bench.processes import own_memory, roles_of
-from bench.report import environment, percentile, table, write_json
+from bench.report import percentile, table, write_result
 
 NUM_IMAGES = 16
 HEALTH_PAUSE_S = 0.1
@@ -129,9 +129,7 @@ def main() -> None:
     args = parse_args()
     result = uvloop.run(overload(args))
     print(table(["", "value"], [[name, str(dict(value) if isinstance(value, Counter) else value)] for name, value in result.items()]))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+    write_result(args, result=result)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import uvloop
 
 from bench.accuracy import Result, ask_server
 from bench.client import ChatClient
-from bench.report import environment, write_json
+from bench.report import write_result
 from models.demo.questions import Question, questions
 
 TASKS = ("number", "list", "colour", "shape", "which")
@@ -96,9 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     result = uvloop.run(run(args))
     print(json.dumps(result, indent=1))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+    write_result(args, result=result)
     if result["failed"] or result["questions_with_other_answers_elsewhere"]:
         raise SystemExit("requests failed, or engines do not agree")
 

@@ -1,5 +1,6 @@
 """The origin that every benchmark stores beside its numbers, and tables and JSON files of results."""
 
+import argparse
 import importlib.metadata
 import json
 import platform
@@ -39,6 +40,13 @@ def module_command() -> list[str]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_result(args: argparse.Namespace, **content: object) -> None:
+    """To the file of `--json`, if there is one: `content`, its origin and all flags."""
+    if args.json:
+        settings = {name: str(value) for name, value in vars(args).items()}
+        write_json(args.json, {"environment": environment(), "settings": settings, **content})
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

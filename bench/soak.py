@@ -28,7 +28,7 @@ from PIL import Image
 from bench.client import ChatClient, chat_body, text_of, user_message
 from bench.pictures import QUALITY, data_uri, make_jpeg, make_jpegs
 from bench.processes import own_memory, roles_of
-from bench.report import environment, table, write_json
+from bench.report import table, write_result
 
 NUM_KNOWN = 32
 SAMPLE_S = 2.0
@@ -155,9 +155,7 @@ def main() -> None:
     args = parse_args()
     result = uvloop.run(soak(args))
     print(table(["", "value"], [[name, str(value)] for name, value in result.items()]))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+    write_result(args, result=result)
 
 
 if __name__ == "__main__":

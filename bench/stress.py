@@ -22,7 +22,7 @@ import uvloop
 from bench.client import text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpeg
 from bench.processes import own_memory, roles_of
-from bench.report import environment, percentile, table, write_json
+from bench.report import percentile, table, write_result
 
 NUM_KNOWN = 16
 LEFT_PART = 0.15  # of requests whose client leaves
@@ -175,9 +175,7 @@ def main() -> None:
     args = parse_args()
     result = uvloop.run(stress(args))
     print(table(["", "value"], [[name, str(value)] for name, value in result.items()]))
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "result": result})
+    write_result(args, result=result)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from PIL import Image
 
 from bench.client import Answer, ChatClient, chat_body, text_of
 from bench.load import drive, measure
-from bench.report import environment, table, write_json
+from bench.report import table, write_result
 from models.scaffold import SHAPES, Shape
 from models.video import VideoGeometry, time_text
 
@@ -187,9 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     names = [name for name in rows[0] if name != "load"]
     print(table(names, [[row[name] for name in names] for row in rows]))
     print(f"a list of frames {overlap['list_ms']} ms; half of it known {overlap['overlapping_ms']} ms: {overlap['share']} of that")
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"environment": environment(), "settings": settings, "rows": rows, "overlap": overlap})
+    write_result(args, rows=rows, overlap=overlap)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,15 @@ class Engine:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def metric(self, name: str) -> float:
-        """The sum over labels of a metric; waits for the engine's once-a-second statistics to be fresh."""
-        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return sum(float(value) for value in found)
+        """The sum over labels of a metric, which may be a second old."""
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """Of one moment: see `metric`."""
+        text = self.client.get("/metrics").text
+        found = [re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
+        assert all(found), f"one of these is no metric: {names}"
+        return [sum(map(float, values)) for values in found]
 
     def log(self) -> str:
         return self.log_path.read_text()

@@ -1,7 +1,9 @@
 """What `--plan` says is what workers measured, weights are counted as they lie, and small cards get smaller steps."""
 
+import functools
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -15,9 +17,11 @@ from models.scaffold import SHAPES, write_model_folder
 H200, H100 = 139.3, 78.7  # GiB that were free on those that the figures below are of
 
 
-def config_of(folder: Path, size: str) -> ModelConfig:
-    write_model_folder(folder, SHAPES[size], weights="none", seed=0)
-    return ModelConfig.from_folder(folder)
+@functools.cache
+def config_of(size: str, with_head: bool = False) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_folder(Path(folder), SHAPES[size], weights="none", seed=0)
+        return ModelConfig.from_folder(Path(folder), with_head=with_head)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +38,11 @@ def config_of(folder: Path, size: str) -> ModelConfig:
     ],
 )
 def test_the_plan_is_what_workers_measured(
-    tmp_path: Path, free: float, size: str, tp: int, quantization: str, max_num_seqs: int, held: float, others: float
+    free: float, size: str, tp: int, quantization: str, max_num_seqs: int, held: float, others: float
 ) -> None:
     """Red if a sum is off by more than 5 percent. The figures are of the workers' logs: weights and runtime; activations, graphs, tower."""
     config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)  # type: ignore[arg-type]
-    plan = make_plan(config, config_of(tmp_path, size), int(free * GIB))
+    plan = make_plan(config, config_of(size), int(free * GIB))
     assert (plan.needs.weights + plan.needs.runtime) / GIB == pytest.approx(held, rel=0.05)
     assert plan.needs.total / GIB == pytest.approx(held + others, rel=0.05)
     pool = int(free * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
@@ -46,13 +50,11 @@ def test_the_plan_is_what_workers_measured(
 
 
 @pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-27B", "3.5-35B-A3B", "3.5-27B with head"])
-def test_weights_are_counted_as_they_lie(tmp_path: Path, size: str) -> None:
+def test_weights_are_counted_as_they_lie(size: str) -> None:
     """Red if a matrix is forgotten or counted twice: norms, biases and convolutions are less."""
     from models.scaffold.weights import tensor_shapes
 
-    model = config_of(tmp_path, size.removesuffix(" with head"))
-    if size.endswith("with head"):
-        model = ModelConfig.from_folder(tmp_path, with_head=True)
+    model = config_of(size.removesuffix(" with head"), size.endswith(" with head"))
     shapes = tensor_shapes(model).values()
     matrices = sum(2 * _product(shape) for shape in shapes if len(shape) > 1)
     assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3)
@@ -66,9 +68,9 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize(("size", "quantization", "card"), [("2B", "auto", 8), ("4B", "auto", 24), ("8B", "fp8", 24), ("8B", "auto", 24)])
-def test_small_cards_serve_with_smaller_steps(tmp_path: Path, size: str, quantization: str, card: int) -> None:
+def test_small_cards_serve_with_smaller_steps(size: str, quantization: str, card: int) -> None:
     """Red if a model that fits is refused, or if its context holds less than the largest image and a question."""
-    model, config = config_of(tmp_path, size), EngineConfig(quantization=quantization)  # type: ignore[arg-type]
+    model, config = config_of(size), EngineConfig(quantization=quantization)  # type: ignore[arg-type]
     fitted = fit(config, model, card * GIB)
     plan = make_plan(fitted, model, card * GIB)
     tokens = plan.num_blocks * config.block_size
@@ -77,9 +79,9 @@ def test_small_cards_serve_with_smaller_steps(tmp_path: Path, size: str, quantiz
     assert (tokens >= ENOUGH_TOKENS) or fitted.max_num_seqs == SMALLEST["max_num_seqs"]
 
 
-def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
+def test_what_was_asked_for_is_kept() -> None:
     """Red if a flag is overruled, or if a large card gets smaller steps."""
-    model = config_of(tmp_path, "8B")
+    model = config_of("8B")
     assert fit(EngineConfig(), model, 80 * GIB) == EngineConfig()
     small_pool = EngineConfig(kv_cache_memory_bytes=GIB)  # fewer tokens than usual, but they fit
     assert fit(small_pool, model, 80 * GIB) == small_pool
@@ -95,9 +97,9 @@ def test_what_was_asked_for_is_kept(tmp_path: Path) -> None:
     assert "--max-num-batched-tokens" in cuts(EngineConfig(), fitted) and cuts(fitted, msgspec.structs.replace(fitted)) == ""
 
 
-def test_drafts_of_rows_with_states_are_counted(tmp_path: Path) -> None:
+def test_drafts_of_rows_with_states_are_counted() -> None:
     """Red if the plan leaves out what drafts are repeated from: 13 MiB a row of 27B, which a GPU that is full by plan does not have."""
-    model, config = config_of(tmp_path, "3.5-27B"), EngineConfig(max_num_seqs=64)
+    model, config = config_of("3.5-27B"), EngineConfig(max_num_seqs=64)
     plain, *drafting = (estimate(msgspec.structs.replace(config, draft=draft), model).states for draft in ("off", "suffix", "mtp"))
     assert [states - plain for states in drafting] == [65 * 48 * count * 2 * (2 * 10_240 + 2 * 48) for count in (7, 3)]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
@@ -31,6 +30,7 @@ from models.scaffold.shapes import Experts as ExpertsShape
 from models.weights import fill, init_dummy_weights, load_weights
 from tests.unit.models import reference
 from tests.unit.models.harness import ONE_IMAGE, PROMPTS, TEXT, TORCH, PagedRunner, Prompt, TensorSource
+from tests.unit.models.ranks import start_ranks
 
 TINY = SHAPES["tiny-moe"]
 VARIANTS = {
@@ -335,7 +335,7 @@ def worker(rank: int, size: int, folders: tuple[Path, Path], out: Path) -> None:
 def test_two_ranks_give_the_logits_of_one(folder: Path, float8_folder: Path, tmp_path: Path) -> None:
     """Two real processes, with a share of every expert or half of them whole. Red when a layer is cut at the wrong place."""
     folders = folder, float8_folder
-    mp.spawn(worker, args=(2, folders, tmp_path), nprocs=2)
+    start_ranks(worker, 2, folders, tmp_path)
     expected = [logits_of(load(source), ONE_IMAGE, chunk=70) for source in folders]  # type: ignore[arg-type]
     for rank in range(2):
         for whole_experts, is_fp8 in CUTS:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from models.config import ModelConfig
 from models.parallel import TensorParallel
@@ -14,6 +13,7 @@ from models.scaffold import SHAPES, write_model_folder
 from models.weights import load_weights
 from tests.unit.models import qwen3_5_checkpoints
 from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load, make
+from tests.unit.models.ranks import start_ranks
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
     """Red if a rank takes another one's scales. What lies between two values of float8 may go either way, so the tolerance is wider."""
     folder = tmp_path / "fp8"
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=1, is_fp8=True)
-    mp.spawn(worker, args=(2, folder, tmp_path), nprocs=2)
+    start_ranks(worker, 2, folder, tmp_path)
     expected = all_logits(load(folder))
     for rank in range(2):
         ours = torch.load(tmp_path / f"{rank}.pt")
@@ -104,7 +104,7 @@ def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.extended), 4])
 def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
-    mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
+    start_ranks(worker, size, tiny_folder, tmp_path)
     expected = all_logits(tiny)
     for rank in range(size):
         ours = torch.load(tmp_path / f"{rank}.pt")
@@ -117,7 +117,7 @@ def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_spa
     folder = tmp_path / "hybrid"
     heads = {"num_attention_heads": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8} if size == 4 else {}
     qwen3_5_checkpoints.write(folder, is_sparse, **heads)
-    mp.spawn(worker, args=(size, folder, tmp_path), nprocs=size)
+    start_ranks(worker, size, folder, tmp_path)
     expected = all_logits(load(folder))
     for rank in range(size):
         ours = torch.load(tmp_path / f"{rank}.pt")

@@ -46,8 +46,9 @@ def table(tokenizer: Tokenizer) -> TokenTable:
     return TokenTable(tokenizer)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack(model_folder: Path) -> Iterator[Stack]:
+    """For tests that leave it as it was, see `Stack.recover`."""
     running = Stack(model_folder)
     yield running
     running.close()

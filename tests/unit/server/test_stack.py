@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -16,6 +17,14 @@ from engine.messages import (
 from engine.stats import Stages
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold
+
+
+@pytest.fixture(scope="module")
+def stack(model_folder: Path) -> Iterator[Stack]:
+    """Whose images no other file has."""
+    running = Stack(model_folder)
+    yield running
+    running.close()
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,14 @@ from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
 from tests.unit.server.test_unread import STREAM, WRITE_S, ask_without_reading, is_over
 
 
+@pytest.fixture(scope="module")
+def stack(model_folder: Path) -> Iterator[Stack]:
+    """Whose counts no other file has."""
+    running = Stack(model_folder)
+    yield running
+    running.close()
+
+
 @pytest.fixture(autouse=True)
 def clean(stack: Stack) -> Iterator[None]:
     stack.scheduler.script = answer_text
@@ -426,4 +434,3 @@ def test_what_clients_of_other_servers_look_for(stack: Stack) -> None:
     answer = stack.http.post("/v1/messages", json={}, headers={"x-request-id": "mine"})
     assert answer.status_code == 400 and answer.headers["request-id"] == answer.headers["x-request-id"] == "mine"
     assert "request-id" not in stack.http.get("/v1/models").headers
-

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from engine.messages import Encode, ImageSource, Prefetch, Region
 from engine.worker.images import ImageCache
@@ -16,6 +15,7 @@ from models.qwen3_vl import Qwen3VL
 from models.vision.shares import Shares, SplitCosts, part_of, share_out
 from models.weights import load_weights
 from tests.unit.models.harness import TORCH
+from tests.unit.models.ranks import start_ranks
 
 Places = tuple[int, ...]
 COSTS = SplitCosts(fixed=10, exchanged=0.25, square=10**9)
@@ -114,7 +114,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_embeddings_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
     """Red if a patch, a head, a level or a part gets lost on its way between ranks, or a picture that cannot be read stops them."""
-    mp.spawn(worker, args=(size, tiny_folder, tmp_path), nprocs=size)
+    start_ranks(worker, size, tiny_folder, tmp_path)
     with torch.inference_mode():
         expected = [tiny.encode([image], [tiny.config.geometry.grid(*size)])[0] for image, size in zip(pictures(), SIZES, strict=True)]
     of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from models.parallel import Exchange
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+from tests.unit.models.ranks import start_ranks
 
 ROUNDS = {2: 2, 3: 2}  # of so many ranks: each polls, and a test has few cores
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def rank_of(rank: int, size: int, folder: Path) -> None:
 @interpreted
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_rank_gets_what_the_others_have(size: int, tmp_path: Path) -> None:
-    mp.spawn(rank_of, args=(size, tmp_path), nprocs=size)
+    start_ranks(rank_of, size, tmp_path)
 
 
 @interpreted

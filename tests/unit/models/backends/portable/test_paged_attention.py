@@ -50,14 +50,14 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
     step = step_of(tokens, MIXES[tokens], heads)
     attention = PagedAttention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
     attention.plan(step.layout)
-    torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
+    for _ in range(2 if heads == HEADS[1] else 1):  # what a run leaves behind is the same for all heads
+        torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
 
 
 @interpreted
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", SHORT)
-@pytest.mark.parametrize("context", [0, 250])
+@pytest.mark.parametrize("context", [0, 100])
 def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int], context: int) -> None:
     """Red if a draft sees one behind it, or misses one before it: also where its row has two groups of tokens, or several parts."""
     from models.backends.portable.paged_attention import PagedAttention
