@@ -30,7 +30,8 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     # 900: blocks behind rows for a head's guesses; 800: snapshots keep to their share, and lie where the next turn finds them
     "engine/scheduler": 89_800,
     "engine/scheduler/drafts": 25_400,  # guesses without a model: what stood before, kept, found and offered; 1,800: those of a head
-    "engine/worker": 141_500,  # 300: a backend's transfers; 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step
+    # 300: a backend's transfers
+    "engine/worker": 141_500,  # 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step
     "server": 27_100,
     # Videos 6,500: parts of content, fields of vLLM and SGLang, blocks of two more dialects. Custom tools and efforts of three dialects
     # 13,000, stored responses 9,500, token ids 3,500, SGLang's dialect 12,000, errors 1,000.
@@ -40,7 +41,8 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     # log-probabilities and truncated prompts; 1,800: what is told of tokens waits for their text, and ends with it; 1,000:
     # a `uuid` stays with its content; 7,900: templates of requests, in a process of their own.
     "server/processor": 176_700,
-    # 600: copies of a step by kernels, 12 % of 2B's time per token; 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
+    # 600: copies of a step by kernels, 12 % of 2B's time per token
+    # 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
     # sizes and times, and their settings
     "models": 84_000,
     "models/attention": 9_100,
