@@ -291,8 +291,8 @@ def short_context(patch: pytest.MonkeyPatch) -> None:
     """The last page of every sequence is read one token short."""
     layout = rows.Rows._layout
 
-    def shortened(self: rows.Rows, chunks: Sequence[Chunk], num_prefill_rows: int) -> Any:
-        found = layout(self, chunks, num_prefill_rows)
+    def shortened(self: rows.Rows, *arguments: Any) -> Any:
+        found = layout(self, *arguments)
         return dataclasses.replace(found, kv_lens_cpu=found.kv_lens_cpu - 1)
 
     patch.setattr(rows.Rows, "_layout", shortened)

@@ -198,7 +198,7 @@ def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
     client.send(json.dumps({"messages": [{"role": "user", "content": [image(uri(data, "image/png")) for data in files[:1]]}]}).encode())
     stack.wait_until(lambda: len(stack.scheduler.requests) > count)
     response = stack.chat([image(uri(data, "image/png")) for data in files[1:3]])
-    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
     client.leave()
     stack.wait_until(lambda: len(stack.scheduler.aborted) == 1)
 
