@@ -143,7 +143,7 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
 
 def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
     """The largest embedding outside the image cache."""
-    return min(MAX_EARLY_TOKENS, max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
+    return min(MAX_EARLY_TOKENS, max_num_encoder_tokens) * model.num_visual_levels * model.vision.out_hidden_size * VALUE_BYTES
 
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
@@ -151,8 +151,8 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
     left = int(free * config.gpu_memory_utilization) - needs.total
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
-    share = left // IMAGE_CACHE_SHARE
-    rest = share if fixed is None else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
+    share = left // IMAGE_CACHE_SHARE if needs.tower else 0
+    rest = share if fixed is None or not needs.tower else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
     image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest))
     kv_pool = left - image_cache if fixed is None else fixed
     return Plan(needs, image_cache, kv_pool, block_bytes, left - image_cache - kv_pool)

@@ -10,6 +10,7 @@ from typing import Any
 from models.cache import CacheSpec, PagedGroup, StateGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
+from models.text_settings import rotary, with_no_tower
 from models.video import VideoGeometry
 
 # For folders without preprocessor_config.json: those of the published checkpoints.
@@ -88,6 +89,8 @@ class TextConfig:
     rotary_dim: int  # values of a head that are rotated, its first ones
     mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to rotary_dim / 2
     max_position_embeddings: int
+    llama3: tuple[float, ...] = ()  # of its rotary scaling: factor, low and high frequency factor, original positions; empty: unscaled
+    has_qk_norm: bool = True  # RMSNorm of the heads of queries and keys
     is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
@@ -175,7 +178,7 @@ class ModelConfig:
     sampling: SamplingDefaults
     dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
     tie_word_embeddings: bool
-    image_token_id: int
+    image_token_id: int  # -1: the model has no vision
     video_token_id: int | None  # None: the model takes no videos
     vision_start_token_id: int
     vision_end_token_id: int
@@ -191,6 +194,8 @@ class ModelConfig:
         """Reads config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported, or lacking."""
         config = _read_json(folder / "config.json", is_required=True)
         architecture = architecture_of(config)
+        if not architecture.has_tower:
+            config = with_no_tower(config)
         head = [config["text_config"].get(f"mtp_{name}", 0) for name in ("num_hidden_layers", "use_dedicated_embeddings")]
         if with_head and head != [1, False]:
             raise ValueError(f"the model has no head of one layer with its embeddings that predicts further tokens: it has {head[0]}")
@@ -255,6 +260,8 @@ def _reject_unsupported(config: Mapping[str, Any]) -> None:
         (text.get("hidden_act", "silu"), "silu", "text_config.hidden_act"),
         (vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh", "vision_config.hidden_act"),
         (text.get("attention_bias", False), False, "text_config.attention_bias"),
+        (text.get("mlp_bias", False), False, "mlp_bias"),
+        (text.get("use_sliding_window", False), False, "use_sliding_window"),
         (text.get("norm_topk_prob", True), True, "text_config.norm_topk_prob"),
         (text.get("decoder_sparse_step", 1), 1, "text_config.decoder_sparse_step"),
         (text.get("mlp_only_layers") or [], [], "text_config.mlp_only_layers"),
@@ -263,16 +270,6 @@ def _reject_unsupported(config: Mapping[str, Any]) -> None:
     ):
         if found != supported:
             raise ValueError(f"{name} must be {supported!r}, got {found!r}")
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of either layout, with `rope_theta` always inside."""
-    rope = dict(_first((config,), ("rope_parameters", "rope_scaling"), {}))
-    rope.setdefault("rope_theta", config.get("rope_theta", 5_000_000.0))
-    rope_type = _first((rope,), ("rope_type", "type"), "default")
-    if rope_type != "default":
-        raise ValueError(f"rope_type must be 'default', got {rope_type!r}")
-    return rope
 
 
 def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
@@ -288,12 +285,13 @@ def _is_fp8(quantization: Mapping[str, Any] | None) -> bool:
 
 
 def _text(config: Mapping[str, Any], is_fp8: bool, has_head: bool) -> TextConfig:
-    rope, is_hybrid = _rope(config), _is_hybrid(config)
+    rope, is_hybrid = rotary(config), _is_hybrid(config)
     rotary_dim = int(config["head_dim"] * _first((rope, config), ("partial_rotary_factor",), 0.25 if is_hybrid else 1.0))
-    section = tuple(rope.get("mrope_section", (11, 11, 10) if is_hybrid else (24, 20, 20)))
+    section = tuple(_first((rope, config), ("mrope_section",), (11, 11, 10) if is_hybrid else (24, 20, 20)))
     if len(section) != 3 or sum(section) != rotary_dim // 2:
         raise ValueError(f"mrope_section must be three numbers that sum to half of the rotary values ({rotary_dim}), got {section}")
     given = {"rope_theta": float(rope["rope_theta"]), "rotary_dim": rotary_dim, "mrope_section": section}
+    given |= {"llama3": rope["llama3"], "has_qk_norm": config.get("model_type") != "llama"}
     given |= {"is_fp8": is_fp8, "has_head": has_head, "moe": _moe(config), "delta": _delta(config), "delta_layers": _delta_layers(config)}
     if given["moe"] is not None:
         given["intermediate_size"] = config.get("intermediate_size", 0)  # of no layer

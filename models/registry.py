@@ -17,6 +17,7 @@ class Architecture:
     weight_files: tuple[str, ...] = ("model*.safetensors",)
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
     dropped: str | None = None  # tensors that match belong to something else
+    has_tower: bool = True
 
     def names_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names that the model knows -> names in the files. ValueError if two tensors become one."""
@@ -35,12 +36,15 @@ class Architecture:
 
 # A layer has one mixer of tokens, whatever its kind. The head that predicts further tokens is read if it is used.
 QWEN3_5 = Architecture("models.qwen3_5:qwen3_5", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
+TEXT_ONLY = Architecture("models.causal_lm:CausalLM", renames=((r"^model\.", "model.language_model."),), has_tower=False)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": Architecture("models.qwen3_vl:Qwen3VL"),
     "qwen3_vl_moe": Architecture("models.qwen3_vl:Qwen3VL"),
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
+    "llama": TEXT_ONLY,
+    "qwen3": TEXT_ONLY,
     "cosmos3_omni": Architecture("models.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
 

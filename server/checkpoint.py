@@ -15,7 +15,7 @@ class Checkpoint:
     geometry: VisionGeometry
     video: VideoGeometry
     sampling: SamplingDefaults
-    image_token_id: int
+    image_token_id: int  # -1: the model has no vision
     video_token_id: int | None  # None: the model takes no videos
     vision_token_ids: tuple[int, int]  # before and behind a frame pair
     vocab_size: int

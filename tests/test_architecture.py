@@ -24,7 +24,8 @@ MAX_PUBLIC_METHODS = 15
 MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
     # 13,500 for the flags of vLLM and SGLang; 1,500 for --draft; 1,200 for stored responses and token ids; 2,500 for hosted.py; videos
     # 2,600: helpers that fork and clients that take turns, from engine/grammar; --trust-request-chat-template
-    "engine": 145_900,  # 900: what a head and drafts of rows with states take of memory
+    # text models: no image cache
+    "engine": 146_000,  # 900: what a head and drafts of rows with states take of memory
     "engine/llm": 28_500,  # the engine within a Python program
     "engine/grammar": 16_100,  # Lark, as outlines and guidance write it: 2,500
     # 900: blocks behind rows for a head's guesses; 800: snapshots keep to their share, and lie where the next turn finds them
@@ -40,16 +41,21 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     # 37,000 for videos: files by PyAV in processes of their own, lists of frames, tables of known pairs; 3,600 for token ids, the prompt's
     # log-probabilities and truncated prompts; 1,800: what is told of tokens waits for their text, and ends with it; 1,000:
     # a `uuid` stays with its content; 7,900: templates of requests, in a process of their own.
-    "server/processor": 176_700,
+    # 700 for text models: images are refused, parts of text are joined, a token before a text
+    "server/processor": 176_900,
     # 600: copies of a step by kernels, 12 % of 2B's time per token
     # 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
     # sizes and times, and their settings
-    "models": 84_000,
+    # 3,900 for text models: the decoder without a tower, what their config.json leaves out, llama3
+    "models": 87_900,
     "models/attention": 9_100,
-    "models/layers": 40_700,  # a head for drafts, Gated DeltaNet, gates, a shared expert
+    # text models: heads without norms, frequencies of llama3
+    "models/layers": 41_400,  # a head for drafts, Gated DeltaNet, gates, a shared expert
     "models/vision": 29_900,  # 4,300: images over all ranks; 4,300: images over all ranks; 600: frame pairs
-    "models/backends": 19_300,  # the delta rule's Protocol, with drafts that may be refused: 500
-    "models/backends/torch": 24_200,  # the delta rule
+    # text models: heads without norms
+    "models/backends": 19_400,  # the delta rule's Protocol, with drafts that may be refused: 500
+    # text models: the same
+    "models/backends/torch": 24_400,  # the delta rule
     "models/backends/portable": 139_200,  # the delta rule's kernels
     "models/backends/hopper": 131_800,
 }

@@ -228,7 +228,8 @@ def make_graphs(
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads, num_draws = model.config.text.num_heads // model.tp.size, max_draws(config, sizes)
-    make_attention = backend.fixed_attention(pools, num_heads, MAX_PREFILL_ROWS + 1, num_draws + sizes.large_step, max_blocks)
+    most = MAX_PREFILL_ROWS + 1, num_draws + sizes.large_step
+    make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
     if make_attention is None:
         return None
     return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, config.max_num_seqs, num_draws)

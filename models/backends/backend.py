@@ -34,10 +34,10 @@ class Backend(Protocol):
         """For steps of any mix; `num_heads` are this rank's query heads. ValueError for unknown shapes."""
 
     def fixed_attention(
-        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
     ) -> MakeFixed | None:
         """By (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs on one stream; None if the backend captures none.
-        `max_blocks` bounds the pages of one row."""
+        `max_blocks` bounds the pages of one row; `has_norms`: of new heads."""
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         """For the vision tower."""

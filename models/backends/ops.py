@@ -62,11 +62,12 @@ Activation = torch.Tensor | Normed | GroupScaled  # (T, X)
 
 @dataclass(frozen=True, slots=True)
 class NewHeads:
-    """New heads, to be normalised, rotated and stored. `cos_sin_TK` rotates the first values of a head, as many as it has columns."""
+    """New heads, to be normalised, unless weights are None, rotated and stored. `cos_sin_TK` rotates as many of a
+    head's first values as it has columns."""
 
     qkv_TX: torch.Tensor  # a slice of columns, maybe
-    q_weight_K: torch.Tensor
-    k_weight_K: torch.Tensor
+    q_weight_K: torch.Tensor | None
+    k_weight_K: torch.Tensor | None
     eps: float
     cos_sin_TK: torch.Tensor
     slots_T: torch.Tensor

@@ -85,8 +85,11 @@ class SelfAttention(Mixer):
         parts = *queries, Part("k_proj", *kv_rows), Part("v_proj", *kv_rows), *gates
         self._gate_width = sum(part.rows for part in gates)
         self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.is_fp8, setup)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
+        self._norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
+        if config.has_qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
+            self._norms = self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.is_fp8, setup)
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
@@ -111,11 +114,10 @@ class SelfAttention(Mixer):
 
     def _new_heads(self, x_TD: Normed, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
         """And their gates (T, H * K), if they have such."""
-        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv_TX, gate_TX = self.ops.linear(x_TD, self.qkv_proj.weight), None
         if self._gate_width:
             qkv_TX, gate_TX = qkv_TX.tensor_split((-self._gate_width,), dim=1)
-        return NewHeads(qkv_TX, *norms, context.cos_sin_TK, context.slots_T), gate_TX
+        return NewHeads(qkv_TX, *self._norms, context.cos_sin_TK, context.slots_T), gate_TX
 
     def _store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
         """Writes the tokens' keys and values into the cache. Returns their queries (T, H, K), normalised and rotated."""

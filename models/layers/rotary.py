@@ -1,6 +1,8 @@
 """Rotary tables, float32 (rows, K), for K values of a head, K / 2 cosines, then K / 2 sines: interleaved M-RoPE rows of a step, axial
 rows of a patch grid."""
 
+import math
+
 import torch
 
 from models.backends.ops import Ops
@@ -17,7 +19,8 @@ class MRope:
         for dim in (1, 2):
             axis[dim : 3 * config.mrope_section[dim] : 3] = dim
         self._axis_of_pair = axis.to(device)
-        self._inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim).to(device)
+        inv_freq_J = inverse_frequencies(config.rope_theta, config.rotary_dim)
+        self._inv_freq = (llama3(inv_freq_J, *config.llama3) if config.llama3 else inv_freq_J).to(device)
 
     def rows(self, positions_3T: torch.Tensor) -> torch.Tensor:
         """(3, T) integer positions -> (T, K) float32; formula of transformers' `Qwen3VLTextRotaryEmbedding`."""
@@ -27,6 +30,13 @@ class MRope:
 def inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
     """theta ** (-2 i / dim) for i < dim / 2, float32 on the CPU."""
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def llama3(inv_freq_J: torch.Tensor, factor: float, low: float, high: float, positions: float) -> torch.Tensor:
+    """Divided by `factor` where less than `low` turns fit into `positions`, unchanged from `high` turns on, linear between: transformers'
+    `_compute_llama3_parameters`."""
+    kept_J = ((positions * inv_freq_J / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return inv_freq_J * ((1 - kept_J) / factor + kept_J)
 
 
 def vision_rows(row_P: torch.Tensor, column_P: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:

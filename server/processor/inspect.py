@@ -14,7 +14,7 @@ from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_
 from models.geometry import Grid, VisionGeometry
 from models.video import VideoGeometry
 from server.checkpoint import Checkpoint
-from server.errors import RequestError, invalid_image
+from server.errors import RequestError, invalid_image, no_vision
 from server.processor.pixels import read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
@@ -76,7 +76,8 @@ class Inspector:
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
         self._max_tokens = config.max_num_encoder_tokens
-        if config.image_cache_bytes is not None:
+        self._has_vision = checkpoint.image_token_id >= 0
+        if config.image_cache_bytes is not None and self._has_vision:
             token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
             self._max_tokens = min(self._max_tokens, config.image_cache_bytes // token_bytes)
         geometry = self.geometry = self.geometry_of(MediaRef(min_pixels=config.min_pixels, max_pixels=config.max_pixels))
@@ -89,6 +90,8 @@ class Inspector:
 
     def plain_header(self, data: memoryview) -> Header | None:
         """Of a JPEG that stays encoded; None for other files. RequestError 400 or 422, in words that follow "Image n: "."""
+        if not self._has_vision:  # before the worker is told of it
+            raise no_vision()
         if not is_jpeg(data):
             return None
         if not has_end(data):

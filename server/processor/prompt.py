@@ -13,7 +13,7 @@ from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
 from engine.params import MAX_BAD_WORD_TOKENS
 from models.video import time_text
 from server.checkpoint import Checkpoint
-from server.errors import PROMPT, RequestError
+from server.errors import PROMPT, RequestError, no_vision
 from server.processor.template import ChatTemplate, Rendered, Setting
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -95,7 +95,7 @@ class PromptBuilder:
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self.setting = Setting(list(self._special_ids), checkpoint.special_tokens)
+        self.setting = Setting(list(self._special_ids), checkpoint.special_tokens, checkpoint.image_token_id < 0)
         self._special = self.setting.pattern
         self._template = ChatTemplate(checkpoint.chat_template, self.setting)
 
@@ -115,6 +115,8 @@ class PromptBuilder:
         """Ids with one placeholder per medium, which is an image or a video; `is_framed`: a chat within the tokens that the tokenizer puts
         around a text; `rendered`: a chat by its own template. RequestError 400 if the template refuses the messages or does not show every
         medium, or, early, for a text of far more tokens than `limit`."""
+        if are_videos and self._placeholders.image < 0:
+            raise no_vision()
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_rendered(rendered or self._template.render(prompt), limit)
@@ -123,7 +125,7 @@ class PromptBuilder:
         elif isinstance(prompt, TokenPrompt):
             ids = self._shortened(prompt.ids) if are_videos else prompt.ids
         else:
-            ids = self._encode_text(prompt.text, limit)
+            ids = [*self._frame[0], *self._encode_text(prompt.text, limit)]
         shown = self._placeholders.shown(ids)
         if len(shown) > len(are_videos) == 0 and not is_chat:
             raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")

@@ -35,6 +35,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     special_tokens: list[str]
     variables: dict[str, str]
+    joins_parts: bool = False  # texts of a message become one, in lines: a text model's template knows no parts
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -60,6 +61,7 @@ class ChatTemplate:
     def __init__(self, source: str, setting: Setting):
         self.source = source
         self._variables = setting.variables
+        self._joins_parts = setting.joins_parts
         self._special = setting.pattern
         self._beginnings = {token[:length] for token in setting.special_tokens for length in range(1, len(token))}
         self._longest_beginning = max(map(len, self._beginnings))
@@ -99,6 +101,8 @@ class ChatTemplate:
 
     def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
         content = message["content"]
+        if isinstance(content, list) and self._joins_parts:
+            content = "\n".join(part.get("text", "") for part in content)
         if isinstance(content, list):
             media: dict[object, dict[str, object]] = {
                 "image": {"type": "image", "image": "", "text": IMAGE_TEXT},

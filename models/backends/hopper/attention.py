@@ -81,7 +81,7 @@ class EagerAttention:
 
 
 def fixed_attention_factory(
-    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
+    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
 ) -> Callable[[int, int, int], FixedAttention]:
     """See `Backend.fixed_attention`."""
     size = group_tokens(num_heads, pools[0][0].shape[2])
@@ -91,7 +91,7 @@ def fixed_attention_factory(
     make_prefill = PrefillAttention.factory(pools, num_heads)
 
     def make(num_tokens: int, num_decodes: int, num_rows: int) -> FixedAttention:
-        if num_tokens == 0 and FusedDecoding.takes(pools, num_heads, num_decodes):
+        if num_tokens == 0 and has_norms and FusedDecoding.takes(pools, num_heads, num_decodes):
             return FusedDecoding(pools, num_heads, num_decodes, max_pages)
         if num_tokens <= MAX_SPLIT_TOKENS:
             return make_split(num_decodes + max_token_groups(num_tokens, num_rows, size))

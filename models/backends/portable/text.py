@@ -113,6 +113,16 @@ def _rotary_rows(
     tl.store(place + HALF, tl.sin(angle), token < num_tokens)
 
 
+@triton.jit
+def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: constexpr, HALF: constexpr) -> tensor:
+    """Their sum over each head: of its first two pieces, and of the others."""
+    squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
+    for piece in tl.static_range(2, DIM // HALF):
+        rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
+    return squares
+
+
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
     qkv: tensor,
@@ -132,6 +142,7 @@ def _norm_rope_store(
     HALF: constexpr,
     GROUP: constexpr,
     TOKENS: constexpr,
+    NORMED: constexpr,
     OVERLAP: constexpr,
 ) -> None:
     """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
@@ -145,15 +156,13 @@ def _norm_rope_store(
     source = qkv + token * stride + heads * DIM + pairs
     lower = tl.load(source, inside, 0.0).to(tl.float32)
     upper = tl.load(source + HALF, inside, 0.0).to(tl.float32)
-    weight, scale = tl.where(first < HEADS, q_weight, k_weight), tl.full((TOKENS * GROUP, 1), 1.0, tl.float32)
+    scale = tl.full((TOKENS * GROUP, 1), 1.0, tl.float32)
+    weight = tl.where(first < HEADS, q_weight, k_weight) if NORMED else q_weight
     if first < HEADS + KV_HEADS:
-        squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
-        for piece in tl.static_range(2, DIM // HALF):
-            rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
-            squares += tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
-        upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
+        if NORMED:
+            scale = tl.rsqrt(_squares(lower, upper, source, inside, DIM, HALF) / DIM + eps)[:, None]
+            lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
+            upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
         cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
         sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs, inside, 0.0)
         lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
@@ -168,7 +177,8 @@ def _norm_rope_store(
     for piece in tl.static_range(2, DIM // HALF):
         rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
         if first < HEADS + KV_HEADS:
-            rest = rest * scale * tl.load(weight + piece * HALF + pairs).to(tl.float32)
+            if NORMED:
+                rest = rest * scale * tl.load(weight + piece * HALF + pairs).to(tl.float32)
         else:
             rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
         tl.store(target + piece * HALF, rest.to(q_out.dtype.element_ty), inside)
@@ -269,6 +279,6 @@ def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
         qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
         qkv_TX.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=cos_sin_TK.shape[1] // 2, GROUP=group, TOKENS=tokens,
-        num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
+        NORMED=heads.q_weight_K is not None, num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
     )  # fmt: skip
     return q_THK

@@ -56,9 +56,11 @@ class TorchOps:
         heads_THK = heads.qkv_TX.unflatten(-1, (-1, head_dim))
         num_heads = heads_THK.shape[1] - 2 * num_kv_heads
         q_THK, k_THK, v_THK = heads_THK.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        k_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = rotate(rms_norm(k_THK, heads.k_weight_K, heads.eps), heads.cos_sin_TK)
+        if heads.q_weight_K is not None and heads.k_weight_K is not None:
+            q_THK, k_THK = rms_norm(q_THK, heads.q_weight_K, heads.eps), rms_norm(k_THK, heads.k_weight_K, heads.eps)
+        k_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = rotate(k_THK, heads.cos_sin_TK)
         v_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
-        return rotate(rms_norm(q_THK, heads.q_weight_K, heads.eps), heads.cos_sin_TK)
+        return rotate(q_THK, heads.cos_sin_TK)
 
     def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
         assert isinstance(x_TX, torch.Tensor)

@@ -19,9 +19,10 @@ def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize("count", [3, 37])
 @pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 32), (6, 2, 16), (3, 1, 16), (16, 8, 16)])
-def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int) -> None:
+def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int, is_normed: bool) -> None:
     """Few tokens, and so many that a program has several, the last one fewer."""
     generator, blocks, page = torch.Generator().manual_seed(0), 10, 4
 
@@ -32,7 +33,8 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
     qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])  # of the last value head: stored as 0
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     slots = torch.randperm(blocks * page, generator=generator)[:count]
-    args = (normal(head_dim), normal(head_dim), 1e-3, tables)
+    weights = (normal(head_dim), normal(head_dim)) if is_normed else (None, None)
+    args = (*weights, 1e-3, tables)
     pools = [(torch.zeros(blocks, page, kv_heads, head_dim), torch.zeros(blocks, page, kv_heads, head_dim)) for _ in range(2)]
     expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args, slots), pools[0])
     from models.backends.portable import text
@@ -44,15 +46,16 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
 
 
 @interpreted
+@pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize("count", [3, 37])
-def test_heads_of_which_a_quarter_is_rotated(count: int) -> None:
+def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> None:
     """Red if what is not rotated is lost, or normalised without the rest; if weights are not float32; if a row is as wide as its heads."""
     generator, num_heads, kv_heads, head_dim = torch.Generator().manual_seed(0), 6, 2, 64
     inputs = torch.randn(count, (2 * num_heads + 2 * kv_heads) * head_dim, generator=generator)
     qkv = inputs[:, : (num_heads + 2 * kv_heads) * head_dim]
     qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])
     tables = random_tables(count, head_dim // 4, generator)
-    weights = torch.randn(2, head_dim, generator=generator)
+    weights = torch.randn(2, head_dim, generator=generator) if is_normed else (None, None)
     args = *weights, 1e-3, tables, torch.randperm(40, generator=generator)[:count]
     pools = [(torch.zeros(10, 4, kv_heads, head_dim), torch.zeros(10, 4, kv_heads, head_dim)) for _ in range(2)]
     expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args), pools[0])

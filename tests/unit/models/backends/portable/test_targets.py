@@ -102,6 +102,7 @@ def launch_text() -> None:
     text.swiglu(bf16(2, 24_576))
     slots = torch.zeros(2, dtype=torch.int64)
     text.norm_rope_store(NewHeads(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), slots), pool)
+    text.norm_rope_store(NewHeads(bf16(2, 48 * 128), None, None, 0.0, torch.zeros(2, 128), slots), pool)
     text.rotary_rows(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), torch.zeros(64))
     norm = bf16(4096), 1e-6
     gemv.gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), norm)
