@@ -6,7 +6,6 @@ Over its pipes go frames: 4 bytes of length and as many bytes. The first one, em
 import asyncio
 import contextlib
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -20,7 +19,6 @@ from engine.ipc import die_with_parent
 
 LENGTH_BYTES = 4
 START_S = 120.0  # importing takes seconds on a busy machine
-NICENESS = 19  # streams go first; within a session: sched(7)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -65,9 +63,9 @@ class Helper:
 
     async def start(self) -> Process:
         """RuntimeError if it does not start."""
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, env=child_environment(), pass_fds=self._fds)
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+        process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True, pass_fds=self._fds
+        )
         self._process = process
         try:
             async with asyncio.timeout(START_S):

@@ -5,6 +5,7 @@ It reads encoded images out of the processor's arena and writes their pixels the
 
 import logging
 import math
+import os
 import resource
 import signal
 import sys
@@ -20,6 +21,7 @@ from engine.messages import ErrorInfo
 from server.errors import RequestError
 from server.processor.pixels import decode_rgb, read_size
 
+NICENESS = 19  # streams go first
 MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
 
 
@@ -44,6 +46,7 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
+    os.nice(NICENESS)
     warnings.simplefilter("ignore")  # what is wrong with an image is its client's business
     logging.disable()
     arena = ArenaView(int(sys.argv[1]), int(sys.argv[2]), writable=True)

@@ -4,6 +4,7 @@ Answer.
 Each is rendered in a child of its own: nothing of a template stays.
 """
 
+import os
 import resource
 import signal
 import sys
@@ -17,6 +18,7 @@ from engine.params import ChatPrompt
 from server.errors import RequestError
 from server.processor.template import ChatTemplate, Rendered, Setting
 
+NICENESS = 19  # streams go first
 MEMORY_BYTES = 1 << 30  # beyond it a template fails
 CPU_S, WAIT_S = 2.0, 10.0  # of a processor, and in all on a busy machine
 
@@ -28,6 +30,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setting = msgspec.json.decode(sys.argv[1], type=Setting)

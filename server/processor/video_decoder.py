@@ -4,6 +4,7 @@ It reads them out of the processor's arena and writes frames there. Limits are t
 """
 
 import logging
+import os
 import resource
 import signal
 import sys
@@ -18,9 +19,12 @@ from server.processor.pixels import pair_hash
 from server.processor.video_file import Rgb, look, read_frames
 from server.processor.video_jobs import VideoAnswer, VideoJob, VideoLimits
 
+NICENESS = 19  # streams go first
+
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
+    os.nice(NICENESS)
     logging.disable()
     arena = ArenaView(int(sys.argv[1]), int(sys.argv[2]), writable=True)
     limits = msgspec.json.decode(sys.argv[3], type=VideoLimits)

@@ -81,7 +81,7 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: s
         for _ in range(3):
             assert ask_all(drafting) == expected
         proposed, accepted = (drafting.metric(f"engine_{name}draft_tokens_total") for name in ("", "accepted_"))
-    assert proposed > accepted and (accepted > 50 or draft == "mtp"), (proposed, accepted)
+    assert proposed > 50 and (accepted > 50 or draft == "mtp"), (proposed, accepted)
 
 
 def test_either_end_token_ends_an_answer(engine: Engine) -> None:

@@ -11,7 +11,6 @@ import pytest
 import xgrammar
 
 from engine.grammar.vocabulary import read_vocabulary
-from engine.helper import NICENESS
 from engine.ipc import Outbox
 from engine.messages import (
     ChatPrompt,
@@ -84,7 +83,6 @@ def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
         assert matcher.accept_string("abbac") and not matcher.accept_string("c")
     stack.settle()
     (compiler,) = children_of(stack.processes["processor"].pid)
-    assert os.getpriority(os.PRIO_PROCESS, compiler) == NICENESS and os.getsid(compiler) == os.getsid(0), "streams would not go first"
     os.kill(stack.processes["processor"].pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while Path(f"/proc/{compiler}/stat").exists() and time.monotonic() < deadline:
