@@ -25,7 +25,7 @@ from bench.load import drive
 from bench.report import environment, table, write_json
 from models.demo.questions import question
 
-CERTAIN_TOKEN = "1000"
+CERTAIN_TOKEN = "100"
 BEAT_S = 1.5  # after which the metrics know of the last steps
 NAMES = ("Ada", "Emil", "Grete", "Ibrahim", "Lin", "Maria", "Noor", "Otto", "Rosa", "Yusuf")
 TOWNS = ("Aarhus", "Basel", "Cork", "Delft", "Gent", "Lyon", "Porto", "Turku")
