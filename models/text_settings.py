@@ -29,5 +29,7 @@ def rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"rope_type must be 'default' or 'llama3', got {rope_type!r}")
+    if rope_type == "llama3" and not rope.keys() >= set(LLAMA3):
+        raise ValueError(f"rope_type 'llama3' must come with {', '.join(LLAMA3)}")
     rope["llama3"] = tuple(float(rope[name]) for name in LLAMA3) if rope_type == "llama3" else ()
     return rope

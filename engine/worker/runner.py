@@ -55,8 +55,9 @@ class LaunchedStep:
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_draw()
         num_tokens: list[int] = []
-        kept, guesses = [*self.draws.kept(token_ids)] if self.rank == 0 else [], self.sampled.guesses_SG
-        if self.rank == 0 and self.draws.drafts is not None:
+        drafts, guesses = self.draws.drafts, self.sampled.guesses_SG
+        kept = [*self.draws.kept(token_ids)] if not self.rank and (drafts or guesses is not None) else []
+        if kept and drafts:
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
             num_tokens = [len(run) for run in kept]
         return StepResult(

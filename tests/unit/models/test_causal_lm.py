@@ -55,7 +55,10 @@ def test_what_published_files_leave_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("rope_parameters", {"rope_type": "yarn"}), ("mlp_bias", True), ("attention_bias", True), ("use_sliding_window", True)],
+    [
+        *(("rope_parameters", {"rope_type": name}) for name in ("yarn", "llama3")),  # the second without its numbers
+        *((name, True) for name in ("mlp_bias", "attention_bias", "use_sliding_window")),
+    ],
 )
 def test_what_is_refused(tmp_path: Path, setting: str, value: object) -> None:
     write(tmp_path, "llama")
