@@ -63,6 +63,7 @@ class _StepBuilder:
         self.num_reserved_blocks = 0  # and all these blocks
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
+        self.is_full = bool(self.resting) and not state.may_start  # only short beginnings may be read
         self.num_read = 0  # tokens in the cache, by requests that start
         num_lacking = 0
         for request in state.running:
@@ -92,6 +93,8 @@ class _StepBuilder:
         """Images whose last token is computed lose their pin now, not earlier."""
         for request, index in self.unpins:
             self.state.unpin_image(request, index)
+        if self.resting:
+            self.state.take_turns()
         members = self.prefills + self.decodes
         if not members:
             return None
@@ -167,8 +170,8 @@ class _StepBuilder:
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
         start = len(hits) * blocks.block_size
-        most = self.limits.step_sizes.max_read_tokens // 2 or MOST_FOUND
-        if self.num_read and self.num_read + start > min(most, MOST_FOUND):
+        most = min(self.limits.step_sizes.max_read_tokens // 2 or MOST_FOUND, MOST_FOUND)
+        if self.num_read + start > most and (self.num_read or self.is_full):
             return False
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no room for an embedding: nobody is preempted for a newcomer

@@ -77,6 +77,16 @@ class State:
     counters: Counters = field(default_factory=Counters)
     num_guesses: int = 0  # that the model's head makes behind the next step
     num_steps: int = 0
+    has_passed: bool = False  # the last step in which running requests rested let waiting ones start
+
+    @property
+    def may_start(self) -> bool:
+        """Whether waiting requests may start although running ones rest."""
+        return bool(self.waiting) and not self.has_passed
+
+    def take_turns(self) -> None:
+        """Running requests rested in a plan."""
+        self.has_passed = not self.has_passed
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING

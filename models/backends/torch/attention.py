@@ -16,6 +16,7 @@ class TorchAttention:
         self._pools = pools
         self._page_size = pools[0][0].shape[1]
         self._rows: list[tuple[slice, int, torch.Tensor]] = []  # query tokens, cached tokens, pages
+        self._gathered = tuple(pool[:0] for pool in pools[0])  # memory that is new each time costs as much as the copy into it
 
     def plan(self, layout: AttentionLayout) -> None:
         starts, lengths = layout.qo_indptr_cpu.tolist(), layout.kv_lens_cpu.tolist()
@@ -23,22 +24,28 @@ class TorchAttention:
         self._rows = [
             (slice(starts[r], starts[r + 1]), length, layout.pages[pages[r] : pages[r + 1]].long()) for r, length in enumerate(lengths)
         ]
+        if (most := max(len(pages) for _, _, pages in self._rows)) > len(self._gathered[0]):
+            self._gathered = tuple(torch.empty(most, *pool.shape[1:], dtype=pool.dtype, device=pool.device) for pool in self._pools[0])
 
     def pool(self, layer: int) -> KVPool:
         return self._pools[layer]
 
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        k_pool, v_pool = self._pools[layer]
+        """The queries of a group's heads stand behind each other, as if they were tokens: nothing is repeated."""
+        num_groups = self._pools[layer][0].shape[2]
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         for tokens, length, pages in self._rows:
             # Half the time of `pool[pages]`, on CPUs
-            k_1HSK = k_pool.index_select(0, pages).flatten(0, 1)[:length].transpose(0, 1)[None]
-            v_1HSK = v_pool.index_select(0, pages).flatten(0, 1)[:length].transpose(0, 1)[None]
-            q_1HTK = q_THK[tokens].transpose(0, 1)[None]
-            count = q_1HTK.shape[2]
+            gathered = [
+                torch.index_select(pool, 0, pages, out=out[: len(pages)]) for pool, out in zip(self._pools[layer], self._gathered, strict=True)
+            ]
+            k_1GSK, v_1GSK = (pool.flatten(0, 1)[:length].transpose(0, 1)[None] for pool in gathered)
+            q_GHTK = q_THK[tokens].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
+            _, num_heads, count, _ = q_GHTK.shape
             mask_TS = None  # of the last token, which sees all
             if count > 1:
                 mask_TS = torch.ones(count, length, dtype=torch.bool, device=q_THK.device).tril(diagonal=length - count)
-            out = F.scaled_dot_product_attention(q_1HTK, k_1HSK, v_1HSK, attn_mask=mask_TS, enable_gqa=True)
-            out_THK[tokens] = out[0].transpose(0, 1)
+                mask_TS = mask_TS.repeat(num_heads, 1)
+            out = F.scaled_dot_product_attention(q_GHTK.flatten(1, 2)[None], k_1GSK, v_1GSK, attn_mask=mask_TS)
+            out_THK[tokens] = out[0].unflatten(1, (num_heads, count)).permute(2, 0, 1, 3).flatten(1, 2)
         return out_THK
