@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from engine.arena import ArenaFull, ArenaTooSmall
-from engine.config import EngineConfig
+from engine.config import EngineConfig, num_cpus
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.messages import (
     TIMED_OUT,
@@ -52,7 +52,7 @@ from server.region import Region
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 JSON_KINDS = ("json_object", "json_schema")
 DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
-LARGE_MESSAGES_AT_ONCE = 2  # the largest take seconds and a gigabyte or two each
+LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and a gigabyte or two each
 
 
 @dataclass
