@@ -156,7 +156,7 @@ def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
     assert "Traceback" not in fleet.log()
 
 
-@pytest.mark.parametrize("victim", ["proxy", "both engines", "launcher"])
+@pytest.mark.parametrize("victim", [pytest.param("proxy", marks=pytest.mark.extended), "both engines", "launcher"])
 def test_the_whole_ends_when_nobody_can_be_served(tiny: Path, victim: str) -> None:
     """Red if a launcher that serves nobody looks alive, if it exits with 0, or if anything is left of it."""
     running = Fleet(tiny)

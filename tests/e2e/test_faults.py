@@ -13,11 +13,11 @@ from bench import faults
 from tests.e2e.serving import Engine, chat_body, serve
 
 CASES = [
-    ("api", "upload", "SIGTERM"),
+    pytest.param("api", "upload", "SIGTERM", marks=pytest.mark.extended),
     ("processor", "media", "SIGKILL"),
     ("scheduler", "prefill", "SIGKILL"),
     ("worker", "decode", "SIGTERM"),  # not to be waited for: its answer is a long one
-    ("launcher", "decode", "SIGTERM"),
+    pytest.param("launcher", "decode", "SIGTERM", marks=pytest.mark.extended),
 ]
 NUM_LEAVERS, CLEAN_S = 200, 2.0
 

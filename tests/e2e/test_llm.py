@@ -219,6 +219,7 @@ def test_many_small_requests_are_not_much_slower_than_over_http() -> None:
     assert rates["inside"] >= 0.6 * rates["HTTP"]
 
 
+@pytest.mark.extended
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
     """Red if the page's program for captions does not run, or a line of its answer is no JSON."""
     paths = drawn(tmp_path)

@@ -417,6 +417,7 @@ async def test_boxes_are_drawn_on_the_picture(tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.extended
 async def test_a_server_that_is_gone_and_back(tmp_path: Path) -> None:
     """Red if the page says that all is well while there is no server, or does not notice that it is back."""
     with serve(CHECKPOINT) as first:

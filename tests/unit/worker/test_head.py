@@ -146,16 +146,28 @@ def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], ch
         assert guess == both.expected(prompt, len(guess)), (request.rid, done)
 
 
+@pytest.fixture(scope="module")
+def free(both: Both) -> list[int]:
+    engine = Engine(both.ours)
+    engine.add(0, [text(20, 0)], max_tokens=40, seed=5, temperature=1.0)
+    return engine.run()[0]
+
+
+@pytest.fixture(scope="module")
+def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
+    """Every kind of request without guesses."""
+    engine = Engine(both.ours, max_num_seqs=17)
+    ask_everything(engine, regex, free)
+    return engine
+
+
 @pytest.mark.parametrize("share", [0.0, 0.8])
 @pytest.mark.parametrize("limits", [{}, {"graphs": True, "sizes": SIZES}, {"num_blocks": 26, "prefix_cache": False}])
-def test_its_drafts_change_nothing(both: Both, regex: bytes, share: float, limits: dict[str, Any]) -> None:  # noqa: F811
+def test_its_drafts_change_nothing(
+    both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811
+) -> None:
     """Red if a row that the head guesses for gets another answer, with anything that a request may ask for; or if blocks that it took for
     guesses are never given back."""
-    plain = Engine(both.ours, max_num_seqs=17)
-    plain.add(0, [text(20, 0)], max_tokens=40, seed=5, temperature=1.0)
-    free = plain.run()[0]
-    plain = Engine(both.ours, max_num_seqs=17)
-    ask_everything(plain, regex, free)
     engine = Engine(both.ours, drafter=HeadDrafter(136), max_num_seqs=17, max_num_batched_tokens=256, **limits)
     engine.alter = Telling(plain.tokens, share).alter
     ask_everything(engine, regex, free)
