@@ -1,7 +1,8 @@
 """What holds for all tests: one thread of arithmetic each, and no deadline by the clock, so that a busy machine changes no result."""
 
 import os
-from pathlib import PurePosixPath
+import re
+from pathlib import Path, PurePosixPath
 
 import pytest
 from hypothesis import settings
@@ -9,9 +10,17 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the engine's own processes choose theirs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+EXTENDED = re.compile(r"^pytestmark = .*pytest\.mark\.extended", re.MULTILINE)
+
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 settings.register_profile("long", deadline=None, max_examples=20_000)  # `--hypothesis-profile=long`: minutes for tests that take seconds
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of extended tests alone, where none of them runs: they import other clients for seconds."""
+    is_file = collection_path.suffix == ".py" and config.option.markexpr == "not extended"
+    return True if is_file and EXTENDED.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(optionalhook=True)
