@@ -9,41 +9,39 @@ from models.attention.paged import AttentionBackend
 from models.backends.backend import Backend
 from models.batch import ForwardBatch, HeadTokens
 from models.cache import CacheSpec
-from models.config import ModelConfig
+from models.config import ModelConfig, TextConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
-from models.layers.decoder import LayerContext
+from models.layers.decoder import DecoderLayer, LayerContext, SelfAttention
 from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
-from models.text import MakeLayer, TextModel, attention_layer
+from models.text import TextModel
 
 
 class CausalLM(nn.Module):
     """See `VisionLanguageModel`: one that sees nothing."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TensorParallel,
-        backend: Backend,
-        dtype: torch.dtype,
-        make_layer: MakeLayer = attention_layer,
-        norm_offset: float = 0.0,
-    ) -> None:
+    norm_offset = 0.0  # see `Setup`
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
         self.dtype = dtype
         self.device = backend.device
         self.ops = backend.ops
-        setup = Setup(tp, self.ops, dtype, self.device)
-        self.language_model = TextModel(config, setup, make_layer, norm_offset)
-        self.mtp = PredictionHead(config.text, setup, make_layer, norm_offset) if config.text.has_head else None
+        setup = Setup(tp, self.ops, dtype, self.device, self.norm_offset)
+        self.language_model = TextModel(config, setup, self.make_layer)
+        self.mtp = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
         if config.tie_word_embeddings:
             self.lm_head = self.language_model.embed_tokens
         else:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
+
+    @staticmethod
+    def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
+        return DecoderLayer(SelfAttention(layer, config, setup), config, setup)
 
     @property
     def cache_spec(self) -> CacheSpec:

@@ -5,24 +5,20 @@ that inside DeltaNet.
     [DeltaNet, DeltaNet, DeltaNet, attention] x n, or as `layer_types` says; behind each SwiGLU, or experts of which all tokens share one
 """
 
-import torch
-
-from models.backends.backend import Backend
-from models.config import ModelConfig, TextConfig
+from models.config import TextConfig
 from models.layers.decoder import DecoderLayer, SelfAttention
 from models.layers.delta import GatedDeltaNet
 from models.layers.linear import Setup
-from models.parallel import TensorParallel
 from models.qwen3_vl import Qwen3VL
 
-NORM_OFFSET = 1.0
 
+class Qwen35(Qwen3VL):
+    """See `VisionLanguageModel`."""
 
-def qwen3_5(config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> Qwen3VL:
-    return Qwen3VL(config, tp, backend, dtype, hybrid_layer, NORM_OFFSET)
+    norm_offset = 1.0
 
-
-def hybrid_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
-    if layer in config.delta_layers:
-        return DecoderLayer(GatedDeltaNet(layer, config, setup), config, setup, NORM_OFFSET)
-    return DecoderLayer(SelfAttention(layer, config, setup, NORM_OFFSET, is_gated=True), config, setup, NORM_OFFSET)
+    @staticmethod
+    def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
+        if layer in config.delta_layers:
+            return DecoderLayer(GatedDeltaNet(layer, config, setup), config, setup)
+        return DecoderLayer(SelfAttention(layer, config, setup, is_gated=True), config, setup)

@@ -11,7 +11,6 @@ from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
 from models.layers.linear import Setup
 from models.parallel import TensorParallel
-from models.text import MakeLayer, attention_layer
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
 from models.vision.split import SplitAttention
@@ -19,18 +18,10 @@ from models.vision.tower import VisionTower
 
 
 class Qwen3VL(CausalLM):
-    """See `VisionLanguageModel`. With experts or without, as the configuration says; or with the layers of another decoder."""
+    """See `VisionLanguageModel`. With experts or without, as the configuration says."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TensorParallel,
-        backend: Backend,
-        dtype: torch.dtype,
-        make_layer: MakeLayer = attention_layer,
-        norm_offset: float = 0.0,
-    ) -> None:
-        super().__init__(config, tp, backend, dtype, make_layer, norm_offset)
+    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
+        super().__init__(config, tp, backend, dtype)
         heads, head_dim = config.vision.num_heads, config.vision.head_dim
         attention = backend.varlen_attention(heads, head_dim)
         if tp.size > 1 and heads % tp.size == 0:

@@ -35,7 +35,7 @@ class Architecture:
 
 
 # A layer has one mixer of tokens, whatever its kind. The head that predicts further tokens is read if it is used.
-QWEN3_5 = Architecture("models.qwen3_5:qwen3_5", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
+QWEN3_5 = Architecture("models.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
 TEXT_ONLY = Architecture("models.causal_lm:CausalLM", renames=((r"^model\.", "model.language_model."),), has_tower=False)
 
 ARCHITECTURES: Mapping[str, Architecture] = {

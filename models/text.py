@@ -1,6 +1,4 @@
-"""A decoder: embedding, layers, DeepStack, final norm. By default the layers of Qwen3-VL."""
-
-from collections.abc import Callable
+"""A decoder: embedding, layers, DeepStack, final norm."""
 
 import torch
 from torch import nn
@@ -8,22 +6,16 @@ from torch import nn
 from models.attention.paged import AttentionBackend, FusedAttention
 from models.backends.ops import Residual, StateRows
 from models.batch import ForwardBatch
-from models.config import ModelConfig, TextConfig
-from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm, SelfAttention
+from models.config import ModelConfig
+from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
-
-MakeLayer = Callable[[int, TextConfig, Setup], DecoderLayer]
-
-
-def attention_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
-    return DecoderLayer(SelfAttention(layer, config, setup), config, setup)
 
 
 class TextModel(nn.Module):
     """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
 
-    def __init__(self, config: ModelConfig, setup: Setup, make_layer: MakeLayer = attention_layer, norm_offset: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, setup: Setup, make_layer: MakeLayer) -> None:
         super().__init__()
         text = config.text
         self.ops = setup.ops
@@ -34,7 +26,7 @@ class TextModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
         self._layers = [make_layer(i, text, setup) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup, norm_offset)
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def quantize_(self) -> None:
         for layer in self._layers:

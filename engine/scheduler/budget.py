@@ -44,6 +44,11 @@ def resting(state: State) -> set[Request]:
     others.sort(key=lambda request: request.last_step)
     for i, request in enumerate(others):
         left -= request.num_computed
-        if left < 0 and (i or state.may_start):
+        if left < 0 and (i or has_turn(state)):
             return set(others[i:])
     return set()
+
+
+def has_turn(state: State) -> bool:
+    """Whether waiting requests may start although running ones rest."""
+    return bool(state.waiting) and not state.had_turn

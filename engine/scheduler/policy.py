@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef
-from engine.scheduler.budget import prefill_budget, resting
+from engine.scheduler.budget import has_turn, prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
@@ -63,7 +63,7 @@ class _StepBuilder:
         self.num_reserved_blocks = 0  # and all these blocks
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
-        self.is_full = bool(self.resting) and not state.may_start  # only short beginnings may be read
+        self.is_full = bool(self.resting) and not has_turn(state)  # only short beginnings may be read
         self.num_read = 0  # tokens in the cache, by requests that start
         num_lacking = 0
         for request in state.running:
@@ -93,10 +93,9 @@ class _StepBuilder:
         """Images whose last token is computed lose their pin now, not earlier."""
         for request, index in self.unpins:
             self.state.unpin_image(request, index)
-        if self.resting:
-            self.state.take_turns()
         members = self.prefills + self.decodes
         if not members:
+            self.state.note_plan(None, bool(self.resting))
             return None
         evict, saves = self.state.images.take_evicted()
         step = StepPlan(
@@ -109,7 +108,7 @@ class _StepBuilder:
             chunks=[chunk for _, chunk in members],
             num_guesses=self.state.num_guesses,
         )
-        self.state.note_plan(step)
+        self.state.note_plan(step, bool(self.resting))
         return PlannedStep(step, [request for request, _ in members], self.made)
 
     def _admit_waiting(self, before: tuple[float, int]) -> int:

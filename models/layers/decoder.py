@@ -1,7 +1,7 @@
 """What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +31,13 @@ class LayerContext:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension; whole on every rank. A checkpoint's weights are `offset` less than what multiplies:
-    the sum is kept in float32, as in transformers."""
+    """Root mean square norm over the last dimension; whole on every rank. With an offset the sum is kept in float32, as in
+    transformers."""
 
-    def __init__(self, size: int, eps: float, setup: Setup, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, setup: Setup) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
-        self.weight = setup.parameter(size, dtype=torch.float32 if offset else None)
+        self.eps, self.offset = eps, setup.norm_offset
+        self.weight = setup.parameter(size, dtype=torch.float32 if self.offset else None)
 
     def forward(self, residual: Residual) -> Normed:
         """The normalised stream, for the products of one layer."""
@@ -71,7 +71,7 @@ class SelfAttention(Mixer):
     """Projections around the paged attention; this rank's heads. If `is_gated`, each head's output is multiplied by the sigmoid of a gate,
     whose rows follow those of the head's query in the checkpoint."""
 
-    def __init__(self, layer: int, config: TextConfig, setup: Setup, norm_offset: float = 0.0, is_gated: bool = False) -> None:
+    def __init__(self, layer: int, config: TextConfig, setup: Setup, is_gated: bool = False) -> None:
         super().__init__()
         self.layer = config.ordinal(layer)
         self.ops = setup.ops
@@ -87,8 +87,8 @@ class SelfAttention(Mixer):
         self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.is_fp8, setup)
         self._norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
         if config.has_qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup, norm_offset)
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
             self._norms = self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.is_fp8, setup)
 
@@ -132,11 +132,11 @@ def _head_rows(queries: Part, head_dim: int, head: int, half: int) -> Part:
 class DecoderLayer(nn.Module):
     """A pre-norm transformer layer around what mixes its tokens."""
 
-    def __init__(self, mixer: Mixer, config: TextConfig, setup: Setup, norm_offset: float = 0.0) -> None:
+    def __init__(self, mixer: Mixer, config: TextConfig, setup: Setup) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup, norm_offset)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup)
         self.self_attn = mixer
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup, norm_offset)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup)
         moe = config.moe
         self.mlp: MLP | SparseMoe
         if moe is None:
@@ -162,3 +162,6 @@ class DecoderLayer(nn.Module):
     def quantize_(self) -> None:
         self.self_attn.quantize_()
         self.mlp.quantize_()
+
+
+MakeLayer = Callable[[int, TextConfig, Setup], DecoderLayer]  # layer i of a decoder

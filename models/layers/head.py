@@ -8,28 +8,22 @@ The names are those of the published checkpoints, `mtp.*`; embedding and logits 
 behind those of the model's layers, and the rotary position of the hidden state's token.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from models.backends.ops import Residual
 from models.config import TextConfig
-from models.layers.decoder import DecoderLayer, LayerContext, RMSNorm
+from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
 from models.layers.linear import Setup
 
 
 class PredictionHead(nn.Module):
     """`fc` and the norms are whole on every rank."""
 
-    def __init__(
-        self, config: TextConfig, setup: Setup, make_layer: Callable[[int, TextConfig, Setup], DecoderLayer], norm_offset: float
-    ) -> None:
+    def __init__(self, config: TextConfig, setup: Setup, make_layer: MakeLayer) -> None:
         super().__init__()
         self.ops, width = setup.ops, config.hidden_size
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
-            RMSNorm(width, config.rms_norm_eps, setup, norm_offset) for _ in range(3)
-        )
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (RMSNorm(width, config.rms_norm_eps, setup) for _ in range(3))
         self.fc = nn.ParameterDict({"weight": setup.parameter(width, 2 * width)})
         self._layers = [make_layer(config.num_layers, config, setup)]
         self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type

@@ -37,6 +37,7 @@ class Setup:
     ops: Ops
     dtype: torch.dtype
     device: torch.device
+    norm_offset: float = 0.0  # a checkpoint's norms are so much less than what multiplies
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)

@@ -19,7 +19,7 @@ from models.backends.torch.attention import TorchAttention
 from models.backends.torch.delta import delta_rule_
 from models.config import ModelConfig
 from models.parallel import TensorParallel
-from models.qwen3_5 import qwen3_5
+from models.qwen3_5 import Qwen35
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from models.weights import fill
@@ -93,7 +93,7 @@ def test_attention_of_large_heads_equals_the_reference(backend: Backend, size: s
 def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Qwen3VL, Path]]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     write_model_folder(folder, replace(SHAPES[request.param], layers=8), weights="none", seed=0)
-    ours = qwen3_5(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    ours = Qwen35(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
     source = GeneratedSource(ours.config, DEVICE)
     names = ours.config.architecture.names_of(source)
     fill(ours, {known: source[name] for known, name in names.items()}, lambda done, total: None)

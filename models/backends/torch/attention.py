@@ -36,10 +36,10 @@ class TorchAttention:
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         for tokens, length, pages in self._rows:
             # Half the time of `pool[pages]`, on CPUs
-            gathered = [
-                torch.index_select(pool, 0, pages, out=out[: len(pages)]) for pool, out in zip(self._pools[layer], self._gathered, strict=True)
-            ]
-            k_1GSK, v_1GSK = (pool.flatten(0, 1)[:length].transpose(0, 1)[None] for pool in gathered)
+            gathered = [out[: len(pages)] for out in self._gathered]
+            for pool, out in zip(self._pools[layer], gathered, strict=True):
+                torch.index_select(pool, 0, pages, out=out)
+            k_1GSK, v_1GSK = (part.flatten(0, 1)[:length].transpose(0, 1)[None] for part in gathered)
             q_GHTK = q_THK[tokens].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
             _, num_heads, count, _ = q_GHTK.shape
             mask_TS = None  # of the last token, which sees all
