@@ -42,8 +42,9 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     # 37,000 for videos: files by PyAV in processes of their own, lists of frames, tables of known pairs; 3,600 for token ids, the prompt's
     # log-probabilities and truncated prompts; 1,800: what is told of tokens waits for their text, and ends with it; 1,000:
     # a `uuid` stays with its content; 7,900: templates of requests, in a process of their own.
+    # 600: frames are resized while others are decoded
     # 700 for text models: images are refused, parts of text are joined, a token before a text
-    "server/processor": 177_000,
+    "server/processor": 178_100,
     # 600: copies of a step by kernels, 12 % of 2B's time per token
     # 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
     # sizes and times, and their settings

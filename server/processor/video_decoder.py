@@ -15,8 +15,9 @@ from engine.arena import ArenaView
 from engine.helper import answer_questions
 from engine.ipc import die_with_parent
 from server.errors import RequestError, invalid_video
+from server.processor.inspect import PAIR
 from server.processor.pixels import pair_hash
-from server.processor.video_file import Rgb, look, read_frames
+from server.processor.video_file import Rgb, look, read_pairs
 from server.processor.video_jobs import VideoAnswer, VideoJob, VideoLimits
 
 NICENESS = 19  # streams go first
@@ -46,15 +47,15 @@ def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> VideoAnswer:
 def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:
     room = arena.view(*job.room)
     frame_bytes = 3 * job.size[0] * job.size[1]
-    hashes: list[bytes] = []
+    hashes = [b""] * (len(job.wanted) // PAIR)
 
-    def write(i: int, frame: Rgb) -> None:
-        start, end = i * frame_bytes, (i + 1) * frame_bytes
-        room[start:end] = frame.reshape(-1).data
-        if i % 2:
-            hashes.append(pair_hash(job.parameters, job.size, room[start - frame_bytes : end]))
+    def write(i: int, frames: list[Rgb]) -> None:
+        pair = room[PAIR * i * frame_bytes : PAIR * (i + 1) * frame_bytes]
+        for half, frame in enumerate(frames):
+            pair[half * frame_bytes : (half + 1) * frame_bytes] = frame.reshape(-1).data
+        hashes[i] = pair_hash(job.parameters, job.size, pair)
 
-    read_frames(arena.view(*job.encoded), limits, job.wanted, job.size, write)
+    read_pairs(arena.view(*job.encoded), limits, job.wanted, job.size, write)
     return hashes
 
 

@@ -6,7 +6,9 @@ over the time from the first one's beginning to the last one's end.
 
 import contextlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,11 +27,13 @@ from server.processor.video_jobs import Clip, VideoLimits
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
 READ_BYTES = 1 << 17
+AHEAD_PIXELS = 1 << 24  # of frames that wait to be resized: they are held beside what the decoder holds
 SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, -180: Image.Transpose.ROTATE_180, -90: Image.Transpose.ROTATE_270}
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 
 Rgb = npt.NDArray[np.uint8]
+WritePair = Callable[[int, list[Rgb]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +78,26 @@ def look(data: memoryview, limits: VideoLimits) -> Clip:
         return Clip(len(scan.times), scan.fps, height, width)
 
 
-def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], write: Callable[[int, Rgb], None]) -> None:
-    """Calls `write` with i and frame `wanted[i]`, upright and resized to `size` (height, width), for each i in order; `wanted` ascends.
-    Errors as `look`."""
-    with _opened(data, limits) as (container, stream):
+def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], write: WritePair) -> None:
+    """Calls `write` with i and frames `wanted[2 * i]` and the next, upright and resized to `size` (height, width), for each i; `wanted`
+    ascends, and has an even number. Several threads do so in any order, while further frames are decoded. Errors as `look`."""
+    with _opened(data, limits) as (container, stream), ThreadPoolExecutor(limits.threads) as pool:
         scan = _scan(container, stream, limits)
         if wanted[-1] >= len(scan.times):
             raise invalid_video("it has changed")
-        shown, image = -1, None
-        frames = _wanted_frames(container, stream, scan, sorted(set(wanted)))
+        decoded = _wanted_frames(container, stream, scan, sorted(set(wanted)))
+        most = min(2 * limits.threads, AHEAD_PIXELS // (stream.width * stream.height))
+        running: deque[Future[None]] = deque()
+        frames: list[VideoFrame] = []
         for i, index in enumerate(wanted):
-            if index != shown:
-                shown, image = index, _upright(next(frames), size)
-            assert image is not None
-            write(i, image)
+            frames.append(frames[-1] if i and index == wanted[i - 1] else next(decoded))
+            if i % 2:
+                running.append(pool.submit(_write_pair, i // 2, frames[-2:], size, write))
+                del frames[:-1]
+            if len(running) > most:
+                running.popleft().result()
+        for future in running:
+            future.result()
 
 
 def container_of(head: bytes) -> str | None:
@@ -249,6 +259,11 @@ def _time_of(frame: VideoFrame) -> int:
     if time is None:
         raise invalid_video("its frames have no times")
     return time
+
+
+def _write_pair(i: int, frames: list[VideoFrame], size: tuple[int, int], write: WritePair) -> None:
+    images = [_upright(frame, size) for frame in frames]
+    write(i, images)
 
 
 def _upright(frame: VideoFrame, size: tuple[int, int]) -> Rgb:
