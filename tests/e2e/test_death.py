@@ -107,7 +107,7 @@ def read_stream(engine: Engine, num_tokens: int, ended: list[str]) -> None:
     ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
 
 
-@pytest.mark.parametrize("num_signals", [1, 2])
+@pytest.mark.parametrize("num_signals", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, num_signals: int) -> None:
     """Red if SIGTERM cuts a stream, takes new requests meanwhile, looks healthy, or a second one has to wait."""
     engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
@@ -179,7 +179,7 @@ def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str
     engine.log_path.unlink()
 
 
-@pytest.mark.parametrize("has_log", [True, False])
+@pytest.mark.parametrize("has_log", [pytest.param(True, marks=pytest.mark.extended), False])
 def test_a_full_disk_under_stdout_is_one_line(tiny: Path, tmp_path: Path, has_log: bool) -> None:
     """Red if an engine that cannot say where it listens ends with a traceback, leaves anything, or serves unseen; also without a log."""
     command = [sys.executable, "-m", "engine.serve", "--model", str(tiny), "--port", "0", *SMALL]

@@ -196,6 +196,7 @@ def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
 LEAVES = "from engine.llm import LLM\nllm = LLM(**{flags})\nprint(llm._session._engine._supervisor.run_dir, flush=True)\n{end}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], ids=["at its end", "by SIGKILL"])
 def test_a_program_that_does_not_close(end: str) -> None:
     """Red if processes or the run directory outlive a program without `with`."""

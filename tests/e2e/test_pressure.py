@@ -80,6 +80,7 @@ def test_preemption_and_eviction_change_no_answer(tiny: Path, expected: dict[int
     assert got == 2 * expected[LONG]
 
 
+@pytest.mark.extended
 def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[str]]) -> None:
     """Red if one answer of many is another one while requests preempt each other and images are evicted and encoded again: whatever was
     read was not its."""
@@ -93,6 +94,7 @@ def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[st
     assert [i for i, answer in enumerate(got) if answer != expected[SHORT][i % NUM_REQUESTS]] == []
 
 
+@pytest.mark.extended
 def test_a_mixed_stress_leaves_nothing() -> None:
     """Red if `bench.stress` fails, or if dialects, images, schemas and clients that leave, all at once, make an error or leave a block."""
     with serve("demo") as engine:
