@@ -10,7 +10,8 @@ import pytest
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
-EXTENDED = pytest.mark.extended
+
+DRAFTS = [("mtp", "1"), *(pytest.param(*case, marks=pytest.mark.extended) for case in (("suffix", "1"), ("mtp", "2")))]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -
         assert (message.get("reasoning_content") or "") + (message["content"] or "") == said
 
 
-@pytest.mark.parametrize(("draft", "tp"), [pytest.param("suffix", "1", marks=EXTENDED), ("mtp", "1"), pytest.param("mtp", "2", marks=EXTENDED)])
+@pytest.mark.parametrize(("draft", "tp"), DRAFTS)
 def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: str) -> None:
     """Red if a draft that is refused stays in a state: answers that are guessed from themselves, from others and in part, side by side; or
     by a head, which knows nothing here."""
