@@ -74,10 +74,15 @@ def expected(tiny: Path) -> dict[int, list[str]]:
 def test_preemption_and_eviction_change_no_answer(tiny: Path, expected: dict[int, list[str]]) -> None:
     """Red if recomputation or restoring under pressure gives another answer, deadlocks, or leaks."""
     with serve(tiny, *TIGHT, "--image-host-cache-bytes", "1M") as engine, ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        got = list(pool.map(lambda i: ask(engine, i, LONG), range(2 * NUM_REQUESTS)))
-        assert_everything_is_free(engine)
-        assert all(engine.metric(f"engine_{name}_total") > 0 for name in ("preemptions", "images_evicted", "images_restored"))
-    assert got == 2 * expected[LONG]
+        happened = False
+        for _ in range(4):  # how requests meet is a matter of other processes, too
+            got = list(pool.map(lambda i: ask(engine, i, LONG), range(2 * NUM_REQUESTS)))
+            assert got == 2 * expected[LONG]
+            assert_everything_is_free(engine)
+            happened = all(engine.metric(f"engine_{name}_total") > 0 for name in ("preemptions", "images_evicted", "images_restored"))
+            if happened:
+                break
+        assert happened
 
 
 @pytest.mark.extended
