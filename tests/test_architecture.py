@@ -28,9 +28,9 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "engine": 146_000,  # 900: what a head and drafts of rows with states take of memory
     "engine/llm": 28_500,  # the engine within a Python program
     "engine/grammar": 16_100,  # Lark, as outlines and guidance write it: 2,500
-    # 200: cached prompts start over several plans; 700: they take turns with long contexts
+    # 200: cached prompts start over several plans
     # 900: blocks behind rows for a head's guesses; 800: snapshots keep to their share, and lie where the next turn finds them
-    "engine/scheduler": 90_700,
+    "engine/scheduler": 90_000,
     "engine/scheduler/drafts": 25_400,  # guesses without a model: what stood before, kept, found and offered; 1,800: those of a head
     # 300: a backend's transfers
     "engine/worker": 141_500,  # 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step

@@ -31,8 +31,7 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
 
 def resting(state: State) -> set[Request]:
     """Running requests that a step leaves out, if all would read more of the cache than it may. Those that read an equal share or less
-    never rest; the oldest of the others neither, so that it ends; the rest take turns, at least one a step, but for every other step, in
-    which waiting ones may start instead."""
+    never rest; the oldest of the others neither, so that it ends; the rest take turns, at least one a step."""
     limit = state.limits.step_sizes.max_read_tokens
     active = [request for request in state.running if request.wants_tokens and not request.awaited] if limit else []
     left = limit - sum([request.num_computed for request in active])
@@ -44,11 +43,6 @@ def resting(state: State) -> set[Request]:
     others.sort(key=lambda request: request.last_step)
     for i, request in enumerate(others):
         left -= request.num_computed
-        if left < 0 and (i or has_turn(state)):
+        if left < 0 and i:
             return set(others[i:])
     return set()
-
-
-def has_turn(state: State) -> bool:
-    """Whether waiting requests may start although running ones rest."""
-    return bool(state.waiting) and not state.had_turn

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef
-from engine.scheduler.budget import has_turn, prefill_budget, resting
+from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
@@ -63,7 +63,6 @@ class _StepBuilder:
         self.num_reserved_blocks = 0  # and all these blocks
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
-        self.is_full = bool(self.resting) and not has_turn(state)  # only short beginnings may be read
         self.num_read = 0  # tokens in the cache, by requests that start
         num_lacking = 0
         for request in state.running:
@@ -95,7 +94,6 @@ class _StepBuilder:
             self.state.unpin_image(request, index)
         members = self.prefills + self.decodes
         if not members:
-            self.state.note_plan(None, bool(self.resting))
             return None
         evict, saves = self.state.images.take_evicted()
         step = StepPlan(
@@ -108,7 +106,7 @@ class _StepBuilder:
             chunks=[chunk for _, chunk in members],
             num_guesses=self.state.num_guesses,
         )
-        self.state.note_plan(step, bool(self.resting))
+        self.state.note_plan(step)
         return PlannedStep(step, [request for request, _ in members], self.made)
 
     def _admit_waiting(self, before: tuple[float, int]) -> int:
@@ -169,8 +167,8 @@ class _StepBuilder:
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
         start = len(hits) * blocks.block_size
-        most = min(self.limits.step_sizes.max_read_tokens // 2 or MOST_FOUND, MOST_FOUND)
-        if self.num_read + start > most and (self.num_read or self.is_full):
+        most = self.limits.step_sizes.max_read_tokens // 2 or MOST_FOUND
+        if self.num_read and self.num_read + start > min(most, MOST_FOUND):
             return False
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no room for an embedding: nobody is preempted for a newcomer

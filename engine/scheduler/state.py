@@ -77,7 +77,6 @@ class State:
     counters: Counters = field(default_factory=Counters)
     num_guesses: int = 0  # that the model's head makes behind the next step
     num_steps: int = 0
-    had_turn: bool = False  # waiting requests could start in the last plan in which running ones rested
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
@@ -183,11 +182,7 @@ class State:
         request.num_in_flight += 1
         request.last_step = self.num_steps
 
-    def note_plan(self, plan: StepPlan | None, has_rested: bool) -> None:
-        """`has_rested`: running requests did."""
-        self.had_turn ^= has_rested
-        if plan is None:
-            return
+    def note_plan(self, plan: StepPlan) -> None:
         self.num_steps += 1
         self.counters.images_encoded += len(plan.encodes)
         self.counters.images_restored += len(plan.restores)

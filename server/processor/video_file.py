@@ -27,7 +27,7 @@ from server.processor.video_jobs import Clip, VideoLimits
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
 READ_BYTES = 1 << 17
-AHEAD_PIXELS = 1 << 24  # of frames that wait to be resized: they are held beside what the decoder holds
+AHEAD_PIXELS = 1 << 25  # of frames that are resized, or wait for it: they are held beside what the decoder holds
 SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, -180: Image.Transpose.ROTATE_180, -90: Image.Transpose.ROTATE_270}
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
@@ -86,7 +86,7 @@ def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: t
         if wanted[-1] >= len(scan.times):
             raise invalid_video("it has changed")
         decoded = _wanted_frames(container, stream, scan, sorted(set(wanted)))
-        most = min(2 * limits.threads, AHEAD_PIXELS // (stream.width * stream.height))
+        most = min(2 * limits.threads, AHEAD_PIXELS // (2 * stream.width * stream.height))
         running: deque[Future[None]] = deque()
         frames: list[VideoFrame] = []
         for i, index in enumerate(wanted):

@@ -6,7 +6,8 @@ from engine.messages import ErrorInfo
 
 
 class VideoLimits(msgspec.Struct, frozen=True, array_like=True):
-    """`frame_pixels` of one frame, `file_frames` in a file; `memory` in bytes and `threads` of one decoder."""
+    """`frame_pixels` of one frame, `file_frames` in a file; `memory` in bytes and `threads` of one decoder, and as
+    many threads that resize what it decodes."""
 
     frame_pixels: int
     file_frames: int

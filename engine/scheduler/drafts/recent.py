@@ -22,10 +22,6 @@ class RecentAnswers:
         self._position = 0  # in the first of the queue
 
     @property
-    def num_tenants(self) -> int:
-        return len(self._tenants)
-
-    @property
     def num_tokens(self) -> int:
         return sum(automaton.num_tokens for automata in self._tenants.values() for automaton in automata)
 

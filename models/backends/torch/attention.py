@@ -14,7 +14,6 @@ class TorchAttention:
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self._pools = pools
-        self._page_size = pools[0][0].shape[1]
         self._rows: list[tuple[slice, int, torch.Tensor]] = []  # query tokens, cached tokens, pages
         self._gathered = tuple(pool[:0] for pool in pools[0])  # memory that is new each time costs as much as the copy into it
 
@@ -24,7 +23,7 @@ class TorchAttention:
         self._rows = [
             (slice(starts[r], starts[r + 1]), length, layout.pages[pages[r] : pages[r + 1]].long()) for r, length in enumerate(lengths)
         ]
-        if (most := max(len(pages) for _, _, pages in self._rows)) > len(self._gathered[0]):
+        if (most := max((len(pages) for _, _, pages in self._rows), default=0)) > len(self._gathered[0]):
             self._gathered = tuple(torch.empty(most, *pool.shape[1:], dtype=pool.dtype, device=pool.device) for pool in self._pools[0])
 
     def pool(self, layer: int) -> KVPool:
