@@ -91,10 +91,12 @@ def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> Non
         assert direct == texts
 
 
-def ask_for_long(url: str, body: dict[str, object], ended: dict[str, float]) -> None:
+def ask_for_long(url: str, body: dict[str, object], ended: dict[str, float], begun: threading.Event | None = None) -> None:
     """Streams until an error, and notes when that came."""
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
         for line in response.iter_lines():
+            if begun is not None:
+                begun.set()
             if '"error"' in line:
                 ended["error"] = time.monotonic()
             elif line == "data: [DONE]":
@@ -139,11 +141,11 @@ def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
     """Red if SIGTERM cuts a stream behind the proxy, or takes new requests meanwhile. Ends the fleet that the tests above have used."""
     fleet.until_healthy(2, RESTART_S)
     ended: dict[str, float] = {}
+    begun = threading.Event()  # an engine has it: what is on its way from the proxy to an engine that stops is refused
     body = chat_body("go on", max_tokens=500, ignore_eos=True, stream=True)
-    client = threading.Thread(target=ask_for_long, args=(fleet.url, body, ended))
+    client = threading.Thread(target=ask_for_long, args=(fleet.url, body, ended, begun))
     client.start()
-    while not sum(int(str(backend["num_in_flight"])) for backend in fleet.backends()):
-        time.sleep(0.01)
+    assert begun.wait(DEADLINE_S)
     fleet.process.send_signal(signal.SIGTERM)
     while not ended and fleet.client.get("/health").status_code != 503:
         time.sleep(0.01)
