@@ -34,7 +34,7 @@ def completed(engine: Engine, prompts: list[str], max_tokens: int, is_cached: bo
     thread.start()
     yield
     thread.join()
-    assert [response.status_code for response in done] == [200]
+    assert [response.status_code for response in done] == [200], [response.text for response in done]
 
 
 @pytest.mark.extended
