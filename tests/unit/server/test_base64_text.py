@@ -6,7 +6,7 @@ import tracemalloc
 from urllib.parse import unquote_to_bytes
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.errors import RequestError
@@ -24,6 +24,8 @@ ESCAPES = ["%2B", "%2b", "%", "%4", "%25", "%41", "\\/", "\\n", "\\u002B", "\\u0
 PIECES = st.sampled_from(["QUJD", "+/", "=", "==", "-_", " ", *ESCAPES])
 
 
+@example(["\\u0025", " ", "2", "000"])
+@example(["\\u0025", "\n", "2", "000"])
 @given(st.lists(PIECES | st.text("ABab+/=%\\u0025", max_size=4), max_size=30))
 def test_every_spelling(parts: list[str]) -> None:
     """Red if an escape, a percent sign or a padding is read otherwise than in the obvious way."""
