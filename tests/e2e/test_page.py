@@ -207,7 +207,7 @@ async def test_a_video_plays_and_is_seen(page: Page, tmp_path: Path) -> None:
     await ask(page, "What is this?")
     (numbers,) = await page.evaluate(NUMBERS)
     assert (numbers["Frames read"], numbers["Pictures and frame pairs encoded"]) == ("4", "2")
-    duration = await page.wait("document.querySelector('.mine video').duration")  # NaN, which is false, until its head is read
+    duration = await page.wait("document.querySelector('.mine video').duration")  # NaN, which comes as None, until its head is read
     assert duration == pytest.approx(2, abs=0.1)
 
 
