@@ -167,7 +167,8 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
     """Of each GPU."""
     text, tp = model.text, config.tp
     is_fp8 = text.is_fp8 or config.quantization == "fp8"
-    sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens, text.moe is not None, is_fp8)
+    kind = text.moe is not None, is_fp8, text.delta is not None
+    sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens, *kind)
     activations = activation_bytes(model, config)
     return Needs(
         weights=weight_bytes(model, tp, is_fp8),

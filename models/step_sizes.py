@@ -49,14 +49,22 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
             yield size
 
     def for_layers(
-        self, num_parameters: int, max_tokens: int, is_sparse: bool = False, is_float8: bool = False, token_bytes: int = 1
+        self,
+        num_parameters: int,
+        max_tokens: int,
+        is_sparse: bool = False,
+        is_float8: bool = False,
+        has_states: bool = False,
+        token_bytes: int = 1,
     ) -> "StepSizes":
         """For a model whose layers multiply a token by so many parameters of a rank, in steps of up to `max_tokens`, and which caches
-        `token_bytes` of a token there. `is_sparse`: they are a mixture of experts."""
+        `token_bytes` of a token there. `is_sparse`: they are a mixture of experts. Recurrent states take twice as many launches a layer,
+        and float8 halves what the device does meanwhile."""
+        work = self.launch_work << is_float8 << has_states
         return msgspec.structs.replace(
             self,
             max_read_tokens=self.read_bytes // token_bytes,
-            largest_prompt=min(self.launch_work // num_parameters, max_tokens, LONGEST),
+            largest_prompt=min(work // num_parameters, max_tokens, LONGEST),
             usual=self.usual_sparse if is_sparse and not is_float8 else self.usual,
         )
 

@@ -251,9 +251,11 @@ class _StepBuilder:
 
     def _blocks_ahead(self, request: Request, length: int, num_new: int) -> list[int]:
         """Blocks for what the head writes behind a chunk: nobody has to go for them."""
+        if not self.limits.num_ahead:
+            return []
         end = request.num_computed + length + self.limits.num_ahead
         lacking = self.state.blocks.num_needed(end) - len(request.blocks) - num_new
-        if not self.limits.num_ahead or not 0 < lacking <= self.state.blocks.num_free - self.num_reserved_blocks:
+        if not 0 < lacking <= self.state.blocks.num_free - self.num_reserved_blocks:
             return []
         return self.state.blocks.alloc(lacking) or []
 
@@ -301,8 +303,7 @@ class _StepBuilder:
 
     def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
         """Blocks for the states behind a chunk, if they are to be kept and there is room."""
-        is_shared = self.limits.prefix_cache or len(request.siblings) > 1
-        if not is_shared or request.next_snapshot(start, end) != end:
+        if request.next_snapshot(start, end) != end or not (self.limits.prefix_cache or len(request.siblings) > 1):
             return []
         num_blocks, links = self.limits.snapshot_blocks, request.hasher.links
         last = end // self.state.blocks.block_size - 1

@@ -143,8 +143,9 @@ class Request:
 
     def next_snapshot(self, start: int, end: int) -> int | None:
         """The first position behind `start` and up to `end` at which states are kept."""
-        points = (*self.snapshot_points, self.branch_point) if self.is_stateful else ()
-        return min((point for point in points if start < point <= end), default=None)
+        if not self.is_stateful:
+            return None
+        return min((point for point in (*self.snapshot_points, self.branch_point) if start < point <= end), default=None)
 
     def name_blocks(self, end: int) -> None:
         """Hashes the full blocks up to token `end`, as far as ids are known."""

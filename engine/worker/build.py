@@ -74,7 +74,8 @@ def build_runner(
     is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", text.layer_parameters // tp.size
     spec, max_tokens = model.cache_spec, config.max_num_batched_tokens
     token_bytes = spec.paged.bytes_per_token
-    step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, text.moe is not None, is_float8, token_bytes)
+    kind = text.moe is not None, is_float8, text.delta is not None
+    step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, *kind, token_bytes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     hidden_TD = None  # counted as weights
     if text.has_head:

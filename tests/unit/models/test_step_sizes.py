@@ -42,6 +42,8 @@ def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
     for size, following in itertools.pairwise(size for size in alone if size >= sizes.largest_chunk):
         assert following - size <= max(16, size / 32)
     assert sizes.for_layers(500_000_000, max_tokens=8192).chunks(0) == sizes.chunks(0)
+    slow = [sizes.for_layers(300_000_000, 8192, is_float8=i, has_states=j).chunks(0)[-1] for i in (False, True) for j in (False, True)]
+    assert slow[0] < 800 and slow[1] == slow[2] in range(1533, 1600) and slow[3] >= 3066
     assert sizes.for_layers(1_000_000, max_tokens=600).chunks(0)[-1] in range(600, 632)
 
 
