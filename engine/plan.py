@@ -14,7 +14,7 @@ import msgspec
 from engine.config import GIB, MIB, EngineConfig
 from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
 from models.backends.portable.tuned import STEP_SIZES
-from models.cache import CacheSpec
+from models.cache import SPARE_ROWS, CacheSpec
 from models.config import ModelConfig, VisionConfig
 from models.step_sizes import StepSizes
 
@@ -176,7 +176,7 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config, activations),
         tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
-        states=(config.max_num_seqs + 1) * text.cache_spec(tp, VALUE_BYTES).row_bytes(max_drafts(config)),
+        states=(config.max_num_seqs + 1 + SPARE_ROWS) * text.cache_spec(tp, VALUE_BYTES).row_bytes(max_drafts(config)),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models.backends.ops import StateRows
 from models.state import RowStates
 
 
@@ -72,9 +73,8 @@ class ForwardBatch:
     attention: AttentionLayout
     visual: tuple[VisualSlice, ...]
     logits_indices: torch.Tensor  # (S,) int64 on the device, ascending: tokens whose logits are wanted
-    rows: torch.Tensor  # (R,) int64 on the device: permanent rows; of padding the scratch row
     states: tuple[RowStates, ...] = ()  # one for each state group
-    row_starts: torch.Tensor | None = None  # (R + 1,) int32 on the device: `qo_indptr_cpu`, of models with states
+    rows: StateRows | None = None  # of models with states
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
     hidden_TD: torch.Tensor | None = None  # where the final hidden states of all tokens go, for the model's head
 

@@ -6,6 +6,8 @@ group.
 
 from dataclasses import dataclass
 
+SPARE_ROWS = 2  # of states, for snapshots in the middle of a step: chunks that further ones of the same prompt follow
+
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:

@@ -6,14 +6,15 @@ import numpy as np
 import torch
 
 from models.backends.ops import KVPool
-from models.cache import StateGroup
+from models.cache import SPARE_ROWS, StateGroup
 from models.transfers import to_device
 
 
 class RowStates:
-    """The states of one group: (layers, permanent rows + 1, bytes) uint8; the last row is scratch.
+    """The states of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8; behind the permanent rows is scratch.
 
-    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones.
+    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. If two chunks
+    of a prompt follow each other in a step, what holds between them is left in a spare row.
 
     Of a decode row it leaves what holds behind its first token, and behind `layer_bytes` what each further one, a draft, would do to that.
     The next step does it again for as many as were accepted: a draft that does not hold has never been in a state, so nothing goes back,
@@ -22,9 +23,10 @@ class RowStates:
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_drafts: int = 0) -> None:
         layer_bytes = group.layer_bytes + num_drafts * group.draft_bytes
-        self.values = torch.zeros((group.num_layers, num_rows + 1, layer_bytes), dtype=torch.uint8, device=device)
+        num_all = num_rows + 1 + SPARE_ROWS
+        self.values = torch.zeros((group.num_layers, num_all, layer_bytes), dtype=torch.uint8, device=device)
         self.kept = self.values[:, :, : group.layer_bytes]
-        self.num_accepted = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # drafts of each row's last step
+        self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # drafts of each row's last step
         self.num_drafts = num_drafts
 
     def accept(self, rows_S: torch.Tensor, num_accepted_S: torch.Tensor | None) -> None:
@@ -35,7 +37,7 @@ class RowStates:
             self.num_accepted[rows_S] = num_accepted_S
 
     def layer(self, ordinal: int) -> torch.Tensor:
-        """(rows + 1, bytes) of the group's layer, to be read and written in place."""
+        """(rows + 1 + SPARE_ROWS, bytes) of the group's layer, to be read and written in place."""
         return self.values[ordinal]
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from models.attention.paged import AttentionBackend, FusedAttention
-from models.backends.ops import Residual, StateRows
+from models.backends.ops import Residual
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
@@ -42,11 +42,8 @@ class TextModel(nn.Module):
         slots_T = batch.attention.slot_mapping_T
         real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
-        states, rows = None, None
-        if batch.states:
-            assert batch.row_starts is not None
-            states, rows = batch.states[0], StateRows(batch.rows, batch.row_starts, batch.attention.num_prefill_rows)
-        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T, states, rows)
+        states = batch.states[0] if batch.states else None
+        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T, states, batch.rows)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)

@@ -30,10 +30,11 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "engine/grammar": 16_100,  # Lark, as outlines and guidance write it: 2,500
     # 200: cached prompts start over several plans
     # 900: blocks behind rows for a head's guesses; 800: snapshots keep to their share, and lie where the next turn finds them
-    "engine/scheduler": 90_000,
+    # 1,500: a prompt is one step with its snapshots; 900, 500, 200, 1,200 below: the same
+    "engine/scheduler": 91_500,
     "engine/scheduler/drafts": 25_400,  # guesses without a model: what stood before, kept, found and offered; 1,800: those of a head
     # 300: a backend's transfers
-    "engine/worker": 141_500,  # 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step
+    "engine/worker": 143_200,  # 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step
     "server": 27_100,
     # Videos 6,500: parts of content, fields of vLLM and SGLang, blocks of two more dialects. Custom tools and efforts of three dialects
     # 13,000, stored responses 9,500, token ids 3,500, SGLang's dialect 12,000, errors 1,000.
@@ -55,10 +56,10 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "models/layers": 41_400,  # a head for drafts, Gated DeltaNet, gates, a shared expert
     "models/vision": 29_900,  # 4,300: images over all ranks; 4,300: images over all ranks; 600: frame pairs
     # text models: heads without norms
-    "models/backends": 19_400,  # the delta rule's Protocol, with drafts that may be refused: 500
+    "models/backends": 19_900,  # the delta rule's Protocol, with drafts that may be refused: 500
     # text models: the same
-    "models/backends/torch": 25_100,  # the delta rule; 600: attention into memory that it has
-    "models/backends/portable": 139_200,  # the delta rule's kernels
+    "models/backends/torch": 25_300,  # the delta rule; 600: attention into memory that it has
+    "models/backends/portable": 139_400,  # the delta rule's kernels
     "models/backends/hopper": 131_800,
 }
 

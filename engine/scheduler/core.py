@@ -302,7 +302,8 @@ class SchedulerCore:
                 continue
             if chunk.drafts:
                 self._note_drafts(request, chunk, len(ids) - 1, len(kept))
-            _note_stages(request, chunk.sample, results)
+            if step.requests[index + 1 : index + 2] != [request]:
+                _note_stages(request, chunk.sample, results)
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
             if chunk.sample and num_sampled - 1 in drawn.slow_draws:

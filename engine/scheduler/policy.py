@@ -21,10 +21,12 @@ from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
+from models.cache import SPARE_ROWS
 
 STEP_PART_WORTH_WAITING = 1 / 16  # of a step's tokens: the wait may cost a step that does little
 PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of them
 MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: finding and taking their blocks lasts 6 ms, on slow hosts 20
+MIN_CHAINED = 8  # tokens of a chunk that another one follows in the same step: more than a convolution has inputs
 BEHIND_ALL = (math.inf, 0)
 
 
@@ -58,6 +60,7 @@ class _StepBuilder:
         self.decodes: list[tuple[Request, Chunk]] = []
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
+        self.num_chained = 0  # chunks that others of the same request follow
         self.is_open = True  # until a waiting request cannot start
         self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row,
         self.num_reserved_blocks = 0  # and all these blocks
@@ -84,7 +87,7 @@ class _StepBuilder:
             if request in self.due:
                 self._decode(request)
             elif not request.is_decoding and request not in self.resting:
-                self.budget -= self._schedule(request, min(self.budget, request.num_tokens - request.num_computed))
+                self.budget -= self._compute(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # not: it has preempted itself
         self._admit_waiting(BEHIND_ALL)
 
@@ -179,7 +182,7 @@ class _StepBuilder:
         spans = [(s.start, *s.grid) for s in request.images]
         grammar = request.wire.grammar
         self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar, snapshot))
-        self.budget -= self._schedule(request, length)
+        self.budget -= self._compute(request, length)
         return True
 
     def _beginning(self, request: Request) -> list[int]:
@@ -228,6 +231,24 @@ class _StepBuilder:
             drafts = drafts if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else ()
         if self._schedule(request, 1 + len(drafts), drafts):
             self.budget -= len(drafts)
+
+    def _compute(self, request: Request, length: int) -> int:
+        """Chunks of at most `length` tokens of what is known: behind a snapshot a prompt goes on in the same step, unless
+        siblings wait for the snapshot. Their length, or 0."""
+        done = more = self._schedule(request, length)
+        while more and request.is_stateful and len(request.siblings) == 1 and (room := self._room_behind(request, more, length - done)):
+            self.num_chained += 1
+            more = self._schedule(request, room)
+            done += more
+        return done
+
+    def _room_behind(self, request: Request, before: int, length: int) -> int:
+        """Tokens that can follow a chunk of so many in this step, for which nobody has to go. A last one alone would be a decode row."""
+        if self.num_chained == SPARE_ROWS or before < MIN_CHAINED or request.num_tokens - request.num_computed < 2:
+            return 0
+        length, _ = self._fit_images(request, request.num_computed, length)
+        lacking = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
+        return length if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else 0
 
     def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
         """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for room. Its length, or 0."""

@@ -9,7 +9,7 @@ scratch block, which nobody reads.
 All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
 shape, with what has no fixed length behind:
 
-    ids_P | places_D | rows_R | positions_3T | slots_T | logits_indices_S | row_starts | plan of the attention | pages ... | how to draw ...
+    ids_P | places_D | positions_3T | slots_T | logits_indices_S | rows of states | plan of the attention | pages ... | how to draw ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -97,7 +97,7 @@ class StepGraphs:
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
         shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
         backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
-        fixed = max(staged_bytes(_fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
+        fixed = max(staged_bytes(self._fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
         num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_tokens) + SLACK
         self._staging = Staging(num_bytes, self._device, self._rows.transfers)
@@ -130,7 +130,7 @@ class StepGraphs:
         shape = self._shape_for(len(step.ids), len(step.places))
         graph, padded = self._graphs[shape], self._pad(step, shape)
         self._staging.begin()
-        ids_P, *_ = [self._staging.put(array) for array in _fixed_arrays(padded, graph.attention)]
+        ids_P, *_ = [self._staging.put(array) for array in self._fixed_arrays(padded, graph.attention)]
         self._staging.put(padded.attention.pages.numpy())
         draws, known = step.draws.stage(self._staging), self._staging.put(step.known)
         self._staging.copy()
@@ -210,8 +210,10 @@ class StepGraphs:
     def _capture(self, shape: Shape, attention: FixedAttention) -> Graph:
         padded = self._pad(HostStep.empty(), shape)
         self._staging.begin()
-        fixed = [self._staging.put(array) for array in _fixed_arrays(padded, attention)]
-        ids_P, places_D, rows_R, positions_3T, slots_T, logits_indices_S, row_starts, *plan = fixed
+        fixed = [self._staging.put(array) for array in self._fixed_arrays(padded, attention)]
+        ids_P, places_D, positions_3T, slots_T, logits_indices_S, *behind = fixed
+        num_states = len(self._rows.state_arrays(padded))
+        rows, plan = self._rows.state_rows(behind[:num_states], padded.attention.num_prefill_rows), behind[num_states:]
         pages = self._staging.rest(torch.int32)
         self._staging.put(padded.attention.pages.numpy())
         self._staging.copy()
@@ -223,12 +225,18 @@ class StepGraphs:
             drawn = self._rows.last_tokens[places_D]
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
-            of_step = layout, visual, logits_indices_S, rows_R, states, row_starts, padding_slot, self._rows.hidden_of(len(ids_T))
+            of_step = layout, visual, logits_indices_S, states, rows, padding_slot, self._rows.hidden_of(len(ids_T))
             batch = ForwardBatch(ids_T, positions_3T, *of_step)
             return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
 
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, logits_SV)
+
+    def _fixed_arrays(self, padded: HostStep, attention: FixedAttention) -> list[npt.NDArray[np.integer]]:
+        """What a graph reads but for the pages, in the order of its memory."""
+        layout = padded.attention
+        step: tuple[Int64s, ...] = padded.ids, padded.places, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
+        return [*step, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
 
 
 class CudaRecorder:
@@ -258,13 +266,6 @@ def _num_prefill_rows(shape: Shape) -> int:
 def _num_prompt_ends(shape: Shape) -> int:
     """Places for prompts' last tokens in the graph's logits."""
     return MAX_PREFILL_ROWS if shape.num_prefill_tokens else 0
-
-
-def _fixed_arrays(padded: HostStep, attention: FixedAttention) -> list[npt.NDArray[np.integer]]:
-    """What a graph reads but for the pages, in the order of its memory."""
-    layout = padded.attention
-    step: tuple[Int64s, ...] = padded.ids, padded.places, padded.rows, padded.positions, layout.slot_mapping_T.numpy()
-    return [*step, padded.logits_indices, layout.qo_indptr_cpu.numpy(), *attention.plan_arrays(layout)]
 
 
 def _round_up(sizes: Iterable[int], count: int) -> int:

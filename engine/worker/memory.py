@@ -16,6 +16,7 @@ from engine.plan import Needs, Plan, divide, fixed_kv_bytes, max_draws
 from engine.worker.sampling.draws import draws_of
 from models.attention.paged import allocate_pools
 from models.backends.backend import Backend
+from models.backends.ops import StateRows
 from models.batch import AttentionLayout, ForwardBatch, HeadTokens
 from models.cache import CacheSpec
 from models.contract import VisionLanguageModel
@@ -144,5 +145,5 @@ def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: Cache
     )
     logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
     states = tuple(RowStates(group, 1, device) for group in spec.states)
-    row_starts = layout.qo_indptr_cpu.to(device)
-    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, positions[:1], states, row_starts)
+    rows = StateRows(positions[:1], layout.qo_indptr_cpu.to(device), 1)
+    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, states, rows)

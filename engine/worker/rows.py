@@ -21,6 +21,7 @@ from engine.worker.sampling.pooling import PooledRow
 from engine.worker.sampling.prompt import ScoredChunk, Scoring
 from engine.worker.staging import Staging
 from models.attention.paged import Int32s
+from models.backends.ops import StateRows
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
 from models.geometry import VisionGeometry
 from models.mrope import mrope_positions
@@ -128,11 +129,14 @@ class Rows:
                 self._snapshots.clear(chunk.blocks)
 
     def save_snapshots(self, chunks: Sequence[Chunk]) -> None:
-        """States behind chunks that have been computed."""
-        for chunk in chunks:
+        """States behind chunks that have been computed; see `state_arrays`."""
+        spare = self.scratch_row
+        for i, chunk in enumerate(chunks if self._snapshots is not None else ()):
+            goes_on = i + 1 < len(chunks) and chunks[i + 1].row == chunk.row
+            spare += goes_on
             if chunk.snapshot:
                 assert self._snapshots is not None
-                self._snapshots.save(chunk.row, chunk.snapshot)
+                self._snapshots.save(spare if goes_on else chunk.row, chunk.snapshot)
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
         """A plan's chunks as arrays."""
@@ -167,20 +171,39 @@ class Rows:
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
         ids_T, places_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.places)))), staging.put(step.places)
-        positions_3T, rows_R = staging.put(step.positions), staging.put(step.rows)
+        positions_3T = staging.put(step.positions)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         tokens = step.logits_indices
         wanted = np.unique(np.concatenate((tokens, *(chunk.tokens for chunk in step.scored)))) if step.scored else tokens
         logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
         scoring = Scoring.stage(step.scored, wanted, staging) if step.scored else None
         draws, known = step.draws.stage(staging), staging.put(step.known)
-        row_starts = staging.put(layout.qo_indptr_cpu.numpy()) if self.states else None
+        rows = self.state_rows([staging.put(array) for array in self.state_arrays(step)], layout.num_prefill_rows)
         staging.copy()
         self.remember(known)
         if len(step.places):
             ids_T[num_prefill:] = self.last_tokens[places_D]
-        batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, rows_R, self.states, row_starts)
+        batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
         return StepInputs(replace(batch, hidden_TD=self.hidden_of(len(ids_T))), draws, places, scoring)
+
+    def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
+        """What `state_rows` makes of them on the device; none of a model without states. Chunks of a prompt in one step are a chain."""
+        if not self.states:
+            return ()
+        starts = step.attention.qo_indptr_cpu.numpy()
+        prompts = step.rows[: step.attention.num_prefill_rows]
+        goes_on = np.flatnonzero((prompts[1:] == prompts[:-1]) & (prompts[1:] != self.scratch_row))
+        targets, firsts = step.rows.copy(), starts[:-1].copy()
+        targets[goes_on] = self.scratch_row + 1 + np.arange(len(goes_on))
+        for index in goes_on.tolist():
+            firsts[index + 1] = firsts[index]
+        return targets, starts, step.rows, firsts
+
+    def state_rows(self, arrays: Sequence[torch.Tensor], num_prefill_rows: int) -> StateRows | None:
+        if not arrays:
+            return None
+        targets_R, starts_R1, rows_R, firsts_R = arrays
+        return StateRows(targets_R, starts_R1, num_prefill_rows, (rows_R, firsts_R))
 
     def hidden_of(self, num_tokens: int) -> torch.Tensor | None:
         """Where a forward pass leaves the hidden states of so many tokens, if anybody reads them."""

@@ -76,11 +76,18 @@ class NewHeads:
 @dataclass(frozen=True, slots=True)
 class StateRows:
     """Which of a step's tokens are whose: row r has tokens `starts_R1[r] : starts_R1[r + 1]`, none or more; rows `num_prefill_rows :` have
-    few. All tokens are somebody's."""
+    few. All tokens are somebody's. Of the others some may go on where the row before ends, with the next chunk of the same prompt."""
 
-    rows_R: torch.Tensor  # (R,) int64: permanent rows, whose states they go on from
+    rows_R: torch.Tensor  # (R,) int64: where their states go
     starts_R1: torch.Tensor  # (R + 1,) int32
     num_prefill_rows: int
+    chains: tuple[torch.Tensor, torch.Tensor] | None = None  # see `origins`
+
+    @property
+    def origins(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row, or of the one where its chain of chunks begins: from which row's state it goes on, (R,) int64, and the first token,
+        (R,) int32. A chain ends in the row that it goes on from; what it leaves between has more tokens than a convolution has inputs."""
+        return self.chains or (self.rows_R, self.starts_R1[:-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
     """The batch as a worker's rows would give it: the ids of decode rows' tokens come with the step, as those of new rows and of drafts."""
     layout = replace(batch.attention, pages=batch.attention.pages.cpu(), slot_mapping_T=batch.attention.slot_mapping_T.cpu())
     ids, num_prefill = batch.input_ids_T.cpu().numpy(), int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-    places, decode_rows = np.arange(len(ids) - num_prefill), np.arange(len(batch.rows) - layout.num_prefill_rows)
+    places, decode_rows = np.arange(len(ids) - num_prefill), np.arange(len(layout.kv_lens_cpu) - layout.num_prefill_rows)
     return HostStep(
         ids=ids[:num_prefill],
         places=places,

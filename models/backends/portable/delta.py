@@ -35,11 +35,11 @@ def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS:
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["rows", "starts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["starts", "sources", "firsts"])
 def _convolve(
-    inputs: tensor, conv: tensor, before: tensor, accepted: tensor, rows: tensor, starts: tensor, out: tensor, num_tokens: tensor,
-    num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr, TAPS: constexpr,
-    TOKENS: constexpr, ROWS: constexpr,
+    inputs: tensor, conv: tensor, before: tensor, accepted: tensor, starts: tensor, sources: tensor, firsts: tensor, out: tensor,
+    num_tokens: tensor, num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr,
+    TAPS: constexpr, TOKENS: constexpr, ROWS: constexpr,
 ) -> None:  # fmt: skip
     """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
@@ -47,8 +47,8 @@ def _convolve(
     every = tl.arange(0, ROWS)
     first = tl.load(starts + every, every < num_rows, 2147483647)
     row = tl.sum((first[None, :] <= token[:, None]).to(tl.int32), 1) - 1
-    start = tl.load(starts + row, inside, 0)
-    place = tl.load(rows + row, inside, 0)
+    start = tl.load(firsts + row, inside, 0)
+    place = tl.load(sources + row, inside, 0)
     kept = before + place * row_stride + tl.load(accepted + place, inside, 0) * CHANNELS
     channel = head * DIM + tl.arange(0, DIM)
     total = tl.zeros((TOKENS, DIM), tl.float32)
@@ -70,11 +70,11 @@ def _convolve(
     tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
 def _keep(
     inputs: tensor, mixed: tensor, gates: tensor, before: tensor, kept_mixed: tensor, kept_gates: tensor, accepted: tensor, rows: tensor,
-    starts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, TAPS: constexpr,
-    WIDTH: constexpr, GATES: constexpr,
+    starts: tensor, sources: tensor, firsts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr,
+    HEADS: constexpr, TAPS: constexpr, WIDTH: constexpr, GATES: constexpr,
 ) -> None:  # fmt: skip
     """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -82,15 +82,15 @@ def _keep(
     if start == end:
         return
     drafts = end if row < first_row else start + 1
-    inside, place = channel < CHANNELS, tl.load(rows + row)
+    inside, place, source, first = channel < CHANNELS, tl.load(rows + row), tl.load(sources + row), tl.load(firsts + row)
     kept = before + place * row_stride + channel
-    again = kept + tl.load(accepted + place) * CHANNELS
+    again = before + source * row_stride + channel + tl.load(accepted + source) * CHANNELS
     for tap in tl.static_range(TAPS - 1):
         at = drafts - (TAPS - 1) + tap
-        if at >= start:
+        if at >= first:
             value = tl.load(inputs + at.to(tl.int64) * stride + channel, inside, 0.0)
         else:
-            value = tl.load(again + (TAPS - 1 + at - start) * CHANNELS, inside, 0.0)
+            value = tl.load(again + (TAPS - 1 + at - first) * CHANNELS, inside, 0.0)
         tl.store(kept + tap * CHANNELS, value, inside)
     gate = tl.arange(0, GATES)
     for number in range(0, end - drafts):
@@ -252,41 +252,45 @@ def _prepare(
             u2, w2, k2, s2 = u_new, w_new, k, s
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "starts"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
 def _scan(
-    mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, out: tensor,
-    row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr,
-    STAGES: constexpr, EXACT: constexpr,
+    mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, sources: tensor,
+    firsts: tensor, out: tensor, num_rows: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr,
+    DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr, EXACT: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, h, v): the chunks of row r for head h and COLUMNS values."""
+    """Program (r, h, v): the chunks of row r and of those that go on behind it, for head h and COLUMNS values."""
     row, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    if start == end:
+    if (start == end) | (tl.load(firsts + row) < start):
         return
     key, index, column = tl.arange(0, DIM), tl.arange(0, CHUNK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    place = tl.load(rows + row) * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
-    state = tl.load(memory + place)
+    place = head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
+    state = tl.load(memory + tl.load(sources + row) * row_stride + place)
     key_head = head // (HEADS // KEY_HEADS)
     dtype = mixed.dtype.element_ty
-    for first in tl.range(start, end, CHUNK, num_stages=STAGES):
-        token = first + index
-        inside = token < end
-        line, mine = token.to(tl.int64)[:, None] * CHANNELS, (token.to(tl.int64) * HEADS + head)[:, None]
-        q = tl.load(mixed + line + key_head * DIM + key[None, :], inside[:, None], 0.0)
-        k = tl.load(mixed + line + (KEY_HEADS + key_head) * DIM + key[None, :], inside[:, None], 0.0)
-        w_here = tl.load(w + mine * DIM + key[None, :], inside[:, None], 0.0)
-        changes = tl.load(u + mine * DIM + column[None, :], inside[:, None], 0.0).to(tl.float32)
-        attended = tl.load(p + mine * CHUNK + index[None, :], inside[:, None], 0.0)
-        total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
-        last = tl.min(total, 0)  # sums never grow
-        rounded = state.to(dtype)
-        changes -= tl.dot(w_here, rounded, input_precision="ieee" if EXACT else None)
-        result = tl.dot(q, rounded, input_precision="ieee" if EXACT else None) * tl.exp(total)[:, None]
-        result = tl.dot(attended, changes.to(dtype), result, input_precision="ieee" if EXACT else None)
-        left = (changes * tl.exp(last - total)[:, None]).to(dtype)
-        state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision="ieee" if EXACT else None)
-        tl.store(out + mine * DIM + column[None, :], result.to(out.dtype.element_ty), inside[:, None])
-    tl.store(memory + place, state)
+    while start < end:
+        for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+            token = first + index
+            inside = token < end
+            line, mine = token.to(tl.int64)[:, None] * CHANNELS, (token.to(tl.int64) * HEADS + head)[:, None]
+            q = tl.load(mixed + line + key_head * DIM + key[None, :], inside[:, None], 0.0)
+            k = tl.load(mixed + line + (KEY_HEADS + key_head) * DIM + key[None, :], inside[:, None], 0.0)
+            w_here = tl.load(w + mine * DIM + key[None, :], inside[:, None], 0.0)
+            changes = tl.load(u + mine * DIM + column[None, :], inside[:, None], 0.0).to(tl.float32)
+            attended = tl.load(p + mine * CHUNK + index[None, :], inside[:, None], 0.0)
+            total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
+            last = tl.min(total, 0)  # sums never grow
+            rounded = state.to(dtype)
+            changes -= tl.dot(w_here, rounded, input_precision="ieee" if EXACT else None)
+            result = tl.dot(q, rounded, input_precision="ieee" if EXACT else None) * tl.exp(total)[:, None]
+            result = tl.dot(attended, changes.to(dtype), result, input_precision="ieee" if EXACT else None)
+            left = (changes * tl.exp(last - total)[:, None]).to(dtype)
+            state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision="ieee" if EXACT else None)
+            tl.store(out + mine * DIM + column[None, :], result.to(out.dtype.element_ty), inside[:, None])
+        tl.store(memory + tl.load(rows + row) * row_stride + place, state)
+        row, start = row + 1, end
+        goes_on = tl.load(firsts + row, row < num_rows, 2147483647) < start
+        end = tl.where(goes_on, tl.load(starts + row + 1, row < num_rows, 0), start)
 
 
 @triton.jit(do_not_specialize=["num_lines"])
@@ -338,8 +342,9 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
     _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
-        heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.rows_R, rows.starts_R1, mixed_TC, num_tokens, num_rows, stride,
-        before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens, ROWS=_padded(num_rows),
+        heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.starts_R1, *rows.origins, mixed_TC, num_tokens, num_rows,
+        stride, before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens,
+        ROWS=_padded(num_rows),
     )  # fmt: skip
     o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
     if rows.num_prefill_rows:
@@ -351,8 +356,9 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
             rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
         )  # fmt: skip
     _keep[(num_rows, triton.cdiv(channels, tiles.channels))](
-        heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, rows.num_prefill_rows, stride,
-        before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels, GATES=triton.next_power_of_2(2 * num_heads),
+        heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, *rows.origins, rows.num_prefill_rows,
+        stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
+        GATES=triton.next_power_of_2(2 * num_heads),
     )  # fmt: skip
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
@@ -384,6 +390,6 @@ def _chunked(
     )  # fmt: skip
     columns = min(dim, tiles.scan_columns)
     _scan[(num_rows, num_heads, dim // columns)](
-        mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, o_THV, memory.stride(0),
+        mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, *rows.origins, o_THV, num_rows, memory.stride(0),
         CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=tiles.scan_stages, EXACT=exact, num_warps=tiles.scan_warps, **sizes,
     )  # fmt: skip

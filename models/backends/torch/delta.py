@@ -13,10 +13,13 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
     num_heads, key_dim, value_dim = state.recurrent_RHKV.shape[1:]
     qkv_TC, z_TX = heads.inputs_TX.tensor_split((len(heads.conv_CW),), dim=1)
     out_THV = z_TX.new_empty((len(z_TX), num_heads, value_dim))
-    starts = rows.starts_R1.tolist()
-    for index, (row, start, end) in enumerate(zip(rows.rows_R.tolist(), starts, starts[1:], strict=False)):
+    starts, targets, (sources, firsts) = rows.starts_R1.tolist(), rows.rows_R.tolist(), (each.tolist() for each in rows.origins)
+    for index, (row, start, end) in enumerate(zip(targets, starts, starts[1:], strict=False)):
         if start == end:
             continue
+        source = sources[index] if firsts[index] == start else targets[index - 1]
+        for kept in (state.recurrent_RHKV, state.inputs_RWC) if source != row else ():
+            kept[row] = kept[source]
         is_prompt, num_again = index < rows.num_prefill_rows, int(state.num_accepted_R[row])
         num_new = end - start if is_prompt else 1  # behind them the state is kept
         mixed_TC = _convolved(qkv_TC[start:end], state.inputs_RWC[row], num_again, num_new, heads.conv_CW)

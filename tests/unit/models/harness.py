@@ -11,6 +11,7 @@ import torch
 
 from models.attention.paged import AttentionBackend, allocate_pools
 from models.backends.backend import Backend
+from models.backends.ops import StateRows
 from models.backends.torch.backend import TorchBackend
 from models.batch import AttentionLayout, ForwardBatch, VisualSlice
 from models.config import ModelConfig
@@ -242,6 +243,7 @@ class PagedRunner:
             slot_mapping_T=self._tensor(np.concatenate(slots), torch.int64),
             num_prefill_rows=num_prefill_rows,
         )
+        starts_R1 = self._tensor(qo, torch.int32)
         indices = {"last": wanted, "all": range(len(ids)), "none": []}[want]
         return ForwardBatch(
             input_ids_T=self._tensor(ids, torch.int64),
@@ -249,9 +251,8 @@ class PagedRunner:
             attention=layout,
             visual=tuple(visual),
             logits_indices=self._tensor(indices, torch.int64),
-            rows=self._tensor([session.row for session, _ in rows], torch.int64),
             states=self.states,
-            row_starts=layout.qo_indptr_cpu.to(self.model.device),
+            rows=StateRows(self._tensor([session.row for session, _ in rows], torch.int64), starts_R1, num_prefill_rows),
         )
 
     def _tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:

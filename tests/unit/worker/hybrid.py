@@ -48,25 +48,27 @@ class HybridModel(Qwen3VL):
         read_DF = torch.randn(x_TD.shape[1], NUM_FEATURES, generator=weights) / x_TD.shape[1] ** 0.5
         write_FD = torch.randn(NUM_FEATURES, x_TD.shape[1], generator=weights)
         decay_F = torch.linspace(0.5, 0.99, NUM_FEATURES)
-        starts_R1 = batch.row_starts
-        assert starts_R1 is not None
+        rows = batch.rows
+        assert rows is not None
+        starts_R1, (sources_R, firsts_R) = rows.starts_R1, rows.origins
         token_T = torch.arange(len(x_TD))
-        row_T = torch.searchsorted(starts_R1[1:].contiguous(), token_T, right=True).clamp(max=len(batch.rows) - 1)
-        is_before_TT = (row_T[:, None] == row_T) & (token_T[:, None] >= token_T)
+        row_T = torch.searchsorted(starts_R1[1:].contiguous(), token_T, right=True).clamp(max=len(rows.rows_R) - 1)
+        first_T = firsts_R[row_T]
+        is_before_TT = (first_T[:, None] == first_T) & (token_T[:, None] >= token_T)
         powers_TTF = decay_F ** (token_T[:, None] - token_T).clamp(min=0)[..., None]
         state_RXF = batch.states[0].layer(ordinal).view(torch.float32).unflatten(1, (-1, NUM_FEATURES))
-        old_RF, drafts_RDF, num_again_R = state_RXF[batch.rows, 0], state_RXF[batch.rows, 1:], batch.states[0].num_accepted[batch.rows]
+        old_RF, drafts_RDF, num_again_R = state_RXF[sources_R, 0], state_RXF[sources_R, 1:], batch.states[0].num_accepted[sources_R]
         for i in range(drafts_RDF.shape[1]):
             old_RF = torch.where((i < num_again_R)[:, None], decay_F * old_RF + drafts_RDF[:, i], old_RF)
         inputs_TF = x_TD @ read_DF
         sums_TF = ((is_before_TT[..., None] * powers_TTF) * inputs_TF).sum(1)
-        sums_TF += decay_F ** (token_T - starts_R1[row_T] + 1)[:, None] * old_RF[row_T]
+        sums_TF += decay_F ** (token_T - first_T + 1)[:, None] * old_RF[row_T]
         is_empty_R1 = (starts_R1[1:] == starts_R1[:-1])[:, None]
-        is_prompt_R = torch.arange(len(batch.rows)) < batch.attention.num_prefill_rows
+        is_prompt_R = torch.arange(len(sources_R)) < rows.num_prefill_rows
         last_R = torch.where(is_prompt_R, starts_R1[1:].long() - 1, starts_R1[:-1].long()).clamp(0, len(x_TD) - 1)
         draft_RD = last_R[:, None] + 1 + torch.arange(drafts_RDF.shape[1])
         new_RXF = torch.cat((sums_TF[last_R, None], inputs_TF[draft_RD.clamp(max=len(x_TD) - 1)]), dim=1)
-        state_RXF[batch.rows] = torch.where(is_empty_R1[..., None], state_RXF[batch.rows], new_RXF)
+        state_RXF[rows.rows_R] = torch.where(is_empty_R1[..., None], state_RXF[rows.rows_R], new_RXF)
         return torch.tanh(sums_TF) @ write_FD / 4
 
 

@@ -77,6 +77,29 @@ def test_any_mix(name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("counts", [(70, 16, 9, 30, 1), (16, 130, 64, 30, 1)], ids=str)
+def test_chunks_of_a_prompt_follow_each_other(backend: str, counts: tuple[int, ...]) -> None:
+    """Red if what holds between two chunks of a step differs by a bit from what a step with the first one leaves, or what comes behind.
+    Three chunks of one prompt, one of another, and a decode row."""
+    from models.backends.portable.delta import delta_rule
+
+    compute = delta_rule_ if backend == "torch" else delta_rule
+    heads, state, _ = inputs(counts, 4, torch.float32)
+    singly, starts = copy_of(state), torch.tensor([0, *counts]).cumsum(0).int()
+    state.recurrent_RHKV[7:], state.inputs_RWC[7:] = 3, 3  # spare rows
+    rows, sources, firsts = torch.tensor([7, 8, 2, 5, 0]), torch.tensor([2, 2, 2, 5, 0]), starts[:-1].clone()
+    firsts[1:3] = 0
+    ours = compute(heads, state, StateRows(rows, starts, 4, (sources, firsts)))
+    for i, (row, start, end) in enumerate(zip(sources, starts, starts[1:], strict=False)):
+        given = replace(heads, inputs_TX=heads.inputs_TX[start:end], gates_TX=heads.gates_TX[start:end])
+        alone = StateRows(row[None], torch.tensor([0, end - start]).int(), int(i < 4))
+        torch.testing.assert_close(ours[start:end], compute(given, singly, alone), rtol=0, atol=0)
+        assert state.recurrent_RHKV[rows[i]].equal(singly.recurrent_RHKV[row])
+        assert state.inputs_RWC[rows[i]].equal(singly.inputs_RWC[row])
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
     """Red if a row that goes on behind the drafts that were accepted differs from one that was computed token by token and had no others:
     in its outputs, its state or the inputs of its convolution. Also if drafts follow drafts. Our kernel, by a bit."""
