@@ -45,7 +45,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     # a `uuid` stays with its content; 7,900: templates of requests, in a process of their own.
     # 600: frames are resized while others are decoded
     # 700 for text models: images are refused, parts of text are joined, a token before a text
-    "server/processor": 178_100,
+    "server/processor": 178_200,
     # 600: copies of a step by kernels, 12 % of 2B's time per token
     # 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
     # sizes and times, and their settings

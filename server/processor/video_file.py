@@ -267,7 +267,7 @@ def _write_pair(i: int, frames: list[VideoFrame], size: tuple[int, int], write: 
 
 
 def _upright(frame: VideoFrame, size: tuple[int, int]) -> Rgb:
-    image = frame.to_image()
+    image = frame.to_image(threads=1)  # by default one for each CPU, whose stacks count as memory
     if frame.rotation in TURNS:
         image = image.transpose(TURNS[frame.rotation])
     if (image.height, image.width) != size:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from server.errors import RequestError
+from server.processor import video_file
 from server.processor.video import Video
 from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
 from tests.unit.server.loading import Loading
@@ -204,3 +205,19 @@ async def test_lists_that_are_refused(loading: Loading) -> None:
         assert error.info.status == 400 and words in error.info.message and error.info.code in ("invalid_video", "invalid_value")
     error = await refusal(loading, joined(two) + b"," + b64(b"no picture"), holds_frames=True)
     assert (error.info.status, error.info.code) == (422, "invalid_video") and "frame 3" in error.info.message
+
+
+@pytest.mark.parametrize("rotation", [0, 90])
+def test_a_frame_is_converted_by_one_thread(rotation: int) -> None:
+    """Red if each conversion starts a thread for each CPU: with 32 of them decoders had no memory left for threads, and died."""
+    asked = []
+
+    class Frame:
+        def __init__(self) -> None:
+            self.rotation = rotation
+
+        def to_image(self, **options: int) -> Image.Image:
+            asked.append(options)
+            return Image.new("RGB", (64, 32))
+
+    assert video_file._upright(Frame(), (32, 64)).shape == (32, 64, 3) and asked == [{"threads": 1}]  # type: ignore[arg-type]
