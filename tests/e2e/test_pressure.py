@@ -92,11 +92,13 @@ def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[st
     totals = ("engine_preemptions_total", "engine_images_evicted_total")
     before = [tight.metric(name) for name in totals]
     with ThreadPoolExecutor(32) as pool:
-        got = list(pool.map(lambda i: ask(tight, i, SHORT), range(NUM_CANARIES)))
-    assert_everything_is_free(tight)
-    assert all(tight.metric(name) > old for name, old in zip(totals, before, strict=True))
-    assert tight.metric("engine_images_restored_total") == 0
-    assert [i for i, answer in enumerate(got) if answer != expected[SHORT][i % NUM_REQUESTS]] == []
+        for _ in range(4):  # as above
+            got = list(pool.map(lambda i: ask(tight, i, SHORT), range(NUM_CANARIES)))
+            assert [i for i, answer in enumerate(got) if answer != expected[SHORT][i % NUM_REQUESTS]] == []
+            assert_everything_is_free(tight)
+            if happened := all(tight.metric(name) > old for name, old in zip(totals, before, strict=True)):
+                break
+    assert happened and tight.metric("engine_images_restored_total") == 0
 
 
 @pytest.mark.extended
