@@ -11,7 +11,7 @@ from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.detokenize import TokenTable
 from tests.unit.server.loading import Loading
-from tests.unit.server.stack import Stack
+from tests.unit.server.stack import Stack, answer_text
 
 
 @pytest.fixture(scope="session")
@@ -47,11 +47,19 @@ def table(tokenizer: Tokenizer) -> TokenTable:
 
 
 @pytest.fixture(scope="session")
-def stack(model_folder: Path) -> Iterator[Stack]:
-    """For tests that leave it as it was, see `Stack.recover`."""
+def running_stack(model_folder: Path) -> Iterator[Stack]:
     running = Stack(model_folder)
     yield running
     running.close()
+
+
+@pytest.fixture
+def stack(running_stack: Stack) -> Iterator[Stack]:
+    """Starts with an echoing scheduler. Afterwards a good request is answered and both arenas are empty."""
+    running_stack.scheduler.script = answer_text
+    running_stack.scheduler.aborted.clear()
+    yield running_stack
+    running_stack.recover()
 
 
 @pytest.fixture

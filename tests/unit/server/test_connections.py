@@ -10,19 +10,11 @@ import pytest
 
 from server.http.connection import MIN_WAIT_S
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import MIB, Stack, answer_text, hold_silently
+from tests.unit.server.stack import MIB, Stack, hold_silently
 from tests.unit.server.test_direct import body_of, connect, from_elsewhere, head_of, read_answer
 
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 SMALL = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
 
 
 def resident(stack: Stack) -> int:

@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import MIB, Stack, answer_text, hold_silently
+from tests.unit.server.stack import MIB, Stack, hold_silently
 from tests.unit.server.test_stack import image, uri
 
 JPEG = PLAIN["4:2:0"]
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.settle()
 
 
 def large_image(num_bytes: int) -> bytes:

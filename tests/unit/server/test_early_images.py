@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,12 @@ from engine.messages import Region
 from server.http.body import Body
 from server.http.scan import Scanner
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import MIB, Stack, answer_text, hold
+from tests.unit.server.stack import MIB, Stack, hold
 from tests.unit.server.test_direct import body_of, connect, head_of, large_image, read_answer
 from tests.unit.server.test_stack import image, uri
 
 JPEG = PLAIN["4:2:0"]
 NUM_IMAGES = 4
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
 
 
 def images() -> list[bytes]:

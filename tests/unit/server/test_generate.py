@@ -1,14 +1,13 @@
 """SGLang's own dialect through the real api and processor, as its clients and those of reinforcement learning send it."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.serving import data_uri, picture
-from tests.unit.server.stack import Stack, answer_ids, answer_text
+from tests.unit.server.stack import Stack, answer_ids
 
 URL = data_uri(picture(1, 96, 64))
 SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -16,11 +15,8 @@ IDS = [70, 71, 72]
 
 
 @pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
+def three_tokens(stack: Stack) -> None:
     stack.scheduler.script = answer_ids(IDS, reason="length")
-    yield
-    stack.scheduler.script = answer_text
-    stack.recover()
 
 
 def ask(stack: Stack, **fields: Any) -> Any:

@@ -23,8 +23,6 @@ LARGE = [save(Image.new("RGB", (900, 900), (i, 2 * i, 3 * i)), "PNG") for i in r
 
 @pytest.fixture(autouse=True)
 def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
     stack.scheduler.pixels.clear()
     yield
     stack.recover()

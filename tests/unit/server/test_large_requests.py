@@ -3,7 +3,6 @@
 import json
 import time
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from server.errors import RequestError
 from server.http.validate import MAX_VALUES, read_object
-from tests.unit.server.stack import MIB, Stack, answer_text
+from tests.unit.server.stack import MIB, Stack
 
 MESSAGES = b'{"messages": [{"role": "user", "content": "x"}], "ignored": %s}'
 COSTLY = {
@@ -21,14 +20,6 @@ COSTLY = {
     "objects": b"[" + b'{"a":{}},' * (7 * MIB // 9) + b"0]",
     "members": b"{" + b",".join(b'"%x":0' % i for i in range(800_000)) + b"}",
 }
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
 
 
 @pytest.mark.parametrize("name", COSTLY)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.media_corpus import BAD, CORPUS
-from tests.unit.server.stack import Stack, answer_text
+from tests.unit.server.stack import Stack
 from tests.unit.server.test_stack import image, uri
 
 URLS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -41,11 +41,10 @@ def check(stack: Stack, content: object, statuses: tuple[int, ...]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def clean(stack: Stack) -> Iterator[None]:
+def clean(running_stack: Stack) -> Iterator[None]:
     """At the end both arenas are empty."""
-    stack.scheduler.script = answer_text
     yield
-    stack.recover()
+    running_stack.recover()
 
 
 @pytest.mark.parametrize("name", CORPUS)

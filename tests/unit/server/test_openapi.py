@@ -20,8 +20,8 @@ STORED = {"/v1/responses/{name}", "/v1/responses/{name}/input_items"}
 
 
 @pytest.fixture(scope="module")
-def document(stack: Stack) -> Any:
-    return stack.http.get("/openapi.json").json()
+def document(running_stack: Stack) -> Any:
+    return running_stack.http.get("/openapi.json").json()
 
 
 def operations(document: Any) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,5 @@
 """Answers that later requests name: through the real api, by OpenAI's own client, and their bounds alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -10,22 +9,15 @@ from server.api.responses import store as module
 from server.api.responses.store import ResponseStore
 from server.errors import RequestError
 from tests.e2e.serving import data_uri, picture
-from tests.unit.server.stack import Stack, answer_text
+from tests.unit.server.stack import Stack
 
 ADDRESS = data_uri(picture(1, 400, 300))
 PICTURE: dict[str, Any] = {"type": "input_image", "image_url": ADDRESS, "detail": "auto"}
 
 
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
-
-
 @pytest.fixture(scope="module")
-def client(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="one", max_retries=0)
+def client(running_stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="one", max_retries=0)
 
 
 def question(*parts: Any) -> list[Any]:

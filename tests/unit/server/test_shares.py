@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from server.errors import RequestError
 from server.http.connection import ConnectionLimiter, LimitedProtocol
 from server.http.shares import Shares, host_of
-from tests.unit.server.stack import MIB, Stack, answer_text
+from tests.unit.server.stack import MIB, Stack
 from tests.unit.server.test_connections import CHUNKED
 from tests.unit.server.test_direct import body_of, connect, from_elsewhere, head_of, is_answered, large_image, read_answer
 
@@ -23,14 +23,6 @@ ADDRESSES = [
     ("fe80::1%eth0", "fe80::/64"), ("::ffff:10.0.0.1", "10.0.0.1"), ("", ""), ("a:b", "a:b"),
 ]  # fmt: skip
 SLOW = b"POST /v1/chat/completions" + CHUNKED + b"1\r\n{\r\n"
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
 
 
 @pytest.mark.parametrize(("address", "host"), ADDRESSES)

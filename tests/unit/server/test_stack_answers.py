@@ -1,7 +1,5 @@
 """Several answers to one request: one prompt, one set of images, and streams that interleave by index."""
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 from tokenizers import Tokenizer
@@ -13,23 +11,15 @@ from engine.messages import (
 )
 from engine.stats import Stages
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
 
 WORDS = ("one", "two and", "three or more")
 
 
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    stack.scheduler.script = answer_text
-    stack.scheduler.aborted.clear()
-    yield
-    stack.recover()
-
-
 @pytest.fixture(scope="module")
-def client(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+def client(running_stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,17 +20,8 @@ from engine.messages import (
 )
 from engine.stats import Stages
 from tests.unit.server.pictures import DECODED, PLAIN, png_header, save
-from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, answer_text, hold, hold_silently
+from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, hold, hold_silently
 from tests.unit.server.test_stack import image, uri
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Every test starts with an echoing scheduler; afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    stack.scheduler.aborted.clear()
-    yield
-    stack.recover()
 
 
 def error_of(response: httpx.Response) -> tuple[int, str | None]:

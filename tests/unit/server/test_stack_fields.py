@@ -1,6 +1,5 @@
 """Fields that shape prompts and texts, through the real api and processor; text completions; what is no JSON."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,17 +20,9 @@ from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_tex
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    stack.scheduler.script = answer_text
-    stack.scheduler.aborted.clear()
-    yield
-    stack.recover()
-
-
 @pytest.fixture(scope="module")
-def client(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+def client(running_stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
 
 
 def prompt_text(stack: Stack, tokenizer: Tokenizer) -> str:

@@ -15,7 +15,7 @@ from engine.messages import (
 from engine.stats import Stages
 from server.checkpoint import read_checkpoint
 from server.processor.prompt import PromptBuilder
-from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold_silently
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, hold_silently
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
@@ -34,17 +34,9 @@ FORMAT_PARAM = "response_format.json_schema.schema"
 QUESTION = [{"role": "user", "content": "How will the weather be?"}]
 
 
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    stack.scheduler.script = answer_text
-    stack.scheduler.aborted.clear()
-    yield
-    stack.recover()
-
-
 @pytest.fixture(scope="module")
-def client(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+def client(running_stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
 
 
 def say(stack: Stack, tokenizer: Tokenizer, text: str) -> None:

@@ -1,7 +1,6 @@
 """Videos through the real api and processor: the ids of the reference, and what each dialect may say of a video."""
 
 import base64
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +20,12 @@ from server.errors import RequestError
 from server.http.scan import Scanner
 from tests.unit.server.clips import encode, frames_of, gif, joined
 from tests.unit.server.pictures import jpeg, save
-from tests.unit.server.stack import Stack, answer_ids, answer_text, hold_silently
+from tests.unit.server.stack import Stack, answer_ids, hold_silently
 from tests.unit.server.test_stack import image, uri
 
 FRAMES = frames_of(20)
 CLIP = encode(FRAMES)  # 2 s
 START, PAD, END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
 
 
 @pytest.fixture(scope="module")

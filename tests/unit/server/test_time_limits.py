@@ -1,7 +1,6 @@
 """How long a request may take, by the client's word or the operator's, and when one that was refused should come again."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,17 +10,9 @@ from engine.messages import ErrorInfo, Event, Events
 from engine.stats import EngineStats
 from server.http import client as client_module
 from server.http.client import Client
-from tests.unit.server.stack import Stack, answer_text
+from tests.unit.server.stack import Stack
 
 OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_after=1)
-
-
-@pytest.fixture(autouse=True)
-def clean(stack: Stack) -> Iterator[None]:
-    """Afterwards a good request is answered and both arenas are empty."""
-    stack.scheduler.script = answer_text
-    yield
-    stack.recover()
 
 
 def test_the_field_becomes_the_engines_deadline(stack: Stack) -> None:
