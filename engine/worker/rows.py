@@ -128,15 +128,12 @@ class Rows:
             if self._snapshots is not None:
                 self._snapshots.clear(chunk.blocks)
 
-    def save_snapshots(self, chunks: Sequence[Chunk]) -> None:
-        """States behind chunks that have been computed; see `state_arrays`."""
-        spare = self.scratch_row
-        for i, chunk in enumerate(chunks if self._snapshots is not None else ()):
-            goes_on = i + 1 < len(chunks) and chunks[i + 1].row == chunk.row
-            spare += goes_on
-            if chunk.snapshot:
-                assert self._snapshots is not None
-                self._snapshots.save(spare if goes_on else chunk.row, chunk.snapshot)
+    def save_snapshots(self, step: HostStep, chunks: Sequence[Chunk]) -> None:
+        """States behind a computed step's chunks."""
+        if self._snapshots is not None and any(chunk.snapshot for chunk in chunks):
+            for row, chunk in zip(self.state_arrays(step)[0].tolist(), chunks, strict=True):
+                if chunk.snapshot:
+                    self._snapshots.save(row, chunk.snapshot)
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
         """A plan's chunks as arrays."""

@@ -189,7 +189,7 @@ class Runner:
     def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
         """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
-        self.rows.save_snapshots(plan.chunks)
+        self.rows.save_snapshots(step, plan.chunks)
         if not len(draws.rows_S):
             self._guess(step, draws.rows_S, draws, 0)
             return NOTHING_DRAWN, scores, pooled

@@ -18,7 +18,7 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
         if start == end:
             continue
         source = sources[index] if firsts[index] == start else targets[index - 1]
-        for kept in (state.recurrent_RHKV, state.inputs_RWC) if source != row else ():
+        for kept in (state.recurrent_RHKV, state.inputs_RWC[:, : heads.conv_CW.shape[1] - 1]) if source != row else ():
             kept[row] = kept[source]
         is_prompt, num_again = index < rows.num_prefill_rows, int(state.num_accepted_R[row])
         num_new = end - start if is_prompt else 1  # behind them the state is kept
@@ -85,7 +85,7 @@ def chunked(
 
 
 def _convolved(x_TC: torch.Tensor, kept_WC: torch.Tensor, num_again: int, num_new: int, weight_CW: torch.Tensor) -> torch.Tensor:
-    """SiLU of the convolution, rounded. `kept_WC` becomes the inputs before the first `num_new` tokens' end, and those behind it."""
+    """SiLU of the convolution, rounded. `kept_WC` becomes the inputs around the end of the first `num_new` tokens."""
     whole_TC = torch.cat((kept_WC[num_again : num_again + weight_CW.shape[1] - 1], x_TC))
     kept_WC[: len(whole_TC) - num_new] = whole_TC[num_new:]
     sums_TC = sum(whole_TC[i : i + len(x_TC)].float() * weight for i, weight in enumerate(weight_CW.float().unbind(1)))
