@@ -36,7 +36,7 @@ from bench.report import table, write_result
 ROLES = ("launcher", "api", "processor", "scheduler", "worker")
 PHASES = ("upload", "media", "tower", "prefill", "decode")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
-END_S, NOTICE_S, RECOVER_S = 15.0, 10.0, 15.0
+START_S, END_S, NOTICE_S, RECOVER_S = 300.0, 15.0, 10.0, 15.0
 INTO_PHASE_S = 0.4  # after the request was begun
 READY = re.compile(r"ready after .*: (http://\S+) serves")
 
@@ -66,14 +66,16 @@ def body_of(phase: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def engine(flags: Sequence[str] = (), module: Sequence[str] = ("engine.serve",)) -> AsyncIterator[tuple[Process, str]]:
-    """A running engine and its address; it is removed completely at the end."""
+async def engine(
+    flags: Sequence[str] = (), module: Sequence[str] = ("engine.serve",), folder: Path | None = None
+) -> AsyncIterator[tuple[Process, str]]:
+    """A running engine, of the clone in `folder` or of this one, and its address; it is removed completely at the end."""
     command = [sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
-    process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL)
+    process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL, cwd=folder)
     assert process.stdout is not None
     children: list[int] = []
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(START_S):
             while (match := READY.search((await process.stdout.readline()).decode())) is None:
                 assert process.returncode is None, "the engine does not start"
         children = list(roles_of(process.pid).values())

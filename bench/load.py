@@ -18,7 +18,9 @@ from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import percentile, table, write_result
 
+MAX_ERRORS = 3  # different ones, that are shown
 PERCENTILES = (50, 90, 99)
+MAX_ERRORS = 3  # different ones, of failed requests
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -90,6 +92,7 @@ def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
     return {
         "requests": len(good),
         "failed": len(answers) - len(good),
+        "errors": sorted({answer.error for answer in answers if answer.error is not None})[:MAX_ERRORS],
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(good) / seconds, 3),
         "output_tokens_per_s": round(sum(answer.num_tokens for answer in good) / seconds, 1),
@@ -102,7 +105,7 @@ def main() -> None:
     args = parse_args()
     result = uvloop.run(load(args))
     names = [name for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") if name in result]
-    print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s")
+    print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s", *result["errors"], sep="\n")
     print(f"{result['requests_per_s']} requests/s, {result['output_tokens_per_s']} output tokens/s")
     print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *result[name].values()] for name in names]))
     write_result(args, result=result)

@@ -5,7 +5,8 @@
     python -m bench.video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 2 --clients 32 --requests 128 --output-tokens 100
 
 Clips are made here: H.264 at 30 frames a second, 374 is 30 s of 374 x 374 (as in TensorRT-LLM's issue 15598), 720p is 10 s. Beside a first
-request stand the compute bound and the time in which the server made pixels of the file (its `prepare` stage).
+request stand the compute bound and the time in which the server made pixels of the file (its `prepare` stage). Lists of frames are sent by
+one client.
 """
 
 import argparse
@@ -189,7 +190,7 @@ async def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
         for fps in rates:  # first-time costs fall on nobody
             await client.chat(body_of(model, file_part(clips[-1]), 0, args.output_tokens, mm_processor_kwargs={"fps": fps}))
         rows = [await measure_fps(client, model, clips[:-1], fps, args) for fps in rates]
-        return rows, await measure_overlap(client, model, args)
+        return rows, await measure_overlap(client, model, args) if args.clients == 1 else {}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -198,8 +199,10 @@ def main(argv: list[str] | None = None) -> None:
     rows, overlap = uvloop.run(run(args))
     names = [name for name in rows[0] if name != "load"]
     print(table(names, [[row[name] for name in names] for row in rows]))
-    first, second = (f"{overlap[f'{name}_ms']} ms (bound {overlap[f'{name}_bound_ms']})" for name in ("list", "overlapping"))
-    print(f"a list of frames {first}; half of it known {second}: {overlap['share']} of that")
+    print(*(error for row in rows for error in row["load"]["errors"]), sep="\n")
+    if overlap:
+        first, second = (f"{overlap[f'{name}_ms']} ms (bound {overlap[f'{name}_bound_ms']})" for name in ("list", "overlapping"))
+        print(f"a list of frames {first}; half of it known {second}: {overlap['share']} of that")
     write_result(args, rows=rows, overlap=overlap)
 
 

@@ -30,14 +30,16 @@ def test_the_bound_and_the_tokens() -> None:
     assert make_clip(1, "tiny")[4:8] == b"ftyp"
 
 
-def test_a_run(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_run(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str], clients: int) -> None:
     """Red if a request of the benchmark is refused, or what is to be new is known, or the other way round."""
+    stack.scheduler.requests.clear()
     stack.scheduler.script = answer_text
     out = tmp_path / "video.json"
-    flags = ["--clip", "tiny", "--fps", "2,4", "--requests", "3", "--clients", "2", "--shape", "tiny"]
+    flags = ["--clip", "tiny", "--fps", "2,4", "--requests", "3", "--clients", str(clients), "--seed", str(10 * clients), "--shape", "tiny"]
     main(["--url", stack.url, "--output-tokens", "8", "--json", str(out), *flags])
     rows = json.loads(out.read_text())["rows"]
     assert [row["fps"] for row in rows] == [2.0, 4.0] and all(row["load"]["failed"] == 0 for row in rows)
     assert "bound_ms" in capsys.readouterr().out
     encodings = [request.images[0].source.encoding for request in stack.scheduler.requests]
-    assert encodings == [*["rgb"] * 2, *[*["rgb"] * 3, *["file"] * 3] * 2, *["rgb", "file"] * 4]
+    assert encodings == [*["rgb"] * 2, *[*["rgb"] * 3, *["file"] * 3] * 2, *["rgb", "file"] * (4 if clients == 1 else 0)]
