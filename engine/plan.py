@@ -108,7 +108,7 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     text = model.text
     of_token = 3 * text.intermediate_size // tp
     if text.moe is not None:
-        of_token = text.moe.num_experts_per_tok * (text.moe.intermediate_size // tp + text.hidden_size)
+        of_token = (text.moe.num_experts_per_tok + text.moe.has_shared) * (text.moe.intermediate_size // tp + text.hidden_size)
     if text.delta is not None:
         of_token = max(of_token, text.delta.step_values // tp)
     return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens

@@ -29,12 +29,12 @@ FILE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Every layer has these experts in place of one SwiGLU. The weights of those that a token is given sum to one."""
+    """Every layer has these experts in place of one SwiGLU. The weights of those that the router gives a token sum to one."""
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int  # of one expert
-    shared_size: int = 0  # of one more that every token is given, by a weight of its own; 0: there is none
+    has_shared: bool = False  # one more, that every token is given, by a weight of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +102,14 @@ class TextConfig:
         """Of a layer's matrices, those that a token is multiplied by; without a router's. The mean over the layers."""
         if self.moe is None:
             return self._matrices(self.intermediate_size)
-        return self._matrices(self.moe.num_experts_per_tok * self.moe.intermediate_size + self.moe.shared_size)
+        return self._matrices((self.moe.num_experts_per_tok + self.moe.has_shared) * self.moe.intermediate_size)
 
     @property
     def stored_layer_parameters(self) -> int:
         """Of all of them, every expert's included."""
         if self.moe is None:
             return self._matrices(self.intermediate_size)
-        return self._matrices(self.moe.num_experts * self.moe.intermediate_size + self.moe.shared_size)
+        return self._matrices((self.moe.num_experts + self.moe.has_shared) * self.moe.intermediate_size)
 
     def ordinal(self, layer: int) -> int:
         """Of a layer among those of its kind."""
@@ -331,8 +331,10 @@ def _num_experts(config: Mapping[str, Any]) -> int:
 def _moe(config: Mapping[str, Any]) -> MoeConfig | None:
     if not _num_experts(config):
         return None
-    shared_size = int(config.get("shared_expert_intermediate_size") or 0)
-    moe = MoeConfig(_num_experts(config), config["num_experts_per_tok"], config["moe_intermediate_size"], shared_size)
+    size, shared_size = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size") or 0
+    if shared_size not in (0, size):
+        raise ValueError(f"shared_expert_intermediate_size must be moe_intermediate_size ({size}), as in every published model")
+    moe = MoeConfig(_num_experts(config), config["num_experts_per_tok"], size, shared_size > 0)
     if not 0 < moe.num_experts_per_tok <= moe.num_experts:
         raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({moe.num_experts}), got {moe.num_experts_per_tok}")
     return moe

@@ -18,15 +18,17 @@ def expert_cases(text: TextConfig, ops: Ops, device: torch.device, num_tokens: i
     fast. Tokens and router are random; the bytes are those of experts that a token goes to. Nothing if the model has no experts."""
     if text.moe is None:
         return
-    hidden, inner, count, num_chosen = text.hidden_size, text.moe.intermediate_size, text.moe.num_experts, text.moe.num_experts_per_tok
+    hidden, inner, moe = text.hidden_size, text.moe.intermediate_size, text.moe
+    count, chosen = moe.num_experts + moe.has_shared, (moe.num_experts, moe.num_experts_per_tok, moe.has_shared)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn((rows, columns), dtype=torch.bfloat16, device=device).mul_(columns**-0.5)
 
     norm, stream, router = torch.ones(hidden, dtype=torch.bfloat16, device=device), normal(num_tokens, hidden), normal(count, hidden)
     gate_up, down = normal(count * 2 * inner, hidden), normal(count * hidden, inner)
-    touched = len((stream @ router.t()).topk(num_chosen).indices.unique())
-    flops, num_bytes = 6.0 * num_tokens * num_chosen * hidden * inner, 3.0 * touched * hidden * inner * BF16
+    touched = len((stream @ router[: moe.num_experts].t()).topk(moe.num_experts_per_tok).indices.unique()) + moe.has_shared
+    flops = 6.0 * num_tokens * (moe.num_experts_per_tok + moe.has_shared) * hidden * inner
+    num_bytes = 3.0 * touched * hidden * inner * BF16
     shape = f"{num_tokens} x {hidden}, {touched} of {count} x {inner}"
 
     def call(experts: Experts) -> None:
@@ -36,6 +38,6 @@ def expert_cases(text: TextConfig, ops: Ops, device: torch.device, num_tokens: i
     def case(name: str, experts: Experts, share: float) -> Case:
         return Case(name, shape, flops * share, num_bytes * share + router.nbytes, [lambda: call(experts)])
 
-    yield case("norm, router, experts", Experts(router, gate_up, down, 0, count, num_chosen), 1)
-    rounded = Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, num_chosen)
+    yield case("norm, router, experts", Experts(router, gate_up, down, 0, count, *chosen), 1)
+    rounded = Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, *chosen)
     yield case("float8: norm, router, experts", rounded, 0.5)

@@ -132,14 +132,22 @@ class DeltaState:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """SwiGLU experts `first : first + count` of all, and the router. Rows of `gate_up`: an expert's gate, its other factor, the next
-    expert's."""
+    expert's. With `has_shared`, one more expert behind all is given to every token; behind the router's rows is then a row for its weight,
+    and further ones mean nothing."""
 
     router_ED: torch.Tensor
     gate_up: Weight  # (count * 2 * inner, D)
     down: Weight  # (count * D, inner)
     first: int
     count: int
-    num_chosen: int  # experts of a token
+    num_experts: int  # that the router chooses from, of all ranks
+    num_chosen: int  # for a token
+    has_shared: bool = False
+
+    @property
+    def num_given(self) -> int:
+        """Experts of a token."""
+        return self.num_chosen + self.has_shared
 
 
 class Ops(Protocol):
@@ -160,8 +168,9 @@ class Ops(Protocol):
     def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
         """(S, T, D) whose sum over S is what these experts give their tokens, times the router's weights.
 
-        Weights: a float32 softmax of the logits x @ router.T, which have x's dtype; its `num_chosen` largest are divided by their sum
-        and rounded to x's dtype. Tokens that are not `real_T` (None: all are), and those of other experts, get 0.
+        Weights: a float32 softmax of the logits x @ router.T, which have x's dtype; its `num_chosen` largest are divided by their sum;
+        the shared expert's is the sigmoid of its logit. All are rounded to x's dtype. Tokens that are not `real_T` (None: all are), and
+        those of other experts, get 0.
         """
 
     def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> None:

@@ -142,8 +142,7 @@ class DecoderLayer(nn.Module):
         if moe is None:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.is_fp8, setup)
         else:
-            shared = MLP(config.hidden_size, moe.shared_size, config.is_fp8, setup) if moe.shared_size else None
-            self.mlp = SparseMoe(config.hidden_size, moe, config.is_fp8, setup, shared)
+            self.mlp = SparseMoe(config.hidden_size, moe, config.is_fp8, setup)
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
         """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""

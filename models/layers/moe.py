@@ -8,11 +8,12 @@ from torch import nn
 
 from models.backends.ops import Experts, Normed, Residual
 from models.config import MoeConfig
-from models.layers.checkpoint import CheckpointTensor, Index, OneOf
+from models.layers.checkpoint import CheckpointPart, CheckpointTensor, Index, OneOf
 from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
 from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part, quantize_
 
 ALL = slice(None)
+ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
 
 
 class MLP(nn.Module):
@@ -35,19 +36,20 @@ class MLP(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """This rank's part of all experts' matrices, see `Experts`: whole experts (`--ep`) or a share of each. ValueError if they do not
-    divide."""
+    """This rank's part of all experts' matrices, see `Experts`: whole experts (`--ep`; the shared one on the last rank) or a share of each.
+    ValueError if they do not divide."""
 
     gate_up: Weight
     down: Weight
 
     def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup) -> None:
         super().__init__()
-        tp, self.hidden_size, self.num_experts, self.inner = setup.tp, hidden_size, moe.num_experts, moe.intermediate_size
-        self.first, self.count, self.first_inner, self.width = 0, self.num_experts, 0, self.inner
+        tp, self.hidden_size, self.moe, self.inner = setup.tp, hidden_size, moe, moe.intermediate_size
+        self.first, self.count, self.first_inner, self.width = 0, moe.num_experts + moe.has_shared, 0, self.inner
         if tp.whole_experts:
-            self.count = tp.share(self.num_experts, "num_experts")
-            self.first = tp.rank * self.count
+            share = tp.share(moe.num_experts, "num_experts")
+            self.first = tp.rank * share
+            self.count = share + (moe.has_shared and tp.rank == tp.size - 1)
         else:
             self.width = tp.share(self.inner, "moe_intermediate_size")
             self.first_inner = tp.rank * self.width
@@ -56,12 +58,16 @@ class StackedExperts(nn.Module):
         self.gate_up = setup.matrix(self.count * 2 * self.width, hidden_size, is_fp8)
         self.down = setup.matrix(self.count * hidden_size, self.width, is_fp8)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[OneOf]:
-        """As transformers 5 writes them (experts, outputs, inputs), as published (experts, inputs, outputs), or each expert's alone."""
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
+        """As transformers 5 writes them (experts, outputs, inputs), as published (experts, inputs, outputs), or each expert's alone. The
+        shared one's are siblings of this module."""
+        shared = {prefix.rpartition(".")[0] + ".shared_expert": self.moe.num_experts} if self.moe.has_shared else {}
+        single = {f"{prefix}.{expert}": expert for expert in range(self.moe.num_experts)}
         if isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor):
             targets = self.gate_up.data, self.down.data
             yield OneOf((*(tuple(self._stacked(prefix, "", 1, *targets, turned)) for turned in (False, True)),
-                         tuple(self._single(prefix, "", 1, *targets))))  # fmt: skip
+                         tuple(self._single(single, "", 1, *targets))))  # fmt: skip
+            yield from self._single(shared, "", 1, *targets)
             return
         assert isinstance(self.gate_up, BlockScaled) and isinstance(self.down, BlockScaled)
         values, scales = (self.gate_up.values, self.down.values), (self.gate_up.scales, self.down.scales)
@@ -69,36 +75,42 @@ class StackedExperts(nn.Module):
             (*self._stacked(prefix, "", 1, *values, turned), *self._stacked(prefix, "_scale_inv", BLOCK, *scales, scales_turned))
             for turned, scales_turned in product((False, True), repeat=2)
         )
-        single = *self._single(prefix, "", 1, *values), *self._single(prefix, "_scale_inv", BLOCK, *scales)
-        yield OneOf((*stacked, single))
+        alone, shared_alone = (
+            (*self._single(which, "", 1, *values), *self._single(which, "_scale_inv", BLOCK, *scales)) for which in (single, shared)
+        )
+        yield OneOf((*stacked, alone))
+        yield from shared_alone
 
     def _stacked(
         self, prefix: str, suffix: str, block: int, gate_up: torch.Tensor, down: torch.Tensor, is_input_major: bool
     ) -> Iterator[CheckpointTensor]:
-        """All experts' matrices as one tensor; of values, or of what each block of `block` squared has one of."""
-        (hidden, inner, share), experts = self._sizes(block), slice(self.first, self.first + self.count)
+        """All matrices of experts that are not shared as one tensor; of values, or of what each block of `block` squared has one of."""
+        (hidden, inner, share), last = self._sizes(block), min(self.first + self.count, self.moe.num_experts)
+        experts, ours = slice(self.first, last), slice(0, last - self.first)
 
         def tensor(name: str, shape: tuple[int, int], index: Index, target: torch.Tensor) -> CheckpointTensor:
             if is_input_major:
                 shape, index, target = shape[::-1], index[::-1], target.transpose(1, 2)
             name = f"{prefix}.{name}_proj{suffix}"
-            return CheckpointTensor(name, (self.num_experts, *shape), (experts, *index), target)
+            return CheckpointTensor(name, (self.moe.num_experts, *shape), (experts, *index), target[ours])
 
         for half, target in enumerate(gate_up.unflatten(0, (self.count, 2, -1)).unbind(1)):
             rows = slice(half * inner + share.start, half * inner + share.stop)
             yield tensor("gate_up", (2 * inner, hidden), (rows, ALL), target)
         yield tensor("down", (hidden, inner), (ALL, share), down.unflatten(0, (self.count, -1)))
 
-    def _single(self, prefix: str, suffix: str, block: int, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[CheckpointTensor]:
-        """Each expert's three matrices; of other ranks' experts nothing is read."""
+    def _single(
+        self, experts: dict[str, int], suffix: str, block: int, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> Iterator[CheckpointTensor]:
+        """The three matrices of each of `experts` (path -> number); of other ranks' experts nothing is read."""
         hidden, inner, share = self._sizes(block)
         halves, downs = gate_up.unflatten(0, (self.count, 2, -1)), down.unflatten(0, (self.count, -1))
-        for expert in range(self.num_experts):
+        for path, expert in experts.items():
             i = expert - self.first
             targets = (*halves[i], downs[i]) if 0 <= i < self.count else (down[:0],) * 3
             for name, target in zip(("gate", "up", "down"), targets, strict=True):
                 shape, index = ((hidden, inner), (ALL, share)) if name == "down" else ((inner, hidden), (share, ALL))
-                yield CheckpointTensor(f"{prefix}.{expert}.{name}_proj.weight{suffix}", shape, index, target)
+                yield CheckpointTensor(f"{path}.{name}_proj.weight{suffix}", shape, index, target)
 
     def _sizes(self, block: int) -> tuple[int, int, slice]:
         """In blocks: hidden size, an expert's inner size, this rank's part of it."""
@@ -106,45 +118,44 @@ class StackedExperts(nn.Module):
         return self.hidden_size // block, self.inner // block, slice(first, first + self.width // block)
 
 
+class Router(nn.Module):
+    """A row for each expert. Behind them is one for the shared expert's weight, and what aligns the rows of products."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, setup: Setup) -> None:
+        super().__init__()
+        self._num_experts = moe.num_experts
+        self.weight = setup.parameter(moe.num_experts + ALIGNED * moe.has_shared, hidden_size)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        rows_ED, behind_ED = self.weight.data.split_with_sizes((self._num_experts, len(self.weight) - self._num_experts))
+        yield CheckpointTensor(f"{prefix}.weight", tuple(rows_ED.shape), (ALL,), rows_ED)
+        if len(behind_ED):
+            name = prefix.rpartition(".")[0] + ".shared_expert_gate.weight"
+            yield CheckpointTensor(name, (1, behind_ED.shape[1]), (ALL,), behind_ED[:1])
+
+
 class SparseMoe(nn.Module):
     """The sum of the experts that the router chooses for a token, by weights that sum to one, and of the shared one, by its gate. Every
     rank has all tokens, so one sum over the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup, shared_expert: MLP | None = None) -> None:
+    def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup) -> None:
         super().__init__()
-        self.ops = setup.ops
-        self.tp = setup.tp
-        self.num_chosen = moe.num_experts_per_tok
-        self.gate = nn.ParameterDict({"weight": setup.parameter(moe.num_experts, hidden_size)})
+        self.ops, self.tp, self._moe = setup.ops, setup.tp, moe
+        self.gate = Router(hidden_size, moe, setup)
         self.experts = StackedExperts(hidden_size, moe, is_fp8, setup)
-        self.shared_expert = shared_expert
-        if shared_expert is not None:
-            self.shared_expert_gate = nn.ParameterDict({"weight": setup.parameter(1, hidden_size)})
 
     def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
         """residual += the output."""
-        mine = self.experts
-        experts = Experts(self.gate["weight"], mine.gate_up, mine.down, mine.first, mine.count, self.num_chosen)
-        if self.tp.size == 1 and self.shared_expert is None:
-            self.ops.add_experts_(residual, x_TD, experts, real_T)
-            return
-        parts_STD = self._shared(x_TD, self.ops.sparse_swiglu(x_TD, experts, real_T))
+        mine, moe = self.experts, self._moe
+        chosen = moe.num_experts, moe.num_experts_per_tok, moe.has_shared
+        experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.first, mine.count, *chosen)
         if self.tp.size == 1:
-            residual.add_(parts_STD)
+            self.ops.add_experts_(residual, x_TD, experts, real_T)
         else:
+            parts_STD = self.ops.sparse_swiglu(x_TD, experts, real_T)
             add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)
 
-    def _shared(self, x_TD: Normed, parts_STD: torch.Tensor) -> torch.Tensor:
-        """The same parts; the first is more by what the shared expert gives, if there is one."""
-        if (shared := self.shared_expert) is not None:
-            inner_TX = self.ops.swiglu(x_TD, shared.gate_up_proj.weight)
-            self.ops.gate_(inner_TX, self.ops.linear(x_TD, self.shared_expert_gate["weight"]))
-            parts_STD[0] += self.ops.linear(inner_TX, shared.down_proj.weight)
-        return parts_STD
-
     def quantize_(self) -> None:
-        """Makes the experts' matrices float8; the router's and the gate's stay as they are."""
+        """Makes the experts' matrices float8; the router's stays as it is."""
         quantize_(self.experts, "gate_up")
         quantize_(self.experts, "down")
-        if self.shared_expert is not None:
-            self.shared_expert.quantize_()

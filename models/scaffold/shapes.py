@@ -89,5 +89,5 @@ SHAPES: dict[str, Shape] = {
     # No matrix of an expert is square: transformers tells the published layout from its own by shapes.
     "tiny-moe": replace(TINY, experts=Experts(8, 2, 256)),
     "3.5-tiny": TINY_3_5,
-    "3.5-tiny-moe": replace(TINY_3_5, experts=Experts(8, 2, 256, 128)),
+    "3.5-tiny-moe": replace(TINY_3_5, experts=Experts(8, 2, 256, 256)),
 }

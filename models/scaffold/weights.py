@@ -204,14 +204,14 @@ def _mlp_shapes(name: str, text: TextConfig) -> Shapes:
     hidden = text.hidden_size
     if text.moe is None:
         return _swiglu_shapes(name, hidden, text.intermediate_size)
-    count, inner, shared = text.moe.num_experts, text.moe.intermediate_size, text.moe.shared_size
-    if shared:
+    count, inner = text.moe.num_experts, text.moe.intermediate_size
+    if text.moe.has_shared:
         return {
             f"{name}.gate.weight": (count, hidden),
             f"{name}.experts.gate_up_proj": (count, 2 * inner, hidden),
             f"{name}.experts.down_proj": (count, hidden, inner),
             f"{name}.shared_expert_gate.weight": (1, hidden),
-            **_swiglu_shapes(f"{name}.shared_expert", hidden, shared),
+            **_swiglu_shapes(f"{name}.shared_expert", hidden, inner),
         }
     return {
         f"{name}.gate.weight": (count, hidden),

@@ -71,25 +71,27 @@ def expected(model: Qwen3VL, folder: Path) -> dict[str, torch.Tensor]:
     return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
 
 
-def make_experts(is_float8: bool, width: int = 2048, inner: int = 768) -> Experts:
-    """As those of a layer of 30B-A3B."""
+def make_experts(is_float8: bool, width: int = 2048, inner: int = 768, has_shared: bool = False) -> Experts:
+    """As those of a layer of 30B-A3B, or with one that all tokens share."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn((rows, columns), generator=generator, dtype=torch.bfloat16, device=DEVICE) * columns**-0.5
 
-    router, gate_up, down = normal(128, width), normal(128 * 2 * inner, width), normal(128 * width, inner)
+    count, chosen = 128 + has_shared, (128, 8, has_shared)
+    router, gate_up, down = normal(128 + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
     if is_float8:
-        return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, 128, 8)
-    return Experts(router, gate_up, down, 0, 128, 8)
+        return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, *chosen)
+    return Experts(router, gate_up, down, 0, count, *chosen)
 
 
 @pytest.mark.parametrize("is_float8", [False, True])
-def test_kernels_equal_the_reference(is_float8: bool) -> None:
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_kernels_equal_the_reference(is_float8: bool, has_shared: bool) -> None:
     """Every kind of tile, with padding that is not a number; the same twice, whatever the order of atomics."""
     from models.backends.portable.moe import sparse_swiglu
 
-    experts = make_experts(is_float8)
+    experts = make_experts(is_float8, has_shared=has_shared)
     for num_tokens in (1, 2, 7, 64, 128, 129, 300, 700, 2048):
         generator = torch.Generator(DEVICE).manual_seed(num_tokens)
         x = torch.randn((num_tokens, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
@@ -104,10 +106,12 @@ def test_kernels_equal_the_reference(is_float8: bool) -> None:
 
 
 @pytest.mark.parametrize("is_float8", [False, True])
-@pytest.mark.parametrize(("width", "inner"), [(2048, 768), (2048, 384), (4096, 1536), (4096, 384)])
-def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner: int, is_float8: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "inner", "has_shared"), [(2048, 768, False), (2048, 384, False), (4096, 1536, False), (4096, 384, False), (2048, 512, True)]
+)
+def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner: int, has_shared: bool, is_float8: bool) -> None:
     """Its experts' part, and the same added to the stream; the same twice. Both sizes, whole and as a rank of several has them."""
-    experts, generator = make_experts(is_float8, width, inner), torch.Generator(DEVICE).manual_seed(0)
+    experts, generator = make_experts(is_float8, width, inner, has_shared), torch.Generator(DEVICE).manual_seed(0)
     ops, norm = backend.ops, torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
     for turn in range(8):
         x, stream = torch.randn((2, 1, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)

@@ -21,6 +21,7 @@ constexpr int kRows = 16, kHalf = kRows / 2;
 constexpr int kGroup = 128;  // values with a scale
 constexpr int kStep = 64;  // values of a row that a warp multiplies at once
 constexpr int kMaxWarps = 8;  // of a block
+constexpr int kMaxChosen = 12;  // of one that sums experts
 constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
 constexpr int kPieces = 8;  // of a lane at once
 constexpr int kCopied = 16;  // bytes that a lane copies at once
@@ -144,7 +145,7 @@ struct Tile {
 
 // What the warps of a block leave of 16 rows each.
 struct Parts {
-  float of_warp[kMaxWarps][kRows];
+  float of_warp[kMaxChosen][kRows];
 
   DEVICE void put(float2 totals, int warp, int lane) {
     if (lane % 4 == 0) of_warp[warp][lane / 4] = totals.x, of_warp[warp][lane / 4 + kHalf] = totals.y;
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multip
 }
 
 // Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
-__global__ void __launch_bounds__(32 * kMaxWarps) sum_experts(Params const params) {
+__global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const params) {
   constexpr int kAhead = 12, kPairs = 3;  // steps; pairs of groups that are rounded at once
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Parts parts;
@@ -372,7 +373,7 @@ void run_sum(View x, View weight, View scales, View chosen, View shares,
   Params params = params_of(x, weight, scales, chosen, out, adds);
   params.shares = values_of<BFloat16>(shares);
   int const num_chosen = int(chosen.size(0));
-  TVM_FFI_ICHECK(num_chosen <= kMaxWarps) << "float8: " << num_chosen << " experts of a token";
+  TVM_FFI_ICHECK(num_chosen <= kMaxChosen) << "float8: " << num_chosen << " experts of a token";
   dim3 const grid(unsigned(params.num_out / kRows));
   launch_early(sum_experts, params, grid, 32 * num_chosen, num_chosen * Layout(params.width).num_bytes(1, 0), x.device());
 }

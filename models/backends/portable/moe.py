@@ -1,4 +1,5 @@
-"""Triton kernels of a mixture of SwiGLU experts that `routing` chose. A choice (slot) is token * CHOSEN + k: the token's k-th best expert.
+"""Triton kernels of a mixture of SwiGLU experts that `routing` chose. A choice (slot) is token * CHOSEN + k: the token's k-th best expert,
+or behind these the shared one.
 
 Programs for few tokens look through all choices for those of their expert; many choices are sorted. Nothing waits for the host.
 """
@@ -126,9 +127,9 @@ def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts,
     """(K, T, D): see `Ops`; `logits_TE` are the router's. At least one token."""
     num_tokens, width = x_TD.shape
     tiles = expert_tiles(num_tokens, isinstance(experts.gate_up, BlockScaled), capability_of(x_TD.device))
-    parts_KTD = x_TD.new_empty((experts.num_chosen, num_tokens, width))
+    parts_KTD = x_TD.new_empty((experts.num_given, num_tokens, width))
     choices = route(logits_TE, experts, real_T, tiles.rows, parts_KTD)
-    inner_SI = x_TD.new_empty((num_tokens * experts.num_chosen, experts.down.shape[1]))
+    inner_SI = x_TD.new_empty((num_tokens * experts.num_given, experts.down.shape[1]))
     _launch(x_TD, experts.gate_up, choices, inner_SI, tiles, is_gated=True)
     _launch(inner_SI, experts.down, choices, parts_KTD, tiles, is_gated=False)
     return parts_KTD

@@ -120,7 +120,7 @@ class TritonOps:
             logits_TE = self.linear(values_TD, experts.router_ED)
         own: ExpertGemv | None = expert_gemv
         if isinstance(experts.gate_up, BlockScaled):
-            own = self._single_float8 if self._single_float8 and experts.num_chosen <= self._single_float8.MAX_CHOSEN else None
+            own = self._single_float8 if self._single_float8 and experts.num_given <= self._single_float8.MAX_CHOSEN else None
         if len(values_TD) > 1 or own is None:
             return sparse_swiglu(values_TD, logits_TE, experts, real_T)
         choices = route(logits_TE, experts, real_T)

@@ -49,28 +49,32 @@ def _best(
 @triton.jit
 def _route(
     logits: tensor, is_real: tensor, chosen: tensor, weights: tensor, ranks: tensor, counts: tensor, parts: tensor, first: tensor,
-    num_experts: tensor, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr,
-    BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
+    num_experts: tensor, LOGITS: constexpr, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr,
+    GIVEN: constexpr, CHOICES: constexpr, BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: the choices of one token, counted from expert `first` on, or -1 if not ours: ZEROED gives these parts of zeros. If
-    COUNTED, each has a rank among the choices of its expert."""
+    """One program: the experts of one token, CHOSEN by the router and GIVEN with the shared one, counted from expert `first` on, or -1 if
+    not ours: ZEROED gives these parts of zeros. If COUNTED, each has a rank among the choices of its expert."""
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    best, weight = _best(logits + token * EXPERTS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
+    best, weight = _best(logits + token * LOGITS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
+    if GIVEN > CHOSEN:
+        shared = tl.load(logits + token * LOGITS + EXPERTS).to(tl.float32)
+        best = tl.where(choice == CHOSEN, EXPERTS, best)
+        weight = tl.where(choice == CHOSEN, 1 / (1 + tl.exp(-shared)), weight)
     mine = (best >= first) & (best < first + num_experts)
     if PADDED:
         mine = mine & (tl.load(is_real + token) != 0)
     best = tl.where(mine, best - first, -1)
     mine = best >= 0
-    slot, inside = token * CHOSEN + choice, choice < CHOSEN
+    slot, inside = token * GIVEN + choice, choice < GIVEN
     tl.store(chosen + slot, best, inside)
     tl.store(weights + slot, weight.to(weights.dtype.element_ty), inside)
     if COUNTED:
         tl.store(ranks + slot, tl.atomic_add(counts + best, 1, mine), mine)
-    if ZEROED and tl.sum(mine.to(tl.int32), 0) < CHOSEN:
-        for k in tl.static_range(CHOSEN):
+    if ZEROED and tl.sum(mine.to(tl.int32), 0) < GIVEN:
+        for k in tl.static_range(GIVEN):
             if tl.sum(tl.where(choice == k, mine.to(tl.int32), 0), 0) == 0:
                 place = (k * tl.num_programs(0) + token) * WIDTH
                 for start in range(0, WIDTH, STRIPE):
@@ -117,24 +121,23 @@ def route(
     logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
 ) -> Choices:
     """What the router chooses, sorted into tiles of `rows` if it is much; parts that no expert of ours writes become zeros."""
-    num_tokens, num_experts = logits_TE.shape
+    num_tokens, given = len(logits_TE), experts.num_given
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
-    chosen = experts.num_chosen
-    ints = logits_TE.new_empty((2, num_tokens, chosen), dtype=torch.int32)
-    choices = Choices(ints[0], logits_TE.new_empty((num_tokens, chosen)), experts.count)
-    is_much = num_tokens * chosen > FEW_CHOICES
+    ints = logits_TE.new_empty((2, num_tokens, given), dtype=torch.int32)
+    choices = Choices(ints[0], logits_TE.new_empty((num_tokens, given)), experts.count)
+    is_much = num_tokens * given > FEW_CHOICES
     counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
     options = early_launch(logits_TE)
     _route[(num_tokens,)](
         logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts,
         logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
-        PADDED=real_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=num_experts,
-        BLOCK=triton.next_power_of_2(num_experts), CHOSEN=chosen, CHOICES=triton.next_power_of_2(chosen),
+        LOGITS=logits_TE.shape[1], PADDED=real_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
+        BLOCK=triton.next_power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=triton.next_power_of_2(given),
         BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
     )  # fmt: skip
     if not is_much:
         return choices
-    num_slots = num_tokens * chosen
+    num_slots = num_tokens * given
     num_blocks = triton.cdiv(num_slots, rows) + experts.count  # at most: each expert may have a tile that is not full
     slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
     _sort[(triton.cdiv(num_slots, SORTED),)](

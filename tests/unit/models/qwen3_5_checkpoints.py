@@ -31,7 +31,7 @@ IDS = {"image_token_id": 4012, "video_token_id": 4013, "vision_start_token_id": 
 DENSE = {**TEXT, "intermediate_size": 136, "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL, LINEAR], "num_hidden_layers": 6}
 MOE = {
     **TEXT, "layer_types": [FULL, LINEAR, LINEAR, FULL], "num_hidden_layers": 4,
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
 
 

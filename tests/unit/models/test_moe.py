@@ -162,13 +162,13 @@ def test_wrong_experts_are_found(
     assert relative(logits_of(ours, TEXT), expected_logits(theirs, ours, TEXT)) > 1e-2  # type: ignore[arg-type]
 
 
-def not_renormalised(logits: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits.softmax(-1).topk(num_chosen)  # type: ignore[return-value]
+def not_renormalised(logits: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.softmax(-1).topk(experts.num_chosen)  # type: ignore[return-value]
 
 
-def worst(logits: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, experts = logits.softmax(-1).topk(num_chosen)
-    return (weights / weights.sum(-1, keepdim=True)).flip(-1), experts
+def worst(logits: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, chosen = logits.softmax(-1).topk(experts.num_chosen)
+    return (weights / weights.sum(-1, keepdim=True)).flip(-1), chosen
 
 
 @pytest.mark.parametrize("fault", [not_renormalised, worst])

@@ -74,12 +74,12 @@ class ByGloo:
         return x
 
 
-def worker(rank: int, size: int, folder: Path, out: Path) -> None:
+def worker(rank: int, size: int, folder: Path, out: Path, whole_experts: bool = False) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
     config = ModelConfig.from_folder(folder)
     exchange = ByGloo(config) if size == 4 else None
-    tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None, exchange)
+    tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None, exchange, whole_experts)
     model = make(config, tp)
     load_weights(model, folder, lambda done, total: None)
     rows = tp.all_gather_rows(torch.full((rank + 1, 2), float(rank)), counts=range(1, size + 1))
@@ -111,13 +111,15 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
         assert float((ours - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize(("size", "is_sparse"), [pytest.param(2, False, marks=pytest.mark.extended), (4, True)])
-def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_sparse: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "is_sparse", "whole"), [pytest.param(2, False, False, marks=pytest.mark.extended), (4, True, False), (2, True, True)]
+)
+def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_sparse: bool, whole: bool) -> None:
     """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""
     folder = tmp_path / "hybrid"
     heads = {"num_attention_heads": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8} if size == 4 else {}
     qwen3_5_checkpoints.write(folder, is_sparse, **heads)
-    start_ranks(worker, size, folder, tmp_path)
+    start_ranks(worker, size, folder, tmp_path, whole)
     expected = all_logits(load(folder))
     for rank in range(size):
         ours = torch.load(tmp_path / f"{rank}.pt")

@@ -37,7 +37,7 @@ def test_tokens_that_the_float8_kernel_takes() -> None:
     """What is more goes to other kernels: Python asks before it calls."""
     lanes_of_four_warps, piece = 128, constant("kPiece", "float8_gemv")
     assert 2 * constant("kPieces", "float8_gemv") * lanes_of_four_warps * piece == float8_gemv.MAX_NORM_BYTES
-    assert constant("kMaxWarps", "float8_gemv") == float8_gemv.MAX_CHOSEN
+    assert constant("kMaxChosen", "float8_gemv") == float8_gemv.MAX_CHOSEN
 
 
 def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,14 +42,17 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
-def make_experts(width: int, inner: int, first: int = 0, count: int = NUM_EXPERTS, is_float8: bool = False) -> Experts:
+def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bool = False) -> Experts:
+    """All of them; the router has rows behind that of the shared one."""
+
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns) * columns**-0.5
 
-    gate_up, down = normal(count * 2 * inner, width), normal(count * width, inner)
+    count = NUM_EXPERTS + has_shared
+    router, gate_up, down = normal(NUM_EXPERTS + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
     if is_float8:
-        return Experts(normal(NUM_EXPERTS, width), BlockScaled.quantized(gate_up), BlockScaled.quantized(down), first, count, CHOSEN)
-    return Experts(normal(NUM_EXPERTS, width), gate_up, down, first, count, CHOSEN)
+        return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, NUM_EXPERTS, CHOSEN, has_shared)
+    return Experts(router, gate_up, down, 0, count, NUM_EXPERTS, CHOSEN, has_shared)
 
 
 def ours(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
@@ -76,10 +79,11 @@ Skew = Callable[[torch.Tensor, Experts], None]
 @pytest.mark.parametrize("skew", [evenly, to_one])
 @pytest.mark.parametrize("num_tokens", [1, 3, 12, 13, 70])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool) -> None:
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool, has_shared: bool) -> None:
     """One choice an expert, several tiles of one expert, experts with none; a single token; padding that would go anywhere."""
     torch.manual_seed(num_tokens)
-    x, experts = torch.randn(num_tokens, 64), make_experts(64, 48)
+    x, experts = torch.randn(num_tokens, 64), make_experts(64, 48, has_shared=has_shared)
     skew(x, experts)
     real = torch.arange(num_tokens) % 3 != 1 if is_padded else None
     if real is not None:
@@ -91,12 +95,13 @@ def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool)
 @interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize("num_tokens", [2, 40])
-def test_ranks_share_the_experts(num_tokens: int) -> None:
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
     """Red if an expert is counted from another one's matrix, or what belongs to another rank is not zero."""
     torch.manual_seed(0)
-    x, whole = torch.randn(num_tokens, 64), make_experts(64, 32)
+    x, whole = torch.randn(num_tokens, 64), make_experts(64, 32, has_shared=has_shared)
     shares = []
-    for first, count in ((0, 3), (3, 5)):
+    for first, count in ((0, 3), (3, 5 + has_shared)):
         end = first + count
         gate_up, down = whole.gate_up[first * 64 : end * 64], whole.down[first * 64 : end * 64]  # type: ignore[index]
         shares.append(ours(x, replace(whole, gate_up=gate_up, down=down, first=first, count=count), None))
@@ -106,13 +111,14 @@ def test_ranks_share_the_experts(num_tokens: int) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(("width", "inner", "chosen"), [(64, 48, 2), (96, 80, 3)])
-def test_a_single_token(width: int, inner: int, chosen: int) -> None:
+@pytest.mark.parametrize(("width", "inner", "chosen", "has_shared"), [(64, 48, 2, False), (96, 80, 3, False), (96, 80, 2, True)])
+def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -> None:
     """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
     from models.backends.portable.ops import TritonOps
 
     torch.manual_seed(width)
-    whole, ops, stream = replace(make_experts(width, inner), num_chosen=chosen), TritonOps(304), torch.randn(1, width)
+    whole, ops, stream = make_experts(width, inner, has_shared=has_shared), TritonOps(304), torch.randn(1, width)
+    whole = replace(whole, num_chosen=chosen)
     x = Normed(Residual(torch.randn(1, width)), torch.rand(width), 1e-6)
     expected = torch_sparse_swiglu(TorchOps().norm(x), whole, None).sum(0)
 
@@ -126,7 +132,7 @@ def test_a_single_token(width: int, inner: int, chosen: int) -> None:
     torch.testing.assert_close(added(whole, torch.ones(1, dtype=torch.bool)), expected, rtol=1e-4, atol=1e-4)
     assert not added(whole, torch.zeros(1, dtype=torch.bool)).any()
     shares = []
-    for first, count in ((0, 3), (3, 5)):
+    for first, count in ((0, 3), (3, 5 + has_shared)):
         end = first + count
         gate_up, down = whole.gate_up[first * 2 * inner : end * 2 * inner], whole.down[first * width : end * width]  # type: ignore[index]
         shares.append(added(replace(whole, gate_up=gate_up, down=down, first=first, count=count)))
@@ -136,13 +142,14 @@ def test_a_single_token(width: int, inner: int, chosen: int) -> None:
 @interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
-def test_float8(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if an expert's block gets another one's scale, or a token's group another token's."""
     from models.backends.portable import moe
 
     monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
     torch.manual_seed(num_tokens)
-    experts = make_experts(256, 128, is_float8=True)
+    experts = make_experts(256, 128, True, has_shared)
     x = torch.randn(num_tokens, 256) * torch.logspace(-2, 2, 256)
     for matrix in (experts.gate_up, experts.down):
         assert isinstance(matrix, BlockScaled)

@@ -16,16 +16,18 @@ def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_experts", "chosen"), [(8, 2), (128, 8), (60, 4), (5, 3)])
-def test_routes(num_experts: int, chosen: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_routes(num_experts: int, chosen: int, has_shared: bool, dtype: torch.dtype) -> None:
     """Numbers of experts that are no powers of two; equal logits, of which the first wins; negative ones alone; one that leaves nothing to
     the others. Logits of 32 bits, and of 16."""
     from models.backends.portable.routing import route
 
     torch.manual_seed(0)
-    logits = torch.randn(9, num_experts).to(torch.bfloat16).to(dtype)  # ties
+    logits = torch.randn(9, num_experts + 8 * has_shared).to(torch.bfloat16).to(dtype)  # ties
     logits[3], logits[4, 0], logits[5], logits[6] = 0, 300, -300, -logits[6].abs()
     nothing = torch.empty(0)
-    choices = route(logits, Experts(nothing, nothing, nothing, 0, num_experts, chosen), None, 16, logits.new_empty(chosen, 9, 16))
-    best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    assert choices.experts_TK.tolist() == best.tolist()
-    torch.testing.assert_close(choices.weights_TK, torch_route(logits, chosen)[0])
+    experts = Experts(nothing, nothing, nothing, 0, num_experts + has_shared, num_experts, chosen, has_shared)
+    choices = route(logits, experts, None, 16, logits.new_empty(experts.num_given, 9, 16))
+    best = logits[:, :num_experts].sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    assert choices.experts_TK.tolist() == [[*row, *[num_experts] * has_shared] for row in best.tolist()]
+    torch.testing.assert_close(choices.weights_TK, torch_route(logits, experts)[0])

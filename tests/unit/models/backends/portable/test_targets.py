@@ -148,7 +148,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
-        experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 8)
+        experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 128, 8)
         for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
             num_tokens = min(tiles.num_tokens, 1000)
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
