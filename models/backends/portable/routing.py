@@ -15,6 +15,7 @@ from models.backends.portable.tuned import FEW_CHOICES
 
 SORTED = 128  # choices of a program that sorts
 ROUTE_WARPS, SORT_WARPS = 1, 4
+SORTED_BY_WARP = 64  # experts that a warp compares with choices, at most
 
 
 @triton.jit
@@ -140,8 +141,9 @@ def route(
     num_slots = num_tokens * given
     num_blocks = triton.cdiv(num_slots, rows) + experts.count  # at most: each expert may have a tile that is not full
     slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
+    block = triton.next_power_of_2(experts.count)
     _sort[(triton.cdiv(num_slots, SORTED),)](
         ints[0], ints[1], counts, slots, blocks, num_slots, num_blocks,
-        EXPERTS=experts.count, BLOCK=triton.next_power_of_2(experts.count), ROWS=rows, SORTED=SORTED, num_warps=SORT_WARPS, **options,
+        EXPERTS=experts.count, BLOCK=block, ROWS=rows, SORTED=SORTED, num_warps=max(SORT_WARPS, block // SORTED_BY_WARP), **options,
     )  # fmt: skip
     return Choices(choices.experts_TK, choices.weights_TK, experts.count, slots, blocks)

@@ -1,10 +1,11 @@
-"""One process with Triton's interpreter for all files that are run: to start one takes seconds."""
+"""Two processes with Triton's interpreter for all files that are run: to start one takes seconds."""
 
 from pathlib import Path
 
 import pytest
 
 FILES = pytest.StashKey[list[str]]()
+LONGEST = "test_delta.py"
 
 
 @pytest.fixture
@@ -15,7 +16,8 @@ def interpreted_files(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.hookimpl(trylast=True)  # of what `-k` and the like have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The first of the tests that would start a process runs the files of all; the others are skipped and say where theirs run.
+    """The first of the tests that would start a process runs the files of all but the longest; the others are skipped and say where theirs
+    run.
 
     `--last-failed` does not say in which of the files a test failed: then all are run.
     """
@@ -23,7 +25,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     paths = [item.path for item in starters]
     if config.getoption("lf", False):
         paths = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "interpreted_files" in path.read_text()]
-    for starter in starters:
-        starter.stash[FILES] = [str(path) for path in paths]
-    for starter in starters[1:]:
-        starter.add_marker(pytest.mark.skip(reason=f"the interpreted tests of this file run in one of {starters[0].path.name}"))
+    for is_longest in (True, False):
+        group = [starter for starter in starters if (starter.path.name == LONGEST) is is_longest]
+        for starter in group:
+            starter.stash[FILES] = [str(path) for path in paths if (path.name == LONGEST) is is_longest]
+        for starter in group[1:]:
+            starter.add_marker(pytest.mark.skip(reason=f"the interpreted tests of this file run in one of {group[0].path.name}"))
