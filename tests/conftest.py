@@ -9,7 +9,6 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the engine's own processes choose theirs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # equal products have equal bits: without it, not on AMD without AVX-512
 
 EXTENDED = re.compile(r"^pytestmark = .*pytest\.mark\.extended", re.MULTILINE)
 

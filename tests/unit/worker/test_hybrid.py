@@ -23,6 +23,9 @@ BLOCK = 16
 Parts = list[list[int] | Picture]
 
 
+SAME = 0.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5  # MKL: without it the last bit depends on where memory lies
+
+
 @pytest.fixture(scope="module", params=["made up", "Qwen3.5"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
     folder: Path = tmp_path_factory.mktemp("hybrid")
@@ -124,7 +127,7 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, c
             cold.core.state.waiting[0].snapshot_points += ((num_document + 40) // BLOCK * BLOCK,)
         cold.run()
         assert cold.tokens[0] == engine.tokens[rid]
-        assert logprobs_of(cold, 0) == pytest.approx(logprobs_of(engine, rid), rel=0, abs=1e-5 if chained else 0)
+        assert logprobs_of(cold, 0) == pytest.approx(logprobs_of(engine, rid), rel=0, abs=1e-5 if chained else SAME)
 
 
 def test_a_prompt_is_one_step_with_its_snapshots(model: Qwen3VL) -> None:
