@@ -195,7 +195,7 @@ class Ops(Protocol):
         offset = `slots_T[t]`. Values that are not finite are stored as 0: kernels multiply what lies behind a row's end by 0.
         """
 
-    def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
+    def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         """x *= sigmoid(gate), in float32; each gate is that of X / G neighbouring values. `gate_TG` may be a slice of columns."""
 
     def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:

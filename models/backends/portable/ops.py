@@ -145,12 +145,7 @@ class TritonOps:
         assert not isinstance(x_TX, GroupScaled)
         return self.norm(x_TX) if isinstance(x_TX, Normed) else x_TX
 
-    def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
-        if isinstance(x_TX, torch.Tensor):
-            gate(x_TX, gate_TG)
-        else:
-            assert gate_TG.shape[1] == 1, "a token's values have one gate: it joins their scales"
-            x_TX.scales[: len(x_TX)].mul_(gate_TG.float().sigmoid())
+    gate_ = staticmethod(gate)
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # One kernel. On CUDA this GELU is the tanh one, on a CPU it would be the exact one.

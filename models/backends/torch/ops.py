@@ -62,8 +62,7 @@ class TorchOps:
         v_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
         return rotate(q_THK, heads.cos_sin_TK)
 
-    def gate_(self, x_TX: torch.Tensor | GroupScaled, gate_TG: torch.Tensor) -> None:
-        assert isinstance(x_TX, torch.Tensor)
+    def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         groups = x_TX.unflatten(1, (gate_TG.shape[1], -1))
         groups.copy_(groups.float() * gate_TG.float().sigmoid()[:, :, None])
 

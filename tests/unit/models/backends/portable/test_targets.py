@@ -153,6 +153,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
             num_tokens = min(tiles.num_tokens, 1000)
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
             moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
+        routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
         choices = routing.route(bf16(1, 128), experts, None)
         if not is_float8:
             inner = expert_gemv.expert_swiglu(bf16(1, 512), experts.gate_up, choices.experts_TK[0], 128)
