@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.serving import Engine, chat_body, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 RESTART_S = 90
 HEARD_S = 5  # until a client hears of a death: a tenth of a second, two on a machine that does much else
 CPUS = sorted(os.sched_getaffinity(0))

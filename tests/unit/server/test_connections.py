@@ -170,7 +170,7 @@ def test_a_client_that_leaves_without_a_word_is_noticed(stack: Stack) -> None:
     connection.sendall(head_of(len(SMALL)) + SMALL)
     stack.wait_until(lambda: len(stack.scheduler.requests) > count)
     connection.close()
-    stack.wait_until(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted, 2)
+    stack.wait_until(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
 
 
 def test_a_refused_body_must_come_to_an_end(strict: Stack) -> None:

@@ -31,9 +31,8 @@ def test_values_without_number_are_refused_before_they_are_made(stack: Stack, na
         with httpx.Client(base_url=stack.url, timeout=60, headers={"Content-Type": "application/json"}) as client:
             statuses.append(client.post("/v1/chat/completions", content=MESSAGES % COSTLY[name]).status_code)
 
-    # A few milliseconds on a machine that does nothing else; where tests run beside it, one of three times is undisturbed.
-    assert min(stack.slowest_health(send) for _ in range(3)) < 0.25
-    assert statuses == [413] * 3
+    assert stack.keeps_answering(send)
+    assert {*statuses} == {413}
 
 
 def test_brackets_and_colons_in_texts_are_text() -> None:

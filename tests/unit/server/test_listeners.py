@@ -61,7 +61,7 @@ def test_a_port_has_the_limits(two_ports: Stack, port: str) -> None:
             except ConnectionError:
                 return
 
-    assert two_ports.slowest_health(send) < 0.25
+    assert two_ports.keeps_answering(send)
     unfinished = [connect_to(url) for _ in range(40)]
     for connection in unfinished:
         connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
@@ -107,7 +107,7 @@ def test_a_body_of_one_byte_chunks(two_ports: Stack) -> None:
             connection.sendall(chunked)
             assert read_answer(connection)[0] == 200
 
-    assert two_ports.slowest_health(send) < 0.25
+    assert two_ports.keeps_answering(send)
 
 
 def test_two_of_the_largest_bodies_at_once(two_ports: Stack) -> None:
@@ -151,7 +151,13 @@ def test_a_connection_takes_a_bounded_part_of_the_memory(two_ports: Stack) -> No
 def test_thousands_of_idle_connections(two_ports: Stack) -> None:
     """Red if others wait for clients that only connect, or if they stay."""
     idle: list[socket.socket] = []
-    assert two_ports.slowest_health(lambda: idle.extend(connect(two_ports) for _ in range(2000))) < 0.25
+
+    def connect_many() -> None:
+        while idle:
+            idle.pop().close()
+        idle.extend(connect(two_ports) for _ in range(2000))
+
+    assert two_ports.keeps_answering(connect_many)
     time.sleep(1.5)
     assert all(connection.recv(1) == b"" for connection in idle)
     for connection in idle:

@@ -206,8 +206,7 @@ def test_a_slow_reader_loses_nothing(stack: Stack) -> None:
 def test_health_answers_while_a_large_body_arrives(stack: Stack) -> None:
     """Red if reading or scanning a body blocks the event loop."""
     body = json.dumps({"messages": [{"role": "user", "content": [image(uri(b"\xff" * (10 * MIB)))]}]}).encode()
-    # Milliseconds on a machine that does nothing else; where tests run beside it, one of three times is undisturbed.
-    assert min(stack.slowest_health(lambda: stack.http.post("/v1/chat/completions", content=body)) for _ in range(3)) < 0.25
+    assert stack.keeps_answering(lambda: stack.http.post("/v1/chat/completions", content=body))
 
 
 def free_port() -> int:

@@ -122,8 +122,10 @@ def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("share", [0.0, 0.8])
-@pytest.mark.parametrize("limits", [{}, {"graphs": True, "sizes": SIZES}, {"num_blocks": 26, "prefix_cache": False}])
+@pytest.mark.parametrize(
+    ("limits", "share"),
+    [({}, 0.0), ({}, 0.8), ({"graphs": True, "sizes": SIZES}, 0.8), ({"num_blocks": 26, "prefix_cache": False}, 0.0)],
+)
 def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]) -> None:
     """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that
     holds is refused; if a graph takes the tokens of a row for those of several."""

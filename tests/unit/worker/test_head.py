@@ -161,8 +161,10 @@ def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
     return engine
 
 
-@pytest.mark.parametrize("share", [0.0, 0.8])
-@pytest.mark.parametrize("limits", [{}, {"graphs": True, "sizes": SIZES}, {"num_blocks": 26, "prefix_cache": False}])
+@pytest.mark.parametrize(
+    ("limits", "share"),
+    [({}, 0.0), ({}, 0.8), ({"graphs": True, "sizes": SIZES}, 0.8), ({"num_blocks": 26, "prefix_cache": False}, 0.0)],
+)
 def test_its_drafts_change_nothing(
     both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811
 ) -> None:

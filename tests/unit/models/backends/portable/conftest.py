@@ -1,11 +1,11 @@
-"""Two processes with Triton's interpreter for all files that are run: to start one takes seconds."""
+"""Three processes with Triton's interpreter for all files that are run: to start one takes seconds."""
 
 from pathlib import Path
 
 import pytest
 
 FILES = pytest.StashKey[list[str]]()
-LONGEST = "test_delta.py"
+LONGEST = (("test_delta.py",), ("test_moe.py", "test_paged_attention.py"))
 
 
 @pytest.fixture
@@ -16,8 +16,7 @@ def interpreted_files(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.hookimpl(trylast=True)  # of what `-k` and the like have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The first of the tests that would start a process runs the files of all but the longest; the others are skipped and say where theirs
-    run.
+    """The first of a group's tests that would start a process runs the files of the group; the others are skipped and say where theirs run.
 
     `--last-failed` does not say in which of the files a test failed: then all are run.
     """
@@ -25,9 +24,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     paths = [item.path for item in starters]
     if config.getoption("lf", False):
         paths = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "interpreted_files" in path.read_text()]
-    for is_longest in (True, False):
-        group = [starter for starter in starters if (starter.path.name == LONGEST) is is_longest]
+    for names in (*LONGEST, {path.name for path in paths}.difference(*LONGEST)):
+        group = [starter for starter in starters if starter.path.name in names]
         for starter in group:
-            starter.stash[FILES] = [str(path) for path in paths if (path.name == LONGEST) is is_longest]
+            starter.stash[FILES] = [str(path) for path in paths if path.name in names]
         for starter in group[1:]:
             starter.add_marker(pytest.mark.skip(reason=f"the interpreted tests of this file run in one of {group[0].path.name}"))

@@ -21,7 +21,7 @@ def run_interpreted(files: list[str]) -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
     )
     passed = [line for line in run.stdout.splitlines() if " PASSED" in line]
     all_ran = all(any(f"{os.path.basename(file)}::" in line for line in passed) for file in files)
