@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import BinaryIO
 
 from engine.config import child_environment
-from engine.ipc import die_with_parent
+from engine.ipc import die_with_parent, settle_heap
 
 LENGTH_BYTES = 4
 START_S = 120.0  # importing takes seconds on a busy machine
@@ -140,6 +140,7 @@ def answer_in_child(work: Callable[[], bytes], seconds: float) -> bytes:
 
 def answer_questions(answer: Callable[[bytes], bytes]) -> None:
     """Runs in the helper."""
+    settle_heap()
     write_frame(sys.stdout.buffer, b"")
     while (question := read_frame(sys.stdin.buffer)) is not None:
         write_frame(sys.stdout.buffer, answer(question))

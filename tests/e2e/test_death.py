@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.serving import SMALL, Engine, chat_body, is_alive, role_of
 
 DEADLINE_S = 60
-NOTICED_S = 10
+NOTICED_S = 30
 
 
 def shared_memory() -> set[str]:

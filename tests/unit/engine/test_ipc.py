@@ -1,6 +1,7 @@
 """How processes talk to each other, and what a process does when it is ready."""
 
 import asyncio
+import io
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.helper import frame_of, read_frame
 from engine.ipc import AsyncInbox, Outbox
 from engine.messages import Abort
 
@@ -57,6 +59,7 @@ def test_the_loop_is_not_kept_busy_by_what_was_read(tmp_path: Path) -> None:
     """Red if the socket stays readable for the event loop although nothing has come: a core would be lost."""
     code = """
 import asyncio, sys, time, uvloop
+from engine.helper import frame_of, read_frame
 from engine.ipc import AsyncInbox, Outbox
 from engine.messages import Abort
 
@@ -92,3 +95,11 @@ print(gc.get_freeze_count(), len(gc.get_objects()))
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60)
     num_settled, num_left = map(int, run.stdout.split())
     assert num_settled > 50_000 > 100 * num_left
+
+
+def test_a_helper_has_a_settled_heap() -> None:
+    """Red if the children of a compiler of grammars pay for a full garbage collection: then good grammars are "too slow to follow"."""
+    code = "import gc, torch; from engine.helper import answer_questions; answer_questions(lambda _: b'%d' % gc.get_freeze_count())"
+    run = subprocess.run([sys.executable, "-c", code], input=frame_of(b"?"), capture_output=True, check=True, timeout=60)
+    frames = io.BytesIO(run.stdout)
+    assert read_frame(frames) == b"" and int(read_frame(frames) or 0) > 50_000

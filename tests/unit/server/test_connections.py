@@ -68,7 +68,7 @@ def test_a_head_that_does_not_end_is_given_up(strict: Stack, sent: bytes) -> Non
         connection.sendall(sent)
         started = time.monotonic()
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
-        assert 0.5 < time.monotonic() - started < 4
+        assert 0.5 < time.monotonic() - started < 10
         assert answer.startswith(b"HTTP/1.1 408 ") == bool(sent)
 
 
@@ -80,7 +80,7 @@ def test_an_idle_connection_is_closed_and_one_in_use_is_not(strict: Stack) -> No
             assert read_answer(connection)[0] == 200
             time.sleep(1.2)
         started = time.monotonic()
-        assert connection.recv(1) == b"" and time.monotonic() - started < 3
+        assert connection.recv(1) == b"" and time.monotonic() - started < 10
 
 
 def test_idle_connections_make_room(strict: Stack) -> None:

@@ -20,7 +20,7 @@ def test_the_field_becomes_the_engines_deadline(stack: Stack) -> None:
     started = time.monotonic()
     assert stack.chat("x", timeout=5.5).status_code == 200
     deadline = stack.scheduler.requests[-1].deadline
-    assert deadline is not None and started + 5.5 <= deadline < started + 7
+    assert deadline is not None and started + 5.5 <= deadline < time.monotonic() + 5.5
     assert stack.chat("x").status_code == 200 and stack.scheduler.requests[-1].deadline is None
     for bad in (0, -1, "5", 1e9):
         assert stack.chat("x", timeout=bad).json()["error"]["param"] == "timeout"
@@ -42,7 +42,7 @@ def test_the_operators_limit_holds_for_all(model_folder: Path) -> None:
             started = time.monotonic()
             running.chat("x", **fields)
             deadline = running.scheduler.requests[-1].deadline
-            assert deadline is not None and abs(deadline - started - expected) < 2
+            assert deadline is not None and started + expected <= deadline <= time.monotonic() + expected
     finally:
         running.close()
 
