@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 240
-STOP_TIMEOUT_S = 60
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 15
 SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cache-memory-bytes", "64M"]
 
 

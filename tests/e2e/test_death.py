@@ -13,8 +13,8 @@ import pytest
 
 from tests.e2e.serving import SMALL, Engine, chat_body, is_alive, role_of
 
-DEADLINE_S = 60
-NOTICED_S = 30
+DEADLINE_S = 15
+NOTICED_S = 10
 
 
 def shared_memory() -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.serving import Engine, chat_body, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
 
-DEADLINE_S = 60
+DEADLINE_S = 20
 RESTART_S = 90
 HEARD_S = 5  # until a client hears of a death: a tenth of a second, two on a machine that does much else
 CPUS = sorted(os.sched_getaffinity(0))
@@ -121,7 +121,7 @@ def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fle
     killed = time.monotonic()
     os.kill(next(pid for pid in children_of(fleet.engines[first]) if role_of(pid) == "worker"), signal.SIGKILL)
     for client in clients:
-        client.join(DEADLINE_S)
+        client.join(RESTART_S)  # one is answered beside the other engine's start
     errors = [index for index in range(2) if "error" in ended[index]]
     assert len(errors) == 1 and "whole" in ended[1 - errors[0]]
     assert ended[errors[0]]["error"] - killed < HEARD_S

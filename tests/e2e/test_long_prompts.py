@@ -40,15 +40,16 @@ def completed(engine: Engine, prompts: list[str], max_tokens: int, is_cached: bo
 @pytest.mark.extended
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_streams_of_others_go_on(engine: Engine, is_cached: bool) -> None:
-    """Red if prompts are prefilled in chunks that streams wait for (0.96 s with 2,048 tokens); cold, then from the cache."""
+    """Red if prompts are prefilled in chunks that streams wait for (0.96 s with 2,048 tokens); cold, then from the cache.
+    On slow cores beside other tests it is 0.27 s."""
     prompts = [f"{i} " + f"word{i} and another one, " * (PROMPT_BYTES // 23) for i in range(NUM_PROMPTS)]
-    assert stall_beside(engine, lambda: completed(engine, prompts, 64, is_cached), LISTEN_S) < STALL_S
+    assert stall_beside(engine, lambda: completed(engine, prompts, 64, is_cached), LISTEN_S, 2 * STALL_S) < 2 * STALL_S
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_streams_go_on_beside_many_long_contexts(engine: Engine, is_cached: bool) -> None:
     """Red if a step reads the contexts of all that could run: 128 prompts of 40 kB, which begin alike, stalled a stream for 2 to 4 s, today
-    for 0.1 s alone, and for four times that where two cores are slow or taken by other tests. Here half as many."""
-    prompts = ["word and another one, " * 1818 + str(i) for i in range(64)]
-    assert stall_beside(engine, lambda: completed(engine, prompts, 4, is_cached), LISTEN_S) < STALL_S
+    for 0.1 s alone, and for four times that on two slow cores."""
+    prompts = ["word and another one, " * 1818 + str(i) for i in range(128)]
+    assert stall_beside(engine, lambda: completed(engine, prompts, 4, is_cached), LISTEN_S, 3 * STALL_S) < 3 * STALL_S

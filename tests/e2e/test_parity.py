@@ -109,7 +109,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, transformers_answers(folder)
 
 
-@pytest.mark.parametrize("flags", [pytest.param(("--tp", "2"), marks=EXTENDED), ("--tp", "2", "--ep")])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=EXTENDED), pytest.param(("--tp", "2"), marks=EXTENDED), ("--tp", "2", "--ep")])
 def test_a_mixture_of_experts_answers_as_transformers(experts: tuple[Path, list[str]], flags: tuple[str, ...]) -> None:
     """Red if processes know nothing of experts, or ranks that have a share of each, or some whole, sum otherwise than one rank."""
     folder, said = experts

@@ -59,7 +59,6 @@ def test_the_loop_is_not_kept_busy_by_what_was_read(tmp_path: Path) -> None:
     """Red if the socket stays readable for the event loop although nothing has come: a core would be lost."""
     code = """
 import asyncio, sys, time, uvloop
-from engine.helper import frame_of, read_frame
 from engine.ipc import AsyncInbox, Outbox
 from engine.messages import Abort
 

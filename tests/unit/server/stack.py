@@ -228,9 +228,9 @@ class Stack:
     def keeps_answering(self, work: Callable[[], object], limit: float = 0.25) -> bool:
         """Whether `/health/live` answers within `limit` seconds while `work` goes on in a thread.
 
-        It takes milliseconds on a machine that does nothing else; where tests run beside it, one of five times is undisturbed.
+        It takes milliseconds on a machine that does nothing else; where tests run beside it, one of three times is undisturbed.
         """
-        return any(self._slowest_health(work) < limit for _ in range(5))
+        return any(self._slowest_health(work) < limit for _ in range(3))
 
     def _slowest_health(self, work: Callable[[], object]) -> float:
         slowest = 0.0

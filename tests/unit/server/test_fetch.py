@@ -238,7 +238,7 @@ async def test_a_url_of_many_characters_is_not_parsed(scheme: str, where: str) -
         url = f"{scheme}://{where.format(chr(0xFDFA) * 30_000)}"
         await (fetcher.download(url, bytearray().extend) if scheme != "file" else asyncio.to_thread(fetcher.read_local, url))
     await fetcher.close()
-    assert caught.value.info.status == 400 and time.monotonic() - started < 1
+    assert caught.value.info.status == 400 and time.monotonic() - started < 0.3
 
 
 async def test_size_status_and_time(site: Site) -> None:
@@ -255,7 +255,7 @@ async def test_a_download_that_drips_is_given_up(site: Site, monkeypatch: pytest
     monkeypatch.setattr(fetch, "GRACE_S", 0.5)
     started = time.monotonic()
     assert await status_of(f"{site.url}/drip", allow_private_media=True) == 422
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 3
     assert len(await download(f"{site.url}/drip", allow_private_media=True, download_pace_bytes=1)) == 50
 
 

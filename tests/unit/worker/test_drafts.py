@@ -124,7 +124,14 @@ def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
 
 @pytest.mark.parametrize(
     ("limits", "share"),
-    [({}, 0.0), ({}, 0.8), ({"graphs": True, "sizes": SIZES}, 0.8), ({"num_blocks": 26, "prefix_cache": False}, 0.0)],
+    [
+        ({}, 0.0),
+        ({}, 0.8),
+        pytest.param({"graphs": True, "sizes": SIZES}, 0.0, marks=pytest.mark.extended),
+        ({"graphs": True, "sizes": SIZES}, 0.8),
+        ({"num_blocks": 26, "prefix_cache": False}, 0.0),
+        pytest.param({"num_blocks": 26, "prefix_cache": False}, 0.8, marks=pytest.mark.extended),
+    ],
 )
 def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]) -> None:
     """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that

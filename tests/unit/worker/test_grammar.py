@@ -223,7 +223,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.Monk
         lanes = [compiler._small.helper._process, compiler._large.helper._process]
         started = time.monotonic()
         assert "longer" in await expect_refusal(compiler, Grammar("regex", SLOW))
-        assert time.monotonic() - started < 0.1  # nobody was asked
+        assert time.monotonic() - started < 0.04  # nobody was asked
         assert "longer" in await expect_refusal(compiler, Grammar("regex", SLOW + "y"))
         assert lanes == [compiler._small.helper._process, compiler._large.helper._process] and None not in lanes
     finally:

@@ -163,7 +163,14 @@ def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
 
 @pytest.mark.parametrize(
     ("limits", "share"),
-    [({}, 0.0), ({}, 0.8), ({"graphs": True, "sizes": SIZES}, 0.8), ({"num_blocks": 26, "prefix_cache": False}, 0.0)],
+    [
+        ({}, 0.0),
+        ({}, 0.8),
+        pytest.param({"graphs": True, "sizes": SIZES}, 0.0, marks=pytest.mark.extended),
+        ({"graphs": True, "sizes": SIZES}, 0.8),
+        ({"num_blocks": 26, "prefix_cache": False}, 0.0),
+        pytest.param({"num_blocks": 26, "prefix_cache": False}, 0.8, marks=pytest.mark.extended),
+    ],
 )
 def test_its_drafts_change_nothing(
     both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811

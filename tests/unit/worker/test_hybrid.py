@@ -21,8 +21,6 @@ from tests.unit.worker.test_graphs import SIZES
 
 BLOCK = 16
 Parts = list[list[int] | Picture]
-
-
 SAME = 0.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5  # MKL: without it the last bit depends on where memory lies
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 FILES = pytest.StashKey[list[str]]()
-LONGEST = (("test_delta.py",), ("test_moe.py", "test_paged_attention.py"))
+GROUPS = (("test_delta.py",), ("test_moe.py", "test_paged_attention.py"))  # the others are one
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     paths = [item.path for item in starters]
     if config.getoption("lf", False):
         paths = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "interpreted_files" in path.read_text()]
-    for names in (*LONGEST, {path.name for path in paths}.difference(*LONGEST)):
+    for names in (*GROUPS, {path.name for path in paths}.difference(*GROUPS)):
         group = [starter for starter in starters if starter.path.name in names]
         for starter in group:
             starter.stash[FILES] = [str(path) for path in paths if path.name in names]

@@ -81,7 +81,7 @@ def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
     Three chunks of one prompt, one of another, and a decode row."""
     from models.backends.portable.delta import delta_rule
 
-    compute, counts = delta_rule_ if backend == "torch" else delta_rule, (16, 66, 5, 2, 1)
+    compute, counts = delta_rule_ if backend == "torch" else delta_rule, (16, 70, 64, 30, 1)
     heads, state, _ = inputs(counts, 4, torch.float32)
     singly, starts = copy_of(state), torch.tensor([0, *counts]).cumsum(0).int()
     state.recurrent_RHKV[7:], state.inputs_RWC[7:] = 3, 3  # spare rows
@@ -104,10 +104,10 @@ def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
     from models.backends.portable.delta import delta_rule
 
     compute, tolerance = (delta_rule_, 1e-5) if backend == "torch" else (delta_rule, 0.0)
-    accepted = [(0, 7, 2), (5, 0, 7), (0, 0, 0)]  # of so many drafts: the rows' three steps
-    counts = [(7, 7, 7), (5, 2, 7), (0, 0, 0)]
+    accepted = [(0, 7, 2, 1, 4), (5, 0, 7, 3, 1), (0, 0, 0, 0, 0)]  # of so many drafts: the rows' three steps
+    counts = [(7, 7, 7, 7, 7), (5, 2, 7, 4, 1), (0, 0, 0, 0, 0)]
     heads, first, rows = inputs(tuple(1 + count for step in counts for count in step), 0, torch.float32, drafts=7)
-    tokens, places = torch.arange(len(heads.inputs_TX)).split(rows.starts_R1.diff().tolist()), rows.rows_R[:3]
+    tokens, places = torch.arange(len(heads.inputs_TX)).split(rows.starts_R1.diff().tolist()), rows.rows_R[:5]
 
     def run(state: DeltaState, runs: Sequence[torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, ...]:
         index, ends = torch.cat([*runs]), torch.tensor([0, *(len(one) for one in runs)]).cumsum(0).int()
@@ -116,7 +116,7 @@ def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
 
     state, plain = copy_of(first), copy_of(first)
     for step, held in enumerate(accepted):
-        chosen = tokens[3 * step : 3 * step + 3]
+        chosen = tokens[5 * step : 5 * step + 5]
         outputs = run(state, chosen, places)
         state.num_accepted_R[places] = torch.tensor(held)
         for r, count in enumerate(held):

@@ -42,7 +42,7 @@ def make_logits(kind: str, rows: int, vocab_size: int, seed: int) -> torch.Tenso
 
 @interpreted
 @pytest.mark.parametrize("kind", ["random", "ties", "few", "one", "none"])
-@pytest.mark.parametrize("vocab_size", [30, 257])
+@pytest.mark.parametrize("vocab_size", [30, 200, 257])
 def test_tokens_are_those_of_torch(vocab_size: int, kind: str) -> None:
     from models.backends.portable.sampling import Tiles, TritonSampling
 
