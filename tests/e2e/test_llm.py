@@ -205,7 +205,7 @@ def test_a_program_that_does_not_close(end: str) -> None:
     )
     assert run.returncode == (-9 if end else 0), run.stderr
     run_dir = Path(run.stdout.strip())
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60  # 15 s were too few once on two slow cores
     while run_dir.exists() or subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, check=False).stdout:
         assert time.monotonic() < deadline, "something is left"
         time.sleep(0.1)

@@ -41,9 +41,9 @@ def completed(engine: Engine, prompts: list[str], max_tokens: int, is_cached: bo
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_streams_of_others_go_on(engine: Engine, is_cached: bool) -> None:
     """Red if prompts are prefilled in chunks that streams wait for (0.96 s with 2,048 tokens); cold, then from the cache.
-    On slow cores beside other tests it is 0.27 s."""
+    On slow cores beside other tests it is 0.27 to 0.41 s."""
     prompts = [f"{i} " + f"word{i} and another one, " * (PROMPT_BYTES // 23) for i in range(NUM_PROMPTS)]
-    assert stall_beside(engine, lambda: completed(engine, prompts, 64, is_cached), LISTEN_S, 2 * STALL_S) < 2 * STALL_S
+    assert stall_beside(engine, lambda: completed(engine, prompts, 64, is_cached), LISTEN_S, 3 * STALL_S) < 3 * STALL_S
 
 
 @pytest.mark.extended
