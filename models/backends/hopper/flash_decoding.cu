@@ -256,6 +256,34 @@ DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* 
   for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
 }
 
+constexpr int kColumns = kHeadDim / 4;  // fours of a row
+
+// The parts' weighted sum: a thread has kAtOnce fours under way, each of several parts.
+template <int kAtOnce>
+DEVICE void add_parts(Params const& params, Unit const& unit, int num_rows, float const* weights) {
+  int const end = num_rows * kColumns;
+  for (int first = threadIdx.x; first < end; first += kAtOnce * kThreads) {
+    float4 sums[kAtOnce] = {};
+#pragma unroll(kAtOnce == 1 ? 8 : 4)
+    for (int part = 0; part < unit.count; ++part) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        int const i = min(first + j * kThreads, end - 1), row = i / kColumns;
+        float const share = weights[row * unit.count + part];
+        float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row)) + i % kColumns);
+        sums[j].x += share * x.x, sums[j].y += share * x.y, sums[j].z += share * x.z, sums[j].w += share * x.w;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      int const i = first + j * kThreads;
+      float4 const& sum = sums[j];
+      if (i >= end) break;
+      *reinterpret_cast<uint2*>(params.out + unit.place(params, i / kColumns) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+    }
+  }
+}
+
 // The last unit of a group to arrive merges what all have left.
 DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
   __threadfence();
@@ -268,22 +296,12 @@ DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, 
   __syncthreads();
   if (!shared.is_last) return;
   __threadfence();
-  constexpr int kColumns = kHeadDim / 4;
   int const num_rows = unit.num_tokens << params.log2_group;
   float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
   for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
   __syncthreads();
-  for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
-    int const row = i / kColumns, column = i % kColumns * 4;
-    float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
-    for (int part = 0; part < unit.count; ++part) {
-      float const share = weights[row * unit.count + part];
-      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row) + column));
-      sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
-    }
-    *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + column) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
-  }
+  if (num_rows * kColumns <= kThreads) add_parts<1>(params, unit, num_rows, weights);
+  else add_parts<4>(params, unit, num_rows, weights);
 }
 
 DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {

@@ -10,6 +10,8 @@
 
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "hopper_launch.cuh"
 
 namespace float8 {
@@ -20,12 +22,14 @@ using BFloat16 = __nv_bfloat16;
 constexpr int kRows = 16, kHalf = kRows / 2;
 constexpr int kGroup = 128;  // values with a scale
 constexpr int kStep = 64;  // values of a row that a warp multiplies at once
-constexpr int kMaxWarps = 8;  // of a block
+constexpr int kMaxWarps = 16;  // of a block
+constexpr int kWarps = 12, kStages = 2;
+constexpr int kChunk = 256; // values of 16 rows that a warp has in a stage
+constexpr int kPitch = kChunk + 64;  // bytes from row to row of a stage: neighbours are not in the same banks
 constexpr int kMaxChosen = 12;  // of one that sums experts
 constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
 constexpr int kPieces = 8;  // of a lane at once
 constexpr int kCopied = 16;  // bytes that a lane copies at once
-constexpr int kBlocks = 3;  // of four warps that a multiprocessor runs at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
 
 struct Params {
@@ -37,6 +41,7 @@ struct Params {
   BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
   BFloat16* out;
   int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
+  int num_blocks;  // of rows with scales of their own, in which a block's tiles may lie
   int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
   float eps;
   bool adds;
@@ -80,11 +85,17 @@ DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
 
 DEVICE void copy_async(void* to, void const* from, bool is_wide) {
   uint32_t const address = uint32_t(__cvta_generic_to_shared(to));
-  if (is_wide) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  if (is_wide) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
 }
 
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most kLeft groups of this thread's copies are on their way.
+template <int kLeft>
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory"); }
+
+DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
 
 // A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
 DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
@@ -183,7 +194,7 @@ DEVICE void round_token(Params const& params, unsigned char const* norm, __half*
       }
       square = over_lanes<1, 32, false>(square);
       if (lane == 0) sums[warp] = square;
-      wait_for_copies();
+      wait_for_copies<kStages>();
       __syncthreads();
       square = 0.f;
 #pragma unroll
@@ -223,62 +234,150 @@ struct Layout {
   }
 };
 
-// Block (i, k): kWarps / kSplits tiles of 16 rows, each shared by kSplits warps, of the k-th chosen expert's matrix if there are several. If
-// gated, tiles of 8 rows each of the gate and of the other factor.
-template <int kWarps, int kSplits, bool kGated>
-__global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? kBlocks : 2) multiply_token(Params const params) {
-  constexpr int kTiles = kWarps / kSplits, kTileRows = kGated ? kHalf : kRows;
-  extern __shared__ __align__(16) unsigned char memory[];
-  __shared__ Parts parts;
+// Copies of a warp's chunks of a block's tiles, one after the other; stages of them are on their way or are multiplied.
+template <bool kGated>
+struct Ring {
+  static constexpr int kTileRows = kGated ? kHalf : kRows, kLanes = kChunk / kCopied, kRowsAtOnce = 32 / kLanes;
+  uint8_t const* from;  // the next chunk
+  int64_t between;  // bytes that lie between the two halves of a tile
+  unsigned char* stages;
+  int width, column, left, lane;  // column: of the next chunk; left: chunks
+  int stage = 0;
+
+  // Chunks `first` to `end` of a tile of `rows` and those behind it.
+  DEVICE Ring(uint8_t const* rows, int64_t between, unsigned char* stages, int width, int first, int end, int lane)
+      : between(between), stages(stages), width(width), left(end - first), lane(lane) {
+    int const per_tile = chunks_of(width), tile = first / per_tile;
+    column = (first - tile * per_tile) * kChunk;
+    from = rows + int64_t(tile) * kTileRows * width + column;
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) fill();
+  }
+
+  DEVICE void fill() {
+    if (left-- > 0) {
+      int const row_of_lane = lane / kLanes, at = lane % kLanes * kCopied;
+      uint8_t const* const source = from + int64_t(row_of_lane) * width + at;
+      unsigned char* const to = stages + (stage * kRows + row_of_lane) * kPitch + at;
+      if (column + at < width) {
+#pragma unroll
+        for (int row = 0; row < kRows; row += kRowsAtOnce) copy_async(to + row * kPitch, source + int64_t(row) * width + (row < kHalf ? 0 : between), true);
+      }
+      column += kChunk, from += kChunk;
+      if (column >= width) from += int64_t(kTileRows) * width - column, column = 0;
+    }
+    end_copies();
+    stage = (stage + 1) % kStages;
+  }
+};
+
+// Block (i, k): the i-th share of the tiles of 16 rows of the k-th chosen expert's matrix if there are several. If gated, tiles of 8 rows each
+// of the gate and of the other factor.
+template <bool kGated>
+__global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const params) {
+  constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
+  extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[kMaxWarps];
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile_of_warp = warp / kSplits, split = warp % kSplits;
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Layout const layout(params.width);
-  __half* const token = reinterpret_cast<__half*>(memory);
+  __half* const token = reinterpret_cast<__half*>(memory + kWarps * kStages * kRows * kPitch);
   unsigned char* const norm = reinterpret_cast<unsigned char*>(token + layout.padded);
   float* const units = reinterpret_cast<float*>(norm + layout.padded * params.norm_bytes);
-  float* const scales = units + layout.groups;  // (tiles, 2, groups)
-  int const num_steps = params.width / kStep, first = num_steps * split / kSplits, end = num_steps * (split + 1) / kSplits;
-  int const below = kGated ? params.num_out : kHalf;
-  int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
+  float* const scales = units + layout.groups;  // (factors, blocks of rows, groups)
+  float* const parts = scales + kFactors * params.num_blocks * layout.groups;  // (tiles, warps, 16)
+  int const num_tiles = params.num_out / kTileRows;
+  int const first_tile = num_tiles * int(blockIdx.x) / int(gridDim.x), end_tile = num_tiles * (int(blockIdx.x) + 1) / int(gridDim.x);
+  int const own_tiles = end_tile - first_tile, per_tile = chunks_of(params.width), num_chunks = own_tiles * per_tile;
+  float* const before = parts + own_tiles * kWarps * kRows;  // (tiles, 16)
+  auto share = [&](int of_warp) { return num_chunks * of_warp / kWarps; };
   int const norm_end = params.width * params.norm_bytes;
   for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
+  int64_t start = 0;
   if (params.chosen) {
     round_token<kWarps>(params, norm, token, units, sums);
     wait_for_kernel_ahead();
     launch_kernel_behind();
     int const expert = __ldcg(params.chosen + blockIdx.y);
     if (expert < 0) return;
-    row += int64_t(expert) * (kGated ? 2 : 1) * params.num_out;
+    start = int64_t(expert) * kFactors * params.num_out;
   }
-  Tile<kSplits == kWarps ? 8 : 4> tile;  // all weights of the smaller grids; those of more tiles leave room for the kernel behind
-  tile.begin(params.weight + row * params.width, below, params.width, first, end, lane);
-  float* const own = scales + tile_of_warp * 2 * layout.groups;
-  for (int i = split * 32 + lane; i < 2 * layout.groups; i += 32 * kSplits) {
-    int const group = i % layout.groups;
-    if (group * kGroup < params.width) copy_async(own + i, params.scales + (row + (i < layout.groups ? 0 : below)) / kGroup * params.num_scales + group, false);
+  int const first_block = first_tile * kTileRows / kGroup, num_groups = params.width / kGroup;
+  int const num_blocks = (end_tile * kTileRows - 1) / kGroup - first_block + 1;
+  for (int i = threadIdx.x; i < kFactors * num_blocks * num_groups; i += blockDim.x) {
+    int const group = i % num_groups, block = i / num_groups % num_blocks, factor = i / num_groups / num_blocks;
+    int64_t const of_row = (start + factor * params.num_out) / kGroup + first_block + block;
+    copy_async(scales + (factor * params.num_blocks + block) * layout.groups + group, params.scales + of_row * params.num_scales + group, false);
   }
+  end_copies();
+  int const first = share(warp), end = share(warp + 1);
+  int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
+  unsigned char* const stages = memory + warp * kStages * kRows * kPitch;
+  Ring<kGated> ring(params.weight + (start + first_tile * kTileRows) * params.width, between, stages, params.width, first, end, lane);
   if (!params.chosen) {
     wait_for_kernel_ahead();
     launch_kernel_behind();
     round_token<kWarps>(params, norm, token, units, sums);
   }
-  wait_for_copies();
+  BFloat16* const out = params.out + int64_t(blockIdx.y) * params.num_out + first_tile * kTileRows;
+  if (params.adds)
+    for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) before[i] = __bfloat162float(out[i]);
+  wait_for_copies<kStages>();
   __syncthreads();
-  parts.put(tile.multiply(first, token, units, own, own + layout.groups, lane), warp, lane);
+  float2 totals = {0.f, 0.f};
+  for (int i = first, tile = first / per_tile, in_tile = first - tile * per_tile; i < end; ++i) {
+    int const column = in_tile * kChunk;
+    unsigned char const* const weights = stages + (ring.stage * kRows + lane / 4) * kPitch + lane % 4 * 16;
+    float const* const upper_scales = scales + ((first_tile + tile) * kTileRows / kGroup - first_block) * layout.groups;
+    float const* const lower_scales = upper_scales + (kGated ? params.num_blocks * layout.groups : 0);
+    __half const* const inputs = token + column + lane % 4 * 16;
+    wait_for_copies<kStages - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kChunk / kGroup; ++j) {
+      if (column + j * kGroup >= params.width) break;
+      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
+#pragma unroll
+      for (int k = 0; k < kGroup / kStep; ++k) {
+        int const at = j * kGroup + k * kStep;
+        uint4 const a = *reinterpret_cast<uint4 const*>(weights + at), b = *reinterpret_cast<uint4 const*>(weights + at + kHalf * kPitch);
+        uint4 const* from = reinterpret_cast<uint4 const*>(inputs + at);
+        uint4 const x = from[0], y = from[1];
+        multiply_halves(c, to_halves(a.x), to_halves(b.x), x.x, x.y);
+        multiply_halves(d, to_halves(a.y), to_halves(b.y), x.z, x.w);
+        multiply_halves(c, to_halves(a.z), to_halves(b.z), y.x, y.y);
+        multiply_halves(d, to_halves(a.w), to_halves(b.w), y.z, y.w);
+      }
+      int const group = column / kGroup + j;
+      totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
+      totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
+    }
+    __syncwarp();
+    ring.fill();
+    if (++in_tile == per_tile || i + 1 == end) {
+      float* const place = parts + (tile * kWarps + warp) * kRows + lane / 4;
+      if (lane % 4 == 0) place[0] = totals.x, place[kHalf] = totals.y;
+      totals = {0.f, 0.f}, in_tile = 0, ++tile;
+    }
+  }
   __syncthreads();
-  int const i = threadIdx.x, of_tile = i / kTileRows, in_tile = i % kTileRows;
-  if (of_tile >= kTiles) return;
-  float result = parts.sum(in_tile, of_tile * kSplits, kSplits);
-  if (kGated) result = result / (1.f + __expf(-result)) * parts.sum(in_tile + kHalf, of_tile * kSplits, kSplits);
-  BFloat16* const place = params.out + int64_t(blockIdx.y) * params.num_out + blockIdx.x * kTiles * kTileRows + i;
-  if (params.adds) result += __bfloat162float(*place);
-  *place = __float2bfloat16_rn(result);
+  for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) {
+    int const own = i / kTileRows, from = own * per_tile, to = from + per_tile;
+    float result = 0.f, other = 0.f;
+    for (int w = 0; w < kWarps; ++w) {
+      if (max(share(w), from) >= min(share(w + 1), to)) continue;
+      float const* const place = parts + (own * kWarps + w) * kRows + i % kTileRows;
+      result += place[0];
+      if (kGated) other += place[kHalf];
+    }
+    if (kGated) result = result / (1.f + __expf(-result)) * other;
+    out[i] = __float2bfloat16_rn(params.adds ? result + before[i] : result);
+  }
 }
 
 // Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
 __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const params) {
   constexpr int kAhead = 12, kPairs = 3;  // steps; pairs of groups that are rounded at once
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(128) unsigned char memory[];
   __shared__ Parts parts;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
   int64_t row = int64_t(blockIdx.x) * kRows;
@@ -292,6 +391,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   Tile<kAhead> tile;
   tile.begin(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
   for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
+  end_copies();
   wait_for_kernel_ahead();
   launch_kernel_behind();
   BFloat16* const place = params.out + blockIdx.x * kRows + threadIdx.x % kRows;
@@ -316,7 +416,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
       }
     }
   }
-  wait_for_copies();
+  wait_for_copies<0>();
   __syncwarp();
   float2 totals = tile.multiply(0, token, units, scales, scales, lane);
   totals.x *= share, totals.y *= share;
@@ -336,23 +436,17 @@ Params params_of(View x, View weight, View scales, View chosen, View out, bool a
   return params;
 }
 
-template <int kWarps, int kSplits, bool kGated>
-void launch(Params const& params, int num_experts, DLDevice device) {
-  TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
-  constexpr int kTiles = kWarps / kSplits;
-  dim3 const grid(unsigned(params.num_out / (kTiles * (kGated ? kHalf : kRows))), unsigned(num_experts));
-  size_t const num_bytes = Layout(params.width).num_bytes(2 * kTiles, params.norm_bytes);
-  launch_early(multiply_token<kWarps, kSplits, kGated>, params, grid, 32 * kWarps, num_bytes, device);
-}
-
-// Enough blocks for all multiprocessors, but no more than run at once, since each rounds the token.
+// A block on each multiprocessor, or for several experts about as many.
 template <bool kGated>
-void launch(Params const& params, int num_experts, int num_multiprocessors, DLDevice device) {
-  int const num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * num_multiprocessors;
-  if (num_tiles <= num_multiprocessors) return launch<8, 8, kGated>(params, num_experts, device);
-  if (num_tiles <= most) return launch<4, 4, kGated>(params, num_experts, device);
-  if (num_tiles <= 2 * most) return launch<4, 2, kGated>(params, num_experts, device);
-  launch<4, 1, kGated>(params, num_experts, device);
+void launch(Params params, int num_experts, int num_multiprocessors, DLDevice device) {
+  TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
+  constexpr int kTileRows = kGated ? kHalf : kRows;
+  int const num_tiles = params.num_out / kTileRows, num_blocks = std::min(num_tiles, std::max(1, num_multiprocessors / num_experts));
+  int const most = (num_tiles + num_blocks - 1) / num_blocks;
+  params.num_blocks = most == 1 ? 1 : (most * kTileRows + kGroup - 2) / kGroup + 1;
+  size_t const num_bytes = kWarps * kStages * kRows * kPitch + Layout(params.width).num_bytes((kGated ? 2 : 1) * params.num_blocks, params.norm_bytes) +
+                           most * kRows * (kWarps + 1) * sizeof(float);
+  launch_early(multiply_token<kGated>, params, dim3(unsigned(num_blocks), unsigned(num_experts)), 32 * kWarps, num_bytes, device);
 }
 
 // x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K) or empty.

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
+from models.backends.portable.launch import early_launch
 from models.backends.portable.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
@@ -39,7 +41,7 @@ def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS:
 def _convolve(
     inputs: tensor, conv: tensor, before: tensor, accepted: tensor, starts: tensor, sources: tensor, firsts: tensor, out: tensor,
     num_tokens: tensor, num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr,
-    TAPS: constexpr, TOKENS: constexpr, ROWS: constexpr,
+    TAPS: constexpr, TOKENS: constexpr, ROWS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
@@ -52,6 +54,9 @@ def _convolve(
     kept = before + place * row_stride + tl.load(accepted + place, inside, 0) * CHANNELS
     channel = head * DIM + tl.arange(0, DIM)
     total = tl.zeros((TOKENS, DIM), tl.float32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1) + tap
         is_new = at >= start
@@ -74,10 +79,13 @@ def _convolve(
 def _keep(
     inputs: tensor, mixed: tensor, gates: tensor, before: tensor, kept_mixed: tensor, kept_gates: tensor, accepted: tensor, rows: tensor,
     starts: tensor, sources: tensor, firsts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr,
-    HEADS: constexpr, TAPS: constexpr, WIDTH: constexpr, GATES: constexpr,
+    HEADS: constexpr, TAPS: constexpr, WIDTH: constexpr, GATES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
         return
@@ -121,13 +129,15 @@ def _advance(
 def _step(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, kept_mixed: tensor, kept_gates: tensor,
     accepted: tensor, rows: tensor, starts: tensor, out: tensor, first_row: tensor, row_stride: tensor, kept_stride: tensor,
-    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, COLUMNS: constexpr,
+    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, COLUMNS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (r, h, v): drafts of row `first_row` + r that were accepted, then its tokens, one after the other, for head h and COLUMNS
     values. The state behind its first token is kept."""
     row, head = first_row + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
+        if OVERLAP:
+            gdc_wait()
         return
     key, column = tl.arange(0, DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     permanent = tl.load(rows + row)
@@ -137,6 +147,9 @@ def _step(
     for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
         token = tl.cast(number, tl.int64)
         state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
+    if OVERLAP:  # nothing above is written by the kernel ahead
+        gdc_wait()
+        gdc_launch_dependents()
     for number in range(0, end - start):
         token = start.to(tl.int64) + number
         state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
@@ -296,9 +309,12 @@ def _scan(
 @triton.jit(do_not_specialize=["num_lines"])
 def _gated_norm(
     o: tensor, z: tensor, weight: tensor, out: tensor, eps: tensor, num_lines: tensor, stride: tensor, HEADS: constexpr, DIM: constexpr,
-    LINES: constexpr,
+    LINES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program i: LINES heads of tokens."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
     value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
@@ -310,8 +326,11 @@ def _gated_norm(
 
 
 @triton.jit
-def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr) -> None:
+def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr, OVERLAP: constexpr) -> None:
     """Program (t, i): BLOCK values of token t."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     logit = tl.load(gate + token * stride + column // GROUP, inside, 0.0).to(tl.float32)
@@ -326,7 +345,7 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
     block = min(1024, triton.next_power_of_2(width))
     if num_tokens:
         _gate[(num_tokens, triton.cdiv(width, block))](
-            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block
+            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block, **early_launch(x_TX)
         )
 
 
@@ -339,12 +358,12 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     num_tokens, num_rows, stride = len(heads.inputs_TX), len(rows.rows_R), heads.inputs_TX.stride(0)
     channels, taps = heads.conv_CW.shape
     sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
-    mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
+    mixed_TC, early = heads.inputs_TX.new_empty((num_tokens, channels)), early_launch(memory)
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
     _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
         heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.starts_R1, *rows.origins, mixed_TC, num_tokens, num_rows,
         stride, before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens,
-        ROWS=_padded(num_rows),
+        ROWS=_padded(num_rows), **early,
     )  # fmt: skip
     o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
     if rows.num_prefill_rows:
@@ -353,17 +372,18 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
         columns = min(dim, tiles.step_columns)
         _step[(num_rows - rows.num_prefill_rows, num_heads, dim // columns)](
             mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, *kept, rows.rows_R, rows.starts_R1, o_THV,
-            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
+            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes, **early,
         )  # fmt: skip
     _keep[(num_rows, triton.cdiv(channels, tiles.channels))](
         heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, *rows.origins, rows.num_prefill_rows,
         stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
-        GATES=triton.next_power_of_2(2 * num_heads),
+        GATES=triton.next_power_of_2(2 * num_heads), **early,
     )  # fmt: skip
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](
-        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride, HEADS=num_heads, DIM=dim, LINES=tiles.lines
+        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride, HEADS=num_heads, DIM=dim, LINES=tiles.lines,
+        **early,
     )
     return out_TX
 

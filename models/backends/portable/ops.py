@@ -35,7 +35,6 @@ class ExpertGemv(Protocol):
 class SingleFloat8(ExpertGemv, Protocol):
     """The same, and `gemv`, for float8 matrices."""
 
-    MAX_NORM_BYTES: int  # of a norm's weights
     MAX_CHOSEN: int  # experts of a token
 
     def gemv(
@@ -134,7 +133,7 @@ class TritonOps:
         product: Callable[..., torch.Tensor] = gemv
         if isinstance(weight, BlockScaled):
             own = self._single_float8
-            if own is None or (isinstance(x_TX, Normed) and x_TX.weight_D.nbytes > own.MAX_NORM_BYTES):
+            if own is None:
                 return None
             product = own.gemv
         if isinstance(x_TX, Normed):

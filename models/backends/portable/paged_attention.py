@@ -9,11 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.attention.paged import FixedAttention, Int32s, MakeFixed, plan_on_device
 from models.attention.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
 from models.backends.ops import KVPool
-from models.backends.portable.launch import num_multiprocessors
+from models.backends.portable.launch import early_launch, num_multiprocessors
 from models.backends.portable.tuned import AttentionTiles, Tiles
 from models.batch import AttentionLayout
 
@@ -43,11 +44,14 @@ def _scores_update(
 def _attend(
     q: tensor, k: tensor, v: tensor, out: tensor, units: tensor, pages: tensor, partials: tensor, sums: tensor, scale: tensor,
     FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, PAGE: constexpr, DIM: constexpr, ROWS: constexpr, KEYS: constexpr,
-    STAGES: constexpr, EXACT: constexpr,
+    STAGES: constexpr, EXACT: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
     key of a group is its last token's alone, and so on."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     stop = tl.load(unit + 4)
     if stop == 0:
         return
@@ -94,10 +98,13 @@ def _attend(
 @triton.jit
 def _merge(
     out: tensor, units: tensor, partials: tensor, sums: tensor, FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
-    ROWS: constexpr,
+    ROWS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (u, h): if unit u is the first part of several, their weighted mean."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)
     number, first_part, parts = tl.load(unit + 5), tl.load(unit + 6), tl.load(unit + 7)
     if (stop == 0) | (number != first_part) | (parts == 1):
@@ -213,6 +220,7 @@ class PagedAttention:
             q_THK, k_pool, v_pool, out_THK, units, self._pages, self._scratch.partials, self._scratch.sums, self._scale,
             FIELDS=UNIT_FIELDS, KV_HEADS=self._kv_heads, GROUP=self._group, PAGE=self._page_size, DIM=q_THK.shape[2],
             ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, EXACT=q_THK.dtype == torch.float32, num_warps=tiles.warps,
+            **early_launch(q_THK),
         )  # fmt: skip
 
     def _merge(self, out_THK: torch.Tensor) -> None:
@@ -220,6 +228,7 @@ class PagedAttention:
         _merge[(len(self._units), self._kv_heads)](
             out_THK, self._units, self._scratch.partials, self._scratch.sums,
             FIELDS=UNIT_FIELDS, KV_HEADS=self._kv_heads, GROUP=self._group, DIM=out_THK.shape[2], ROWS=self._tiles.few.rows, num_warps=4,
+            **early_launch(out_THK),
         )  # fmt: skip
 
 

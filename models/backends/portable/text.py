@@ -48,8 +48,8 @@ def _rms_norm(
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     if ADDENDS > 0:
         for part in tl.static_range(ADDENDS):
@@ -75,6 +75,7 @@ def _swiglu(
     column = first + tl.arange(0, BLOCK)
     inside = column < WIDTH
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
     gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
@@ -91,6 +92,7 @@ def _quantize(
     """One program: one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + token * WIDTH + column, column < WIDTH, 0.0).to(tl.float32)
     _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
