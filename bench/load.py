@@ -18,9 +18,8 @@ from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import percentile, table, write_result
 
-MAX_ERRORS = 3  # different ones, that are shown
 PERCENTILES = (50, 90, 99)
-MAX_ERRORS = 3  # different ones, of failed requests
+MAX_ERRORS = 3  # different ones, of failed requests, that are shown
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,114 +1,188 @@
-// Products of a single token with float8 matrices in scaled blocks of 128 x 128, for Hopper, with the norm and the rounding before them and SwiGLU
-// and residual behind. Called by `float8_gemv.py`.
+// Products of one to four tokens with float8 matrices in scaled blocks of 128 x 128, for Hopper, with SwiGLU and residual behind; those of a
+// single token with the norm and the rounding before them. Called by `float8_gemv.py`.
 //
 // Bound by memory, if conversions are cheap: one instruction makes two values float16, and tensor cores add up in float32, which is exact. A
-// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the one 8 below; the order in which it reads the token fits them:
+// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the one 8 below; the order in which it reads the tokens fits them:
 //
-//   W (16 rows, 16 values) x token (16 values, 8 times the same column) -> (16 rows, 8 times the same)
+//   W (16 rows, 16 values) x tokens (16 values, 8 columns: each token several times) -> (16 rows, 8 columns)
 //
 // What the kernel ahead does not write is on its way before that has ended; the kernels before it are done, as all of ours wait for theirs.
 
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
-#include "hopper_launch.cuh"
+#include "float8_tokens.cuh"
 
 namespace float8 {
 
-using namespace hopper;
-using BFloat16 = __nv_bfloat16;
+// Copies of a warp's chunks of a block's tiles, one after the other; stages of them are on their way or are multiplied.
+template <bool kGated>
+struct Ring {
+  static constexpr int kTileRows = kGated ? kHalf : kRows, kLanes = kChunk / kCopied, kRowsAtOnce = 32 / kLanes;
+  uint8_t const* from;  // the next chunk
+  int64_t between;  // bytes that lie between the two halves of a tile
+  unsigned char* stages;
+  int width, column, left, lane;  // column: of the next chunk; left: chunks
+  int stage = 0;
 
-constexpr int kRows = 16, kHalf = kRows / 2;
-constexpr int kGroup = 128;  // values with a scale
-constexpr int kStep = 64;  // values of a row that a warp multiplies at once
-constexpr int kMaxWarps = 16;  // of a block
-constexpr int kWarps = 12, kStages = 2;
-constexpr int kChunk = 256; // values of 16 rows that a warp has in a stage
-constexpr int kPitch = kChunk + 64;  // bytes from row to row of a stage: neighbours are not in the same banks
-constexpr int kMaxChosen = 12;  // of one that sums experts
-constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
-constexpr int kPieces = 8;  // of a lane at once
-constexpr int kCopied = 16;  // bytes that a lane copies at once
-constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
+  // Chunks `first` to `end` of a tile of `rows` and those behind it.
+  DEVICE Ring(uint8_t const* rows, int64_t between, unsigned char* stages, int width, int first, int end, int lane)
+      : between(between), stages(stages), width(width), left(end - first), lane(lane) {
+    int const per_tile = chunks_of(width), tile = first / per_tile;
+    column = (first - tile * per_tile) * kChunk;
+    from = rows + int64_t(tile) * kTileRows * width + column;
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) fill();
+  }
 
-struct Params {
-  BFloat16 const* x;
-  unsigned char const* norm_weight;
-  uint8_t const* weight;
-  float const* scales;  // num_scales for each block of rows
-  int const* chosen;  // experts, null: one matrix. One below 0 is not ours
-  BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
-  BFloat16* out;
-  int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
-  int num_blocks;  // of rows with scales of their own, in which a block's tiles may lie
-  int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
-  float eps;
-  bool adds;
+  DEVICE void fill() {
+    if (left-- > 0) {
+      int const row_of_lane = lane / kLanes, at = lane % kLanes * kCopied;
+      uint8_t const* const source = from + int64_t(row_of_lane) * width + at;
+      unsigned char* const to = stages + (stage * kRows + row_of_lane) * kPitch + at;
+      if (column + at < width) {
+#pragma unroll
+        for (int row = 0; row < kRows; row += kRowsAtOnce) copy_async(to + row * kPitch, source + int64_t(row) * width + (row < kHalf ? 0 : between), true);
+      }
+      column += kChunk, from += kChunk;
+      if (column >= width) from += int64_t(kTileRows) * width - column, column = 0;
+    }
+    end_copies();
+    stage = (stage + 1) % kStages;
+  }
 };
 
-DEVICE uint4 load_weights(uint8_t const* from) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
-  return x;
-}
-
-DEVICE uint2 to_halves(uint32_t four) {
-  uint2 pairs;
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-      : "=r"(pairs.x), "=r"(pairs.y)
-      : "r"(four));
-  return pairs;
-}
-
-// Two values as float8 has them.
-DEVICE uint32_t rounded_halves(float low, float high) {
-  uint32_t pair;
-  asm("{ .reg .b16 bytes; cvt.rn.satfinite.e4m3x2.f32 bytes, %2, %1; cvt.rn.f16x2.e4m3x2 %0, bytes; }" : "=r"(pair) : "f"(low), "f"(high));
-  return pair;
-}
-
-DEVICE void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(b0), "r"(b1));
-}
-
-DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
-  uint32_t const words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float2 const pair = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 const*>(&words[i]));
-    values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+// The tokens and their scales, which others have rounded.
+DEVICE void load_tokens(Params const& params, Layout const& layout, unsigned char* tokens, float* units) {
+  for (int token = 0; token < params.num_tokens; ++token) {
+    for (int i = threadIdx.x * kCopied; i < params.width; i += blockDim.x * kCopied)
+      *reinterpret_cast<uint4*>(tokens + token * layout.pitch() + i) = __ldcg(reinterpret_cast<uint4 const*>(params.rounded + int64_t(token) * params.width + i));
+    for (int group = threadIdx.x; group < params.width / kGroup; group += blockDim.x)
+      units[token * layout.groups + group] = __ldcg(params.units + int64_t(group) * params.units_stride + token);
   }
 }
 
-DEVICE void copy_async(void* to, void const* from, bool is_wide) {
-  uint32_t const address = uint32_t(__cvta_generic_to_shared(to));
-  if (is_wide) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
-}
-
-DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until at most kLeft groups of this thread's copies are on their way.
-template <int kLeft>
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory"); }
-
-DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
-
-// A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
-DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
-  float largest = 0.f;
+// Block (i, k): the i-th share of the tiles of 16 rows of the k-th chosen expert's matrix if there are several. If gated, tiles of 8 rows each
+// of the gate and of the other factor. kTokens: 1 or at most kFew.
+template <bool kGated, int kTokens>
+__global__ void __launch_bounds__(32 * kWarps) multiply_tokens(Params const params) {
+  constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ float sums[kWarps];
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Layout const layout(params.width);
+  unsigned char* const tokens = memory + kWarps * kStages * kRows * kPitch;
+  __half* const token = reinterpret_cast<__half*>(tokens);
+  unsigned char* const norm = tokens + layout.padded * sizeof(__half);
+  float* const units = reinterpret_cast<float*>(kTokens == 1 ? norm + layout.padded * params.norm_bytes : tokens + params.num_tokens * layout.pitch());
+  float* const scales = units + params.num_tokens * layout.groups;  // (factors, blocks of rows, groups)
+  float* const parts = scales + kFactors * params.num_blocks * layout.groups;  // (tiles, warps, tokens, 16)
+  int const num_tiles = params.num_out / kTileRows;
+  int const first_tile = num_tiles * int(blockIdx.x) / int(gridDim.x), end_tile = num_tiles * (int(blockIdx.x) + 1) / int(gridDim.x);
+  int const own_tiles = end_tile - first_tile, own_rows = own_tiles * kTileRows;
+  int const per_tile = chunks_of(params.width), num_chunks = own_tiles * per_tile;
+  float* const before = parts + own_tiles * kWarps * kTokens * kRows;  // (tokens, own rows)
+  auto share = [&](int of_warp) { return num_chunks * of_warp / kWarps; };
+  int const norm_end = params.width * params.norm_bytes;
+  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
+  int64_t start = 0;
+  if (params.chosen) {
+    round_token(params, norm, token, units, sums);
+    wait_for_kernel_ahead();
+    launch_kernel_behind();
+    int const expert = __ldcg(params.chosen + blockIdx.y);
+    if (expert < 0) return;
+    start = int64_t(expert) * kFactors * params.num_out;
+  }
+  int const first_block = first_tile * kTileRows / kGroup, num_groups = params.width / kGroup;
+  int const num_blocks = (end_tile * kTileRows - 1) / kGroup - first_block + 1;
+  for (int i = threadIdx.x; i < kFactors * num_blocks * num_groups; i += blockDim.x) {
+    int const group = i % num_groups, block = i / num_groups % num_blocks, factor = i / num_groups / num_blocks;
+    int64_t const of_row = (start + factor * params.num_out) / kGroup + first_block + block;
+    copy_async(scales + (factor * params.num_blocks + block) * layout.groups + group, params.scales + of_row * params.num_scales + group, false);
+  }
+  end_copies();
+  int const first = share(warp), end = share(warp + 1);
+  int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
+  unsigned char* const stages = memory + warp * kStages * kRows * kPitch;
+  Ring<kGated> ring(params.weight + (start + first_tile * kTileRows) * params.width, between, stages, params.width, first, end, lane);
+  if (!params.chosen) {
+    wait_for_kernel_ahead();
+    launch_kernel_behind();
+    if constexpr (kTokens == 1) round_token(params, norm, token, units, sums);
+    else load_tokens(params, layout, tokens, units);
+  }
+  BFloat16* const out = params.out + int64_t(blockIdx.y) * params.num_out + first_tile * kTileRows;
+  if (params.adds)
+    for (int i = threadIdx.x; i < params.num_tokens * own_rows; i += blockDim.x)
+      before[i] = __bfloat162float(out[int64_t(i / own_rows) * params.num_out + i % own_rows]);
+  wait_for_copies<kStages>();
+  __syncthreads();
+  // A lane's columns of the product are tokens 2 (lane % 2) and the next one; of a single token the first column counts.
+  int const mine = kTokens == 1 ? 0 : min(lane / 4 % kFew, params.num_tokens - 1);
+  int const even = kTokens == 1 ? 0 : min(lane % 2 * 2, params.num_tokens - 1), odd = kTokens == 1 ? 0 : min(lane % 2 * 2 + 1, params.num_tokens - 1);
+  float totals[2][2] = {};  // (rows lane / 4 and 8 below, columns)
+  for (int i = first, tile = first / per_tile, in_tile = first - tile * per_tile; i < end; ++i) {
+    int const column = in_tile * kChunk;
+    unsigned char const* const weights = stages + (ring.stage * kRows + lane / 4) * kPitch + lane % 4 * 16;
+    float const* const upper_scales = scales + ((first_tile + tile) * kTileRows / kGroup - first_block) * layout.groups;
+    float const* const lower_scales = upper_scales + (kGated ? params.num_blocks * layout.groups : 0);
+    wait_for_copies<kStages - 1>();
+    __syncwarp();
 #pragma unroll
-  for (float value : values) largest = fmaxf(largest, fabsf(value));
-  largest = over_lanes<1, 16, true>(largest);
-  float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = __frcp_rn(scale);
-  uint32_t halves[4];
+    for (int j = 0; j < kChunk / kGroup; ++j) {
+      if (column + j * kGroup >= params.width) break;
+      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
 #pragma unroll
-  for (int i = 0; i < 4; ++i) halves[i] = rounded_halves(values[2 * i] * inverse, values[2 * i + 1] * inverse);
-  *reinterpret_cast<uint4*>(to) = {halves[0], halves[1], halves[2], halves[3]};
-  if (lane % 16 == 0) *unit = scale;
+      for (int k = 0; k < kGroup / kStep; ++k) {
+        int const at = j * kGroup + k * kStep, input = column + at + lane % 4 * 16;
+        uint4 const a = *reinterpret_cast<uint4 const*>(weights + at), b = *reinterpret_cast<uint4 const*>(weights + at + kHalf * kPitch);
+        uint2 x[4];
+        if constexpr (kTokens == 1) {
+          uint4 const low = *reinterpret_cast<uint4 const*>(token + input), high = *reinterpret_cast<uint4 const*>(token + input + 8);
+          x[0] = {low.x, low.y}, x[1] = {low.z, low.w}, x[2] = {high.x, high.y}, x[3] = {high.z, high.w};
+        } else {
+          uint4 const bytes = *reinterpret_cast<uint4 const*>(tokens + mine * layout.pitch() + input);
+          x[0] = to_halves(bytes.x), x[1] = to_halves(bytes.y), x[2] = to_halves(bytes.z), x[3] = to_halves(bytes.w);
+        }
+        multiply_halves(c, to_halves(a.x), to_halves(b.x), x[0].x, x[0].y);
+        multiply_halves(d, to_halves(a.y), to_halves(b.y), x[1].x, x[1].y);
+        multiply_halves(c, to_halves(a.z), to_halves(b.z), x[2].x, x[2].y);
+        multiply_halves(d, to_halves(a.w), to_halves(b.w), x[3].x, x[3].y);
+      }
+      int const group = column / kGroup + j;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float const scale = half == 0 ? upper_scales[group] : lower_scales[group];
+        totals[half][0] += (c[2 * half] + d[2 * half]) * (units[even * layout.groups + group] * scale);
+        if (kTokens > 1) totals[half][1] += (c[2 * half + 1] + d[2 * half + 1]) * (units[odd * layout.groups + group] * scale);
+      }
+    }
+    __syncwarp();
+    ring.fill();
+    if (++in_tile == per_tile || i + 1 == end) {
+      float* const place = parts + (tile * kWarps + warp) * kTokens * kRows + lane / 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (lane % 4 < (kTokens + 1) / 2) place[lane % 4 * 2 * kRows + half * kHalf] = totals[half][0];
+        if (kTokens > 1 && lane % 4 < kTokens / 2) place[(lane % 4 * 2 + 1) * kRows + half * kHalf] = totals[half][1];
+        totals[half][0] = totals[half][1] = 0.f;
+      }
+      in_tile = 0, ++tile;
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < params.num_tokens * own_rows; i += blockDim.x) {
+    int const of_token = i / own_rows, row = i % own_rows, tile = row / kTileRows, from = tile * per_tile, to = from + per_tile;
+    float result = 0.f, other = 0.f;
+    for (int w = 0; w < kWarps; ++w) {
+      if (max(share(w), from) >= min(share(w + 1), to)) continue;
+      float const* const place = parts + ((tile * kWarps + w) * kTokens + of_token) * kRows + row % kTileRows;
+      result += place[0];
+      if (kGated) other += place[kHalf];
+    }
+    if (kGated) result = result / (1.f + __expf(-result)) * other;
+    out[int64_t(of_token) * params.num_out + row] = __float2bfloat16_rn(params.adds ? result + before[i] : result);
+  }
 }
 
 // Steps `first` to `end` of a warp's 16 rows; kAhead of them in registers or on their way.
@@ -169,211 +243,6 @@ struct Parts {
   }
 };
 
-// The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token`.
-template <int kWarps>
-DEVICE void round_token(Params const& params, unsigned char const* norm, __half* token, float* units, float (&sums)[kMaxWarps]) {
-  constexpr int kStride = 32 * kWarps * kPiece;
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int start = 0; start < params.width; start += kPieces * kStride) {
-    uint4 pieces[kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
-      if (column < params.width) pieces[i] = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
-      else pieces[i] = uint4{0, 0, 0, 0};
-    }
-    float factor = 1.f;
-    if (params.norm_bytes) {
-      float square = 0.f;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        float values[kPiece];
-        to_floats(pieces[i], values);
-#pragma unroll
-        for (float value : values) square += value * value;
-      }
-      square = over_lanes<1, 32, false>(square);
-      if (lane == 0) sums[warp] = square;
-      wait_for_copies<kStages>();
-      __syncthreads();
-      square = 0.f;
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) square += sums[i];
-      factor = rsqrtf(square / float(params.width) + params.eps);
-    }
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      if (start + i * kStride + warp * 32 * kPiece >= params.width) break;  // the same for a warp: its lanes have two whole groups
-      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
-      float values[kPiece];
-      to_floats(pieces[i], values);
-      if (params.norm_bytes) {
-        __align__(16) float weights[kPiece];
-        if (params.norm_bytes == sizeof(float)) {
-          float4 const* from = reinterpret_cast<float4 const*>(norm) + column / 4;
-          reinterpret_cast<float4*>(weights)[0] = from[0], reinterpret_cast<float4*>(weights)[1] = from[1];
-        } else {
-          to_floats(*reinterpret_cast<uint4 const*>(norm + column * sizeof(BFloat16)), weights);
-        }
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
-      }
-      store_rounded(values, token + column, units + column / kGroup, lane);
-    }
-  }
-}
-
-// The parts of a block's shared memory, which begin at multiples of 16 bytes.
-struct Layout {
-  int padded, groups;  // values of a token, to two whole groups, and their groups
-
-  __host__ __device__ explicit Layout(int width) : padded((width + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup)), groups(padded / kGroup) {}
-
-  __host__ __device__ size_t num_bytes(int num_scales, int norm_bytes) const {
-    return padded * (sizeof(__half) + norm_bytes) + size_t(groups) * sizeof(float) * (1 + num_scales);
-  }
-};
-
-// Copies of a warp's chunks of a block's tiles, one after the other; stages of them are on their way or are multiplied.
-template <bool kGated>
-struct Ring {
-  static constexpr int kTileRows = kGated ? kHalf : kRows, kLanes = kChunk / kCopied, kRowsAtOnce = 32 / kLanes;
-  uint8_t const* from;  // the next chunk
-  int64_t between;  // bytes that lie between the two halves of a tile
-  unsigned char* stages;
-  int width, column, left, lane;  // column: of the next chunk; left: chunks
-  int stage = 0;
-
-  // Chunks `first` to `end` of a tile of `rows` and those behind it.
-  DEVICE Ring(uint8_t const* rows, int64_t between, unsigned char* stages, int width, int first, int end, int lane)
-      : between(between), stages(stages), width(width), left(end - first), lane(lane) {
-    int const per_tile = chunks_of(width), tile = first / per_tile;
-    column = (first - tile * per_tile) * kChunk;
-    from = rows + int64_t(tile) * kTileRows * width + column;
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) fill();
-  }
-
-  DEVICE void fill() {
-    if (left-- > 0) {
-      int const row_of_lane = lane / kLanes, at = lane % kLanes * kCopied;
-      uint8_t const* const source = from + int64_t(row_of_lane) * width + at;
-      unsigned char* const to = stages + (stage * kRows + row_of_lane) * kPitch + at;
-      if (column + at < width) {
-#pragma unroll
-        for (int row = 0; row < kRows; row += kRowsAtOnce) copy_async(to + row * kPitch, source + int64_t(row) * width + (row < kHalf ? 0 : between), true);
-      }
-      column += kChunk, from += kChunk;
-      if (column >= width) from += int64_t(kTileRows) * width - column, column = 0;
-    }
-    end_copies();
-    stage = (stage + 1) % kStages;
-  }
-};
-
-// Block (i, k): the i-th share of the tiles of 16 rows of the k-th chosen expert's matrix if there are several. If gated, tiles of 8 rows each
-// of the gate and of the other factor.
-template <bool kGated>
-__global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const params) {
-  constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
-  extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ float sums[kMaxWarps];
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Layout const layout(params.width);
-  __half* const token = reinterpret_cast<__half*>(memory + kWarps * kStages * kRows * kPitch);
-  unsigned char* const norm = reinterpret_cast<unsigned char*>(token + layout.padded);
-  float* const units = reinterpret_cast<float*>(norm + layout.padded * params.norm_bytes);
-  float* const scales = units + layout.groups;  // (factors, blocks of rows, groups)
-  float* const parts = scales + kFactors * params.num_blocks * layout.groups;  // (tiles, warps, 16)
-  int const num_tiles = params.num_out / kTileRows;
-  int const first_tile = num_tiles * int(blockIdx.x) / int(gridDim.x), end_tile = num_tiles * (int(blockIdx.x) + 1) / int(gridDim.x);
-  int const own_tiles = end_tile - first_tile, per_tile = chunks_of(params.width), num_chunks = own_tiles * per_tile;
-  float* const before = parts + own_tiles * kWarps * kRows;  // (tiles, 16)
-  auto share = [&](int of_warp) { return num_chunks * of_warp / kWarps; };
-  int const norm_end = params.width * params.norm_bytes;
-  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
-  int64_t start = 0;
-  if (params.chosen) {
-    round_token<kWarps>(params, norm, token, units, sums);
-    wait_for_kernel_ahead();
-    launch_kernel_behind();
-    int const expert = __ldcg(params.chosen + blockIdx.y);
-    if (expert < 0) return;
-    start = int64_t(expert) * kFactors * params.num_out;
-  }
-  int const first_block = first_tile * kTileRows / kGroup, num_groups = params.width / kGroup;
-  int const num_blocks = (end_tile * kTileRows - 1) / kGroup - first_block + 1;
-  for (int i = threadIdx.x; i < kFactors * num_blocks * num_groups; i += blockDim.x) {
-    int const group = i % num_groups, block = i / num_groups % num_blocks, factor = i / num_groups / num_blocks;
-    int64_t const of_row = (start + factor * params.num_out) / kGroup + first_block + block;
-    copy_async(scales + (factor * params.num_blocks + block) * layout.groups + group, params.scales + of_row * params.num_scales + group, false);
-  }
-  end_copies();
-  int const first = share(warp), end = share(warp + 1);
-  int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
-  unsigned char* const stages = memory + warp * kStages * kRows * kPitch;
-  Ring<kGated> ring(params.weight + (start + first_tile * kTileRows) * params.width, between, stages, params.width, first, end, lane);
-  if (!params.chosen) {
-    wait_for_kernel_ahead();
-    launch_kernel_behind();
-    round_token<kWarps>(params, norm, token, units, sums);
-  }
-  BFloat16* const out = params.out + int64_t(blockIdx.y) * params.num_out + first_tile * kTileRows;
-  if (params.adds)
-    for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) before[i] = __bfloat162float(out[i]);
-  wait_for_copies<kStages>();
-  __syncthreads();
-  float2 totals = {0.f, 0.f};
-  for (int i = first, tile = first / per_tile, in_tile = first - tile * per_tile; i < end; ++i) {
-    int const column = in_tile * kChunk;
-    unsigned char const* const weights = stages + (ring.stage * kRows + lane / 4) * kPitch + lane % 4 * 16;
-    float const* const upper_scales = scales + ((first_tile + tile) * kTileRows / kGroup - first_block) * layout.groups;
-    float const* const lower_scales = upper_scales + (kGated ? params.num_blocks * layout.groups : 0);
-    __half const* const inputs = token + column + lane % 4 * 16;
-    wait_for_copies<kStages - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < kChunk / kGroup; ++j) {
-      if (column + j * kGroup >= params.width) break;
-      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
-#pragma unroll
-      for (int k = 0; k < kGroup / kStep; ++k) {
-        int const at = j * kGroup + k * kStep;
-        uint4 const a = *reinterpret_cast<uint4 const*>(weights + at), b = *reinterpret_cast<uint4 const*>(weights + at + kHalf * kPitch);
-        uint4 const* from = reinterpret_cast<uint4 const*>(inputs + at);
-        uint4 const x = from[0], y = from[1];
-        multiply_halves(c, to_halves(a.x), to_halves(b.x), x.x, x.y);
-        multiply_halves(d, to_halves(a.y), to_halves(b.y), x.z, x.w);
-        multiply_halves(c, to_halves(a.z), to_halves(b.z), y.x, y.y);
-        multiply_halves(d, to_halves(a.w), to_halves(b.w), y.z, y.w);
-      }
-      int const group = column / kGroup + j;
-      totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
-      totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
-    }
-    __syncwarp();
-    ring.fill();
-    if (++in_tile == per_tile || i + 1 == end) {
-      float* const place = parts + (tile * kWarps + warp) * kRows + lane / 4;
-      if (lane % 4 == 0) place[0] = totals.x, place[kHalf] = totals.y;
-      totals = {0.f, 0.f}, in_tile = 0, ++tile;
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) {
-    int const own = i / kTileRows, from = own * per_tile, to = from + per_tile;
-    float result = 0.f, other = 0.f;
-    for (int w = 0; w < kWarps; ++w) {
-      if (max(share(w), from) >= min(share(w + 1), to)) continue;
-      float const* const place = parts + (own * kWarps + w) * kRows + i % kTileRows;
-      result += place[0];
-      if (kGated) other += place[kHalf];
-    }
-    if (kGated) result = result / (1.f + __expf(-result)) * other;
-    out[i] = __float2bfloat16_rn(params.adds ? result + before[i] : result);
-  }
-}
-
 // Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
 __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const params) {
   constexpr int kAhead = 12, kPairs = 3;  // steps; pairs of groups that are rounded at once
@@ -428,7 +297,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
 
 Params params_of(View x, View weight, View scales, View chosen, View out, bool adds) {
   Params params{};
-  params.x = values_of<BFloat16>(x), params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
+  params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
   params.chosen = chosen.size(0) ? values_of<int>(chosen) : nullptr, params.out = values_of<BFloat16>(out);
   params.width = int(x.size(1)), params.num_out = int(out.size(1)), params.num_scales = int(scales.size(1));
   params.adds = adds;
@@ -437,16 +306,18 @@ Params params_of(View x, View weight, View scales, View chosen, View out, bool a
 }
 
 // A block on each multiprocessor, or for several experts about as many.
-template <bool kGated>
+template <bool kGated, int kTokens>
 void launch(Params params, int num_experts, int num_multiprocessors, DLDevice device) {
   TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
-  constexpr int kTileRows = kGated ? kHalf : kRows;
+  constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
   int const num_tiles = params.num_out / kTileRows, num_blocks = std::min(num_tiles, std::max(1, num_multiprocessors / num_experts));
   int const most = (num_tiles + num_blocks - 1) / num_blocks;
   params.num_blocks = most == 1 ? 1 : (most * kTileRows + kGroup - 2) / kGroup + 1;
-  size_t const num_bytes = kWarps * kStages * kRows * kPitch + Layout(params.width).num_bytes((kGated ? 2 : 1) * params.num_blocks, params.norm_bytes) +
-                           most * kRows * (kWarps + 1) * sizeof(float);
-  launch_early(multiply_token<kGated>, params, dim3(unsigned(num_blocks), unsigned(num_experts)), 32 * kWarps, num_bytes, device);
+  Layout const layout(params.width);
+  size_t const before = kTokens == 1 ? layout.num_bytes(kFactors * params.num_blocks, params.norm_bytes)
+                                     : layout.num_bytes_of(params.num_tokens, kFactors * params.num_blocks);
+  size_t const num_bytes = kWarps * kStages * kRows * kPitch + before + size_t(most) * kRows * kTokens * (kWarps + 1) * sizeof(float);
+  launch_early(multiply_tokens<kGated, kTokens>, params, dim3(unsigned(num_blocks), unsigned(num_experts)), 32 * kWarps, num_bytes, device);
 }
 
 // x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K) or empty.
@@ -454,10 +325,22 @@ void run(View x, View norm_weight, double eps, View weight, View scales, View ch
          View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
+  params.x = values_of<BFloat16>(x), params.num_tokens = 1;
   params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
   params.norm_bytes = norm_weight.size(0) ? norm_weight.dtype().bits / 8 : 0;
   int const num_experts = int(out.size(0)), count = int(num_multiprocessors);
-  is_gated ? launch<true>(params, num_experts, count, x.device()) : launch<false>(params, num_experts, count, x.device());
+  is_gated ? launch<true, 1>(params, num_experts, count, x.device()) : launch<false, 1>(params, num_experts, count, x.device());
+}
+
+// x (T, K) float8 with units (K / 128, at least T), weight (N, K), out (T, N), twice as many rows of the weight if gated. `none` is empty.
+void run_few(View x, View units, View weight, View scales, View none, View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
+  ffi::CUDADeviceGuard guard(x.device().device_id);
+  Params params = params_of(x, weight, scales, none, out, adds);
+  params.rounded = values_of<uint8_t>(x), params.units = values_of<float>(units), params.units_stride = int(units.size(1));
+  params.num_tokens = int(out.size(0));
+  TVM_FFI_ICHECK(params.num_tokens <= kFew && units.size(1) >= params.num_tokens) << "float8: " << params.num_tokens << " tokens";
+  int const count = int(num_multiprocessors);
+  is_gated ? launch<true, kFew>(params, 1, count, x.device()) : launch<false, kFew>(params, 1, count, x.device());
 }
 
 // x (chosen, K), weight (experts * N, K), shares (chosen), out (1, N).
@@ -465,7 +348,7 @@ void run_sum(View x, View weight, View scales, View chosen, View shares,
              View out, bool adds) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.shares = values_of<BFloat16>(shares);
+  params.x = values_of<BFloat16>(x), params.shares = values_of<BFloat16>(shares);
   int const num_chosen = int(chosen.size(0));
   TVM_FFI_ICHECK(num_chosen <= kMaxChosen) << "float8: " << num_chosen << " experts of a token";
   dim3 const grid(unsigned(params.num_out / kRows));
@@ -476,3 +359,4 @@ void run_sum(View x, View weight, View scales, View chosen, View shares,
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, float8::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_sum, float8::run_sum);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_few, float8::run_few);

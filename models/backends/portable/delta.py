@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
-from models.backends.portable.launch import early_launch
+from models.backends.portable.launch import await_kernel_ahead, early_launch
 from models.backends.portable.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
@@ -54,9 +54,7 @@ def _convolve(
     kept = before + place * row_stride + tl.load(accepted + place, inside, 0) * CHANNELS
     channel = head * DIM + tl.arange(0, DIM)
     total = tl.zeros((TOKENS, DIM), tl.float32)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1) + tap
         is_new = at >= start
@@ -83,9 +81,7 @@ def _keep(
 ) -> None:  # fmt: skip
     """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    await_kernel_ahead(OVERLAP)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
         return
@@ -147,9 +143,7 @@ def _step(
     for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
         token = tl.cast(number, tl.int64)
         state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
-    if OVERLAP:  # nothing above is written by the kernel ahead
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)  # nothing above is written by the kernel ahead
     for number in range(0, end - start):
         token = start.to(tl.int64) + number
         state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
@@ -312,9 +306,7 @@ def _gated_norm(
     LINES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program i: LINES heads of tokens."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    await_kernel_ahead(OVERLAP)
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
     value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
@@ -323,30 +315,6 @@ def _gated_norm(
     value = value.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
     value = value.to(out.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out + line[:, None] * DIM + dim[None, :], value.to(out.dtype.element_ty), inside)
-
-
-@triton.jit
-def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr, OVERLAP: constexpr) -> None:
-    """Program (t, i): BLOCK values of token t."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    logit = tl.load(gate + token * stride + column // GROUP, inside, 0.0).to(tl.float32)
-    value = tl.load(x + token * WIDTH + column, inside, 0.0).to(tl.float32) / (1.0 + tl.exp(-logit))
-    tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
-
-
-def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
-    """As `Ops.gate_`."""
-    num_tokens, width = x_TX.shape
-    assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
-    block = min(1024, triton.next_power_of_2(width))
-    if num_tokens:
-        _gate[(num_tokens, triton.cdiv(width, block))](
-            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block, **early_launch(x_TX)
-        )
 
 
 def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:

@@ -13,9 +13,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.portable.launch import early_launch
+from models.backends.portable.launch import await_kernel_ahead, early_launch
 
 BLOCK = 256  # messages of a program
 MAX_PROGRAMS = 512  # of an exchange: all of them are on a device at once, since each waits for the same one of the other ranks
@@ -26,9 +25,7 @@ QUICK_POLLS = tl.constexpr(32)  # some 20 us
 @triton.jit
 def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
     """The number of this program's exchange, which is the same on all ranks."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     return tl.load(epochs + tl.program_id(0)) + 1
 
 

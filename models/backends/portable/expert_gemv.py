@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.portable.launch import early_launch, num_multiprocessors
+from models.backends.portable.launch import await_kernel_ahead, early_launch, num_multiprocessors
 from models.backends.portable.tuned import EXPERT_GEMV
 from models.layers.fp8 import Weight
 
@@ -33,9 +32,7 @@ def _gate_up(
     BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th ROWS values of the experts' SwiGLU."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     gate, up = _fetch(matrices, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
@@ -68,9 +65,7 @@ def _down(
     fetched = ()
     for k in tl.static_range(AHEAD):
         fetched += (_rows_of_choice(matrices, chosen, row, column, k, WIDTH, INNER),)  # type: ignore[assignment]
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in tl.static_range(CHOSEN):
         if k + AHEAD < CHOSEN:

@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.portable.launch import early_launch
+from models.backends.portable.launch import await_kernel_ahead, early_launch
 from models.layers.fp8 import BLOCK, BlockScaled, GroupScaled
 
 ROWS = 64  # of the matrix in a program
@@ -31,9 +30,7 @@ def _multiply(
     inputs = x + token[None, :] * WIDTH + first * 128 + column[:, None]
     inside = token < num_tokens
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         products = tl.dot(tl.load(weights + block * 128), tl.load(inputs + block * 128, inside[None, :], 0.0))
         input_scales = tl.load(x_scales + (first + block) * scale_stride + token, inside, 0.0)

@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.backends.portable.launch import early_launch, num_multiprocessors
+from models.backends.portable.launch import await_kernel_ahead, early_launch, num_multiprocessors
 from models.backends.portable.tuned import gemv_tiles
 
 Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
@@ -47,9 +46,7 @@ def _gemv(
     up = gate
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
     if NORM:
         value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)

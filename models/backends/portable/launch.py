@@ -3,6 +3,9 @@
 from functools import cache
 
 import torch
+import triton
+from triton.language import constexpr
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may begin while the one before it ends (programmatic dependent launch)
 
@@ -16,6 +19,14 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def early_launch(x: torch.Tensor) -> dict[str, bool]:
     """Options of a kernel that, with OVERLAP, waits for the kernel before it by itself."""
     return {"OVERLAP": True, "launch_pdl": True} if capability_of(x.device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
+
+
+@triton.jit
+def await_kernel_ahead(OVERLAP: constexpr) -> None:
+    """From here on what it has written is there; the kernel behind may begin."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @cache

@@ -9,12 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.attention.paged import FixedAttention, Int32s, MakeFixed, plan_on_device
 from models.attention.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
 from models.backends.ops import KVPool
-from models.backends.portable.launch import early_launch, num_multiprocessors
+from models.backends.portable.launch import await_kernel_ahead, early_launch, num_multiprocessors
 from models.backends.portable.tuned import AttentionTiles, Tiles
 from models.batch import AttentionLayout
 
@@ -49,9 +48,7 @@ def _attend(
     """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
     key of a group is its last token's alone, and so on."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     stop = tl.load(unit + 4)
     if stop == 0:
         return
@@ -102,9 +99,7 @@ def _merge(
 ) -> None:  # fmt: skip
     """Program (u, h): if unit u is the first part of several, their weighted mean."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)
     number, first_part, parts = tl.load(unit + 5), tl.load(unit + 6), tl.load(unit + 7)
     if (stop == 0) | (number != first_part) | (parts == 1):

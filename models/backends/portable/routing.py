@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from models.backends.ops import Experts
-from models.backends.portable.launch import early_launch
+from models.backends.portable.launch import await_kernel_ahead, early_launch
 from models.backends.portable.tuned import FEW_CHOICES
 
 SORTED = 128  # choices of a program that sorts
@@ -56,9 +56,7 @@ def _route(
     """One program: the experts of one token, CHOSEN by the router and GIVEN with the shared one, counted from expert `first` on, or -1 if
     not ours: ZEROED gives these parts of zeros. If COUNTED, each has a rank among the choices of its expert."""
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     best, weight = _best(logits + token * LOGITS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
     if GIVEN > CHOSEN:
         shared = tl.load(logits + token * LOGITS + EXPERTS).to(tl.float32)

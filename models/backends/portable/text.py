@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from models.backends.ops import KVPool, NewHeads
-from models.backends.portable.launch import early_launch
+from models.backends.portable.launch import await_kernel_ahead, early_launch
 from models.layers.fp8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
@@ -47,9 +47,7 @@ def _rms_norm(
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    await_kernel_ahead(OVERLAP)
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     if ADDENDS > 0:
         for part in tl.static_range(ADDENDS):
@@ -75,7 +73,6 @@ def _swiglu(
     column = first + tl.arange(0, BLOCK)
     inside = column < WIDTH
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
     gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
@@ -92,7 +89,6 @@ def _quantize(
     """One program: one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + token * WIDTH + column, column < WIDTH, 0.0).to(tl.float32)
     _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
@@ -149,9 +145,7 @@ def _norm_rope_store(
 ) -> None:
     """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
     rotated; its other values come in pieces of as many."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_kernel_ahead(OVERLAP)
     first, row = tl.program_id(1) * GROUP, tl.arange(0, TOKENS * GROUP)[:, None]
     token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
     inside, pairs = token < num_tokens, tl.arange(0, HALF)[None, :]
@@ -186,6 +180,17 @@ def _norm_rope_store(
         tl.store(target + piece * HALF, rest.to(q_out.dtype.element_ty), inside)
     tl.store(target, lower.to(q_out.dtype.element_ty), inside)
     tl.store(target + HALF, upper.to(q_out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr, OVERLAP: constexpr) -> None:
+    """Program (t, i): BLOCK values of token t."""
+    await_kernel_ahead(OVERLAP)
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    logit = tl.load(gate + token * stride + column // GROUP, inside, 0.0).to(tl.float32)
+    value = tl.load(x + token * WIDTH + column, inside, 0.0).to(tl.float32) / (1.0 + tl.exp(-logit))
+    tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
@@ -239,6 +244,17 @@ def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch
         gate_up_TX, out_TI, gate_up_TX if scales is None else scales, len(out_TI),
         SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, **early_launch(out_TI),
     )  # fmt: skip
+
+
+def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
+    """As `Ops.gate_`."""
+    num_tokens, width = x_TX.shape
+    assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(width))
+    if num_tokens:
+        _gate[(num_tokens, triton.cdiv(width, block))](
+            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block, **early_launch(x_TX)
+        )
 
 
 def quantized(x_TD: torch.Tensor) -> GroupScaled:

@@ -206,8 +206,8 @@ def launch_hybrid() -> None:
         NewHeads(bf16(2, 56 * 256)[:, : 32 * 256], torch.zeros(256), torch.zeros(256), 1e-6, torch.zeros(2, 64), slots), pool
     )
     text.rms_norm(bf16(2, 5120), torch.zeros(5120), 1e-6, bf16(2, 2, 5120))
-    delta.gate(bf16(2, 24 * 256), bf16(2, 24 * 256))
-    delta.gate(bf16(2, 512), bf16(2, 1))
+    text.gate(bf16(2, 24 * 256), bf16(2, 24 * 256))
+    text.gate(bf16(2, 512), bf16(2, 1))
     weights = bf16(10_240, 4), torch.zeros(48), torch.zeros(48), bf16(128)
     stored = torch.zeros((3, 4 * 48 * 128**2 + 2 * (17 * 10_240 + 7 * 96)), dtype=torch.uint8)
     state = DeltaState.of(stored, torch.zeros(3, dtype=torch.int64), (48, 128, 128), weights[0], 7)

@@ -1,0 +1,180 @@
+// Tokens of the products in `float8_gemv.cu`: their rounding to float8, and the conversion of both factors to float16.
+
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "hopper_launch.cuh"
+
+namespace float8 {
+
+using namespace hopper;
+using BFloat16 = __nv_bfloat16;
+
+constexpr int kRows = 16, kHalf = kRows / 2;
+constexpr int kGroup = 128;  // values with a scale
+constexpr int kStep = 64;  // values of a row that a warp multiplies at once
+constexpr int kWarps = 12, kStages = 2;  // of a block: fewer warps or stages keep the memory less busy
+constexpr int kChunk = 256;  // values of each of 16 rows in a warp's stage
+constexpr int kPitch = kChunk + 64;  // bytes from row to row of a stage: neighbours are not in the same banks
+constexpr int kFew = 4;  // tokens at most
+constexpr int kMaxChosen = 12;  // of one that sums experts
+constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
+constexpr int kPieces = 8;  // of a lane at once
+constexpr int kCopied = 16;  // bytes that a lane copies at once
+constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
+
+struct Params {
+  BFloat16 const* x;  // a single token
+  uint8_t const* rounded;  // several ones
+  float const* units;  // of these: (groups, units_stride)
+  unsigned char const* norm_weight;
+  uint8_t const* weight;
+  float const* scales;  // num_scales for each block of rows
+  int const* chosen;  // experts, null: one matrix. One below 0 is not ours
+  BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
+  BFloat16* out;
+  int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
+  int num_tokens, units_stride;
+  int num_blocks;  // of rows with scales of their own, in which a block's tiles may lie
+  int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
+  float eps;
+  bool adds;
+};
+
+DEVICE uint4 load_weights(uint8_t const* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
+DEVICE uint2 to_halves(uint32_t four) {
+  uint2 pairs;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(pairs.x), "=r"(pairs.y)
+      : "r"(four));
+  return pairs;
+}
+
+// Two values as float8 has them.
+DEVICE uint32_t rounded_halves(float low, float high) {
+  uint32_t pair;
+  asm("{ .reg .b16 bytes; cvt.rn.satfinite.e4m3x2.f32 bytes, %2, %1; cvt.rn.f16x2.e4m3x2 %0, bytes; }" : "=r"(pair) : "f"(low), "f"(high));
+  return pair;
+}
+
+DEVICE void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(b0), "r"(b1));
+}
+
+DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
+  uint32_t const words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 const pair = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 const*>(&words[i]));
+    values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+  }
+}
+
+DEVICE void copy_async(void* to, void const* from, bool is_wide) {
+  uint32_t const address = uint32_t(__cvta_generic_to_shared(to));
+  if (is_wide) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+}
+
+DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most kLeft groups of this thread's copies are on their way.
+template <int kLeft>
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory"); }
+
+DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
+
+// A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
+DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
+  float largest = 0.f;
+#pragma unroll
+  for (float value : values) largest = fmaxf(largest, fabsf(value));
+  largest = over_lanes<1, 16, true>(largest);
+  float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = __frcp_rn(scale);
+  uint32_t halves[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) halves[i] = rounded_halves(values[2 * i] * inverse, values[2 * i + 1] * inverse);
+  *reinterpret_cast<uint4*>(to) = {halves[0], halves[1], halves[2], halves[3]};
+  if (lane % 16 == 0) *unit = scale;
+}
+
+// The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token`.
+DEVICE void round_token(Params const& params, unsigned char const* norm, __half* token, float* units, float (&sums)[kWarps]) {
+  constexpr int kStride = 32 * kWarps * kPiece;
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int start = 0; start < params.width; start += kPieces * kStride) {
+    uint4 pieces[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
+      if (column < params.width) pieces[i] = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
+      else pieces[i] = uint4{0, 0, 0, 0};
+    }
+    float factor = 1.f;
+    if (params.norm_bytes) {
+      float square = 0.f;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        float values[kPiece];
+        to_floats(pieces[i], values);
+#pragma unroll
+        for (float value : values) square += value * value;
+      }
+      square = over_lanes<1, 32, false>(square);
+      if (lane == 0) sums[warp] = square;
+      wait_for_copies<kStages>();
+      __syncthreads();
+      square = 0.f;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) square += sums[i];
+      factor = rsqrtf(square / float(params.width) + params.eps);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (start + i * kStride + warp * 32 * kPiece >= params.width) break;  // the same for a warp: its lanes have two whole groups
+      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
+      float values[kPiece];
+      to_floats(pieces[i], values);
+      if (params.norm_bytes) {
+        __align__(16) float weights[kPiece];
+        if (params.norm_bytes == sizeof(float)) {
+          float4 const* from = reinterpret_cast<float4 const*>(norm) + column / 4;
+          reinterpret_cast<float4*>(weights)[0] = from[0], reinterpret_cast<float4*>(weights)[1] = from[1];
+        } else {
+          to_floats(*reinterpret_cast<uint4 const*>(norm + column * sizeof(BFloat16)), weights);
+        }
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
+      }
+      store_rounded(values, token + column, units + column / kGroup, lane);
+    }
+  }
+}
+
+// The parts of a block's shared memory, which begin at multiples of 16 bytes.
+struct Layout {
+  int padded, groups;  // values of a token, to two whole groups, and their groups
+
+  __host__ __device__ explicit Layout(int width) : padded((width + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup)), groups(padded / kGroup) {}
+
+  __host__ __device__ int pitch() const { return padded + 64; }  // bytes from one of several tokens to the next: not in the same banks
+
+  __host__ __device__ size_t num_bytes(int num_scales, int norm_bytes) const {
+    return padded * (sizeof(__half) + norm_bytes) + size_t(groups) * sizeof(float) * (1 + num_scales);
+  }
+
+  // Of several tokens.
+  __host__ __device__ size_t num_bytes_of(int num_tokens, int num_scales) const {
+    return size_t(num_tokens) * pitch() + size_t(groups) * sizeof(float) * (num_tokens + num_scales);
+  }
+};
+
+}  // namespace float8
