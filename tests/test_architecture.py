@@ -59,8 +59,8 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "models/backends": 20_400,  # the delta rule's Protocol, with drafts that may be refused: 500
     # text models: the same
     "models/backends/torch": 25_700,  # the delta rule; 600: attention into memory that it has
-    "models/backends/portable": 142_000,  # the delta rule's kernels, which begin early, and float8 products of a few tokens: 1,900
-    "models/backends/hopper": 138_500,  # float8 products of one to four tokens near the memory's speed: 6,100
+    "models/backends/portable": 140_400,  # the delta rule's kernels; 600: they begin early
+    "models/backends/hopper": 133_300,  # 1,300: float8 products of a token near the memory's speed, and parts of four rows merged at once
 }
 
 # The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.

@@ -1,16 +1,16 @@
-// Products of one to four tokens with float8 matrices in scaled blocks of 128 x 128, for Hopper, with SwiGLU and residual behind; those of a
-// single token with the norm and the rounding before them. Called by `float8_gemv.py`.
+// Products of a single token with float8 matrices in scaled blocks of 128 x 128, for Hopper, with the norm and the rounding before them and SwiGLU
+// and residual behind. Called by `float8_gemv.py`.
 //
 // Bound by memory, if conversions are cheap: one instruction makes two values float16, and tensor cores add up in float32, which is exact. A
-// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the one 8 below; the order in which it reads the tokens fits them:
+// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the one 8 below; the order in which it reads the token fits them:
 //
-//   W (16 rows, 16 values) x tokens (16 values, 8 columns: each token several times) -> (16 rows, 8 columns)
+//   W (16 rows, 16 values) x token (16 values, 8 times the same column) -> (16 rows, 8 times the same)
 //
 // What the kernel ahead does not write is on its way before that has ended; the kernels before it are done, as all of ours wait for theirs.
 
 #include <algorithm>
 
-#include "float8_tokens.cuh"
+#include "float8_token.cuh"
 
 namespace float8 {
 
@@ -51,36 +51,24 @@ struct Ring {
   }
 };
 
-// The tokens and their scales, which others have rounded.
-DEVICE void load_tokens(Params const& params, Layout const& layout, unsigned char* tokens, float* units) {
-  for (int token = 0; token < params.num_tokens; ++token) {
-    for (int i = threadIdx.x * kCopied; i < params.width; i += blockDim.x * kCopied)
-      *reinterpret_cast<uint4*>(tokens + token * layout.pitch() + i) = __ldcg(reinterpret_cast<uint4 const*>(params.rounded + int64_t(token) * params.width + i));
-    for (int group = threadIdx.x; group < params.width / kGroup; group += blockDim.x)
-      units[token * layout.groups + group] = __ldcg(params.units + int64_t(group) * params.units_stride + token);
-  }
-}
-
 // Block (i, k): the i-th share of the tiles of 16 rows of the k-th chosen expert's matrix if there are several. If gated, tiles of 8 rows each
-// of the gate and of the other factor. kTokens: 1 or at most kFew.
-template <bool kGated, int kTokens>
-__global__ void __launch_bounds__(32 * kWarps) multiply_tokens(Params const params) {
+// of the gate and of the other factor.
+template <bool kGated>
+__global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const params) {
   constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[kWarps];
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Layout const layout(params.width);
-  unsigned char* const tokens = memory + kWarps * kStages * kRows * kPitch;
-  __half* const token = reinterpret_cast<__half*>(tokens);
-  unsigned char* const norm = tokens + layout.padded * sizeof(__half);
-  float* const units = reinterpret_cast<float*>(kTokens == 1 ? norm + layout.padded * params.norm_bytes : tokens + params.num_tokens * layout.pitch());
-  float* const scales = units + params.num_tokens * layout.groups;  // (factors, blocks of rows, groups)
-  float* const parts = scales + kFactors * params.num_blocks * layout.groups;  // (tiles, warps, tokens, 16)
+  __half* const token = reinterpret_cast<__half*>(memory + kWarps * kStages * kRows * kPitch);
+  unsigned char* const norm = reinterpret_cast<unsigned char*>(token + layout.padded);
+  float* const units = reinterpret_cast<float*>(norm + layout.padded * params.norm_bytes);
+  float* const scales = units + layout.groups;  // (factors, blocks of rows, groups)
+  float* const parts = scales + kFactors * params.num_blocks * layout.groups;  // (tiles, warps, 16)
   int const num_tiles = params.num_out / kTileRows;
   int const first_tile = num_tiles * int(blockIdx.x) / int(gridDim.x), end_tile = num_tiles * (int(blockIdx.x) + 1) / int(gridDim.x);
-  int const own_tiles = end_tile - first_tile, own_rows = own_tiles * kTileRows;
-  int const per_tile = chunks_of(params.width), num_chunks = own_tiles * per_tile;
-  float* const before = parts + own_tiles * kWarps * kTokens * kRows;  // (tokens, own rows)
+  int const own_tiles = end_tile - first_tile, per_tile = chunks_of(params.width), num_chunks = own_tiles * per_tile;
+  float* const before = parts + own_tiles * kWarps * kRows;  // (tiles, 16)
   auto share = [&](int of_warp) { return num_chunks * of_warp / kWarps; };
   int const norm_end = params.width * params.norm_bytes;
   for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
@@ -108,24 +96,20 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_tokens(Params const para
   if (!params.chosen) {
     wait_for_kernel_ahead();
     launch_kernel_behind();
-    if constexpr (kTokens == 1) round_token(params, norm, token, units, sums);
-    else load_tokens(params, layout, tokens, units);
+    round_token(params, norm, token, units, sums);
   }
   BFloat16* const out = params.out + int64_t(blockIdx.y) * params.num_out + first_tile * kTileRows;
   if (params.adds)
-    for (int i = threadIdx.x; i < params.num_tokens * own_rows; i += blockDim.x)
-      before[i] = __bfloat162float(out[int64_t(i / own_rows) * params.num_out + i % own_rows]);
+    for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) before[i] = __bfloat162float(out[i]);
   wait_for_copies<kStages>();
   __syncthreads();
-  // A lane's columns of the product are tokens 2 (lane % 2) and the next one; of a single token the first column counts.
-  int const mine = kTokens == 1 ? 0 : min(lane / 4 % kFew, params.num_tokens - 1);
-  int const even = kTokens == 1 ? 0 : min(lane % 2 * 2, params.num_tokens - 1), odd = kTokens == 1 ? 0 : min(lane % 2 * 2 + 1, params.num_tokens - 1);
-  float totals[2][2] = {};  // (rows lane / 4 and 8 below, columns)
+  float2 totals = {0.f, 0.f};
   for (int i = first, tile = first / per_tile, in_tile = first - tile * per_tile; i < end; ++i) {
     int const column = in_tile * kChunk;
     unsigned char const* const weights = stages + (ring.stage * kRows + lane / 4) * kPitch + lane % 4 * 16;
     float const* const upper_scales = scales + ((first_tile + tile) * kTileRows / kGroup - first_block) * layout.groups;
     float const* const lower_scales = upper_scales + (kGated ? params.num_blocks * layout.groups : 0);
+    __half const* const inputs = token + column + lane % 4 * 16;
     wait_for_copies<kStages - 1>();
     __syncwarp();
 #pragma unroll
@@ -134,54 +118,39 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_tokens(Params const para
       float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
 #pragma unroll
       for (int k = 0; k < kGroup / kStep; ++k) {
-        int const at = j * kGroup + k * kStep, input = column + at + lane % 4 * 16;
+        int const at = j * kGroup + k * kStep;
         uint4 const a = *reinterpret_cast<uint4 const*>(weights + at), b = *reinterpret_cast<uint4 const*>(weights + at + kHalf * kPitch);
-        uint2 x[4];
-        if constexpr (kTokens == 1) {
-          uint4 const low = *reinterpret_cast<uint4 const*>(token + input), high = *reinterpret_cast<uint4 const*>(token + input + 8);
-          x[0] = {low.x, low.y}, x[1] = {low.z, low.w}, x[2] = {high.x, high.y}, x[3] = {high.z, high.w};
-        } else {
-          uint4 const bytes = *reinterpret_cast<uint4 const*>(tokens + mine * layout.pitch() + input);
-          x[0] = to_halves(bytes.x), x[1] = to_halves(bytes.y), x[2] = to_halves(bytes.z), x[3] = to_halves(bytes.w);
-        }
-        multiply_halves(c, to_halves(a.x), to_halves(b.x), x[0].x, x[0].y);
-        multiply_halves(d, to_halves(a.y), to_halves(b.y), x[1].x, x[1].y);
-        multiply_halves(c, to_halves(a.z), to_halves(b.z), x[2].x, x[2].y);
-        multiply_halves(d, to_halves(a.w), to_halves(b.w), x[3].x, x[3].y);
+        uint4 const* from = reinterpret_cast<uint4 const*>(inputs + at);
+        uint4 const x = from[0], y = from[1];
+        multiply_halves(c, to_halves(a.x), to_halves(b.x), x.x, x.y);
+        multiply_halves(d, to_halves(a.y), to_halves(b.y), x.z, x.w);
+        multiply_halves(c, to_halves(a.z), to_halves(b.z), y.x, y.y);
+        multiply_halves(d, to_halves(a.w), to_halves(b.w), y.z, y.w);
       }
       int const group = column / kGroup + j;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float const scale = half == 0 ? upper_scales[group] : lower_scales[group];
-        totals[half][0] += (c[2 * half] + d[2 * half]) * (units[even * layout.groups + group] * scale);
-        if (kTokens > 1) totals[half][1] += (c[2 * half + 1] + d[2 * half + 1]) * (units[odd * layout.groups + group] * scale);
-      }
+      totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
+      totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
     }
     __syncwarp();
     ring.fill();
     if (++in_tile == per_tile || i + 1 == end) {
-      float* const place = parts + (tile * kWarps + warp) * kTokens * kRows + lane / 4;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (lane % 4 < (kTokens + 1) / 2) place[lane % 4 * 2 * kRows + half * kHalf] = totals[half][0];
-        if (kTokens > 1 && lane % 4 < kTokens / 2) place[(lane % 4 * 2 + 1) * kRows + half * kHalf] = totals[half][1];
-        totals[half][0] = totals[half][1] = 0.f;
-      }
-      in_tile = 0, ++tile;
+      float* const place = parts + (tile * kWarps + warp) * kRows + lane / 4;
+      if (lane % 4 == 0) place[0] = totals.x, place[kHalf] = totals.y;
+      totals = {0.f, 0.f}, in_tile = 0, ++tile;
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < params.num_tokens * own_rows; i += blockDim.x) {
-    int const of_token = i / own_rows, row = i % own_rows, tile = row / kTileRows, from = tile * per_tile, to = from + per_tile;
+  for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) {
+    int const own = i / kTileRows, from = own * per_tile, to = from + per_tile;
     float result = 0.f, other = 0.f;
     for (int w = 0; w < kWarps; ++w) {
       if (max(share(w), from) >= min(share(w + 1), to)) continue;
-      float const* const place = parts + ((tile * kWarps + w) * kTokens + of_token) * kRows + row % kTileRows;
+      float const* const place = parts + (own * kWarps + w) * kRows + i % kTileRows;
       result += place[0];
       if (kGated) other += place[kHalf];
     }
     if (kGated) result = result / (1.f + __expf(-result)) * other;
-    out[int64_t(of_token) * params.num_out + row] = __float2bfloat16_rn(params.adds ? result + before[i] : result);
+    out[i] = __float2bfloat16_rn(params.adds ? result + before[i] : result);
   }
 }
 
@@ -297,7 +266,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
 
 Params params_of(View x, View weight, View scales, View chosen, View out, bool adds) {
   Params params{};
-  params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
+  params.x = values_of<BFloat16>(x), params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
   params.chosen = chosen.size(0) ? values_of<int>(chosen) : nullptr, params.out = values_of<BFloat16>(out);
   params.width = int(x.size(1)), params.num_out = int(out.size(1)), params.num_scales = int(scales.size(1));
   params.adds = adds;
@@ -306,18 +275,16 @@ Params params_of(View x, View weight, View scales, View chosen, View out, bool a
 }
 
 // A block on each multiprocessor, or for several experts about as many.
-template <bool kGated, int kTokens>
+template <bool kGated>
 void launch(Params params, int num_experts, int num_multiprocessors, DLDevice device) {
   TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
-  constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
+  constexpr int kTileRows = kGated ? kHalf : kRows;
   int const num_tiles = params.num_out / kTileRows, num_blocks = std::min(num_tiles, std::max(1, num_multiprocessors / num_experts));
   int const most = (num_tiles + num_blocks - 1) / num_blocks;
   params.num_blocks = most == 1 ? 1 : (most * kTileRows + kGroup - 2) / kGroup + 1;
-  Layout const layout(params.width);
-  size_t const before = kTokens == 1 ? layout.num_bytes(kFactors * params.num_blocks, params.norm_bytes)
-                                     : layout.num_bytes_of(params.num_tokens, kFactors * params.num_blocks);
-  size_t const num_bytes = kWarps * kStages * kRows * kPitch + before + size_t(most) * kRows * kTokens * (kWarps + 1) * sizeof(float);
-  launch_early(multiply_tokens<kGated, kTokens>, params, dim3(unsigned(num_blocks), unsigned(num_experts)), 32 * kWarps, num_bytes, device);
+  size_t const num_bytes = kWarps * kStages * kRows * kPitch + Layout(params.width).num_bytes((kGated ? 2 : 1) * params.num_blocks, params.norm_bytes) +
+                           most * kRows * (kWarps + 1) * sizeof(float);
+  launch_early(multiply_token<kGated>, params, dim3(unsigned(num_blocks), unsigned(num_experts)), 32 * kWarps, num_bytes, device);
 }
 
 // x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K) or empty.
@@ -325,22 +292,10 @@ void run(View x, View norm_weight, double eps, View weight, View scales, View ch
          View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.x = values_of<BFloat16>(x), params.num_tokens = 1;
   params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
   params.norm_bytes = norm_weight.size(0) ? norm_weight.dtype().bits / 8 : 0;
   int const num_experts = int(out.size(0)), count = int(num_multiprocessors);
-  is_gated ? launch<true, 1>(params, num_experts, count, x.device()) : launch<false, 1>(params, num_experts, count, x.device());
-}
-
-// x (T, K) float8 with units (K / 128, at least T), weight (N, K), out (T, N), twice as many rows of the weight if gated. `none` is empty.
-void run_few(View x, View units, View weight, View scales, View none, View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
-  ffi::CUDADeviceGuard guard(x.device().device_id);
-  Params params = params_of(x, weight, scales, none, out, adds);
-  params.rounded = values_of<uint8_t>(x), params.units = values_of<float>(units), params.units_stride = int(units.size(1));
-  params.num_tokens = int(out.size(0));
-  TVM_FFI_ICHECK(params.num_tokens <= kFew && units.size(1) >= params.num_tokens) << "float8: " << params.num_tokens << " tokens";
-  int const count = int(num_multiprocessors);
-  is_gated ? launch<true, kFew>(params, 1, count, x.device()) : launch<false, kFew>(params, 1, count, x.device());
+  is_gated ? launch<true>(params, num_experts, count, x.device()) : launch<false>(params, num_experts, count, x.device());
 }
 
 // x (chosen, K), weight (experts * N, K), shares (chosen), out (1, N).
@@ -348,7 +303,7 @@ void run_sum(View x, View weight, View scales, View chosen, View shares,
              View out, bool adds) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.x = values_of<BFloat16>(x), params.shares = values_of<BFloat16>(shares);
+  params.shares = values_of<BFloat16>(shares);
   int const num_chosen = int(chosen.size(0));
   TVM_FFI_ICHECK(num_chosen <= kMaxChosen) << "float8: " << num_chosen << " experts of a token";
   dim3 const grid(unsigned(params.num_out / kRows));
@@ -359,4 +314,3 @@ void run_sum(View x, View weight, View scales, View chosen, View shares,
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, float8::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_sum, float8::run_sum);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_few, float8::run_few);

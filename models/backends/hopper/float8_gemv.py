@@ -1,22 +1,19 @@
-"""`FewFloat8` on `float8_gemv.cu`."""
+"""`SingleFloat8` on `float8_gemv.cu`."""
 
 import torch
 
 from models.backends.hopper.compile import NO_HEADS, load_kernel
 from models.backends.portable.gemv import Norm
 from models.backends.portable.launch import num_multiprocessors
-from models.layers.fp8 import BlockScaled, GroupScaled, Weight
+from models.layers.fp8 import BlockScaled, Weight
 
 MAX_CHOSEN = 12
-MAX_TOKENS = 4
-FEW_BYTES = 100_000  # of a multiprocessor's shared memory, beside the weights: all tokens, and sums of its rows by each warp
-ROW_BYTES = 1.6  # of these sums, for each row of the matrix
 
 
 def gemv(
     x_1K: torch.Tensor, weight_NK: Weight, out_1N: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False
 ) -> torch.Tensor:
-    return _run(x_1K, norm, weight_NK, _no_experts(x_1K), out_1N, gated, adds)
+    return _run(x_1K, norm, weight_NK, x_1K.new_empty(0, dtype=torch.int32), out_1N, gated, adds)
 
 
 def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -30,23 +27,6 @@ def expert_sum(
     assert isinstance(down, BlockScaled)
     kernel, values = load_kernel("float8_gemv", NO_HEADS), down.values.view(torch.uint8)
     kernel.run_sum(inner_KI, values, down.padded_scales, chosen_K, weights_K, out_1D, adds)
-
-
-def takes(x_TK: GroupScaled, weight_NK: BlockScaled) -> bool:
-    return len(x_TK) <= MAX_TOKENS and x_TK.values.numel() + ROW_BYTES * len(weight_NK) <= FEW_BYTES
-
-
-def multiply_few(
-    x_TK: GroupScaled, weight_NK: BlockScaled, out_TN: torch.Tensor, gated: bool = False, adds: bool = False
-) -> torch.Tensor:
-    kernel, count, units = load_kernel("float8_gemv", NO_HEADS), num_multiprocessors(out_TN.device), x_TK.scales.t()
-    values, weights = (x.view(torch.uint8) for x in (x_TK.padded, weight_NK.values))
-    kernel.run_few(values, units, weights, weight_NK.padded_scales, _no_experts(out_TN), out_TN, gated, adds, count)
-    return out_TN
-
-
-def _no_experts(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(0, dtype=torch.int32)
 
 
 def _run(

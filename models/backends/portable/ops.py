@@ -41,19 +41,13 @@ class ExpertGemv(Protocol):
     ) -> None: ...
 
 
-class FewFloat8(ExpertGemv, Protocol):
-    """The same, and products of a single token and of a few, for float8 matrices."""
+class SingleFloat8(ExpertGemv, Protocol):
+    """The same, and `gemv`, for float8 matrices."""
 
     MAX_CHOSEN: int  # experts of a token
 
     def gemv(
         self, x_1K: torch.Tensor, weight_NK: Weight, out_1N: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False
-    ) -> torch.Tensor: ...
-
-    def takes(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> bool: ...
-
-    def multiply_few(
-        self, x_TK: GroupScaled, weight_NK: BlockScaled, out_TN: torch.Tensor, gated: bool = False, adds: bool = False
     ) -> torch.Tensor: ...
 
 
@@ -75,10 +69,10 @@ class TritonOps:
         self,
         split_tokens: int,
         float8: Callable[[GroupScaled, BlockScaled], torch.Tensor] = multiply,
-        few_float8: FewFloat8 | None = None,
+        single_float8: SingleFloat8 | None = None,
     ) -> None:
         self._split_tokens = split_tokens
-        self._float8, self._few_float8 = float8, few_float8
+        self._float8, self._single_float8 = float8, single_float8
 
     def norm(self, x_TD: Normed) -> torch.Tensor:
         return rms_norm(x_TD.residual.sum_TD, x_TD.weight_D, x_TD.eps, x_TD.residual.take_parts())
@@ -88,10 +82,7 @@ class TritonOps:
             multiply_single, x_1X, norm = single
             return multiply_single(x_1X, weight_DX, x_1X.new_empty((1, len(weight_DX))) if out_TD is None else out_TD, norm)
         if isinstance(weight_DX, BlockScaled):
-            rounded = _rounded(x_TX)
-            if (few := self._few(rounded, weight_DX)) is not None:
-                return few.multiply_few(rounded, weight_DX, _empty(rounded, len(weight_DX)) if out_TD is None else out_TD)
-            y_TD = self._float8(rounded, weight_DX)
+            y_TD = self._float8(_rounded(x_TX), weight_DX)
             return y_TD if out_TD is None else out_TD.copy_(y_TD)
         return torch.mm(self._values(x_TX), weight_DX.t(), out=out_TD)
 
@@ -99,12 +90,8 @@ class TritonOps:
         if (single := self._single(x_TX, weight_NX)) is not None:
             multiply_single, x_1X, norm = single
             return multiply_single(x_1X, weight_NX, x_1X.new_empty((1, len(weight_NX) // 2)), norm, gated=True)
-        if not isinstance(weight_NX, BlockScaled):
-            return swiglu(self.linear(x_TX, weight_NX))
-        rounded = _rounded(x_TX)
-        if (few := self._few(rounded, weight_NX)) is not None:
-            return few.multiply_few(rounded, weight_NX, _empty(rounded, len(weight_NX) // 2), gated=True)
-        return swiglu_quantized(self._float8(rounded, weight_NX))
+        gate_up_TN = self.linear(x_TX, weight_NX)
+        return swiglu_quantized(gate_up_TN) if isinstance(weight_NX, BlockScaled) else swiglu(gate_up_TN)
 
     def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
         assert residual.parts_STD is None, "the parts of the product before were not added"
@@ -113,12 +100,8 @@ class TritonOps:
             multiply_single(x_1X, weight_DX, residual.sum_TD, norm, adds=True)
         elif isinstance(weight_DX, BlockScaled):
             rounded = _rounded(x_TX)
-            if (few := self._few(rounded, weight_DX)) is not None:
-                few.multiply_few(rounded, weight_DX, residual.sum_TD, adds=True)
-            elif len(rounded) <= MOST_TOKENS:
-                residual.add_(multiply_in_parts(rounded, weight_DX))
-            else:
-                residual.add_(self._float8(rounded, weight_DX)[None])
+            few = len(rounded) <= MOST_TOKENS
+            residual.add_(multiply_in_parts(rounded, weight_DX) if few else self._float8(rounded, weight_DX)[None])
         elif len(x_TX := self._values(x_TX)) <= self._split_tokens:
             parts_STX, parts_SXD = x_TX.unflatten(1, (SPLITS, -1)).transpose(0, 1), weight_DX.unflatten(1, (SPLITS, -1)).permute(1, 2, 0)
             residual.add_(torch.bmm(parts_STX, parts_SXD, out_dtype=torch.float32))
@@ -145,7 +128,7 @@ class TritonOps:
             logits_TE = self.linear(values_TD, experts.router_ED)
         own: ExpertGemv | None = expert_gemv
         if isinstance(experts.gate_up, BlockScaled):
-            own = self._few_float8 if self._few_float8 and experts.num_given <= self._few_float8.MAX_CHOSEN else None
+            own = self._single_float8 if self._single_float8 and experts.num_given <= self._single_float8.MAX_CHOSEN else None
         if len(values_TD) > 1 or own is None:
             return sparse_swiglu(values_TD, logits_TE, experts, real_T)
         choices = route(logits_TE, experts, real_T)
@@ -158,17 +141,13 @@ class TritonOps:
     def _single(self, x_TX: Activation, weight: Weight) -> Single | None:
         product: Callable[..., torch.Tensor] = gemv
         if isinstance(weight, BlockScaled):
-            own = self._few_float8
+            own = self._single_float8
             if own is None:
                 return None
             product = own.gemv
         if isinstance(x_TX, Normed):
             return None if (single := single_of(x_TX)) is None else (product, *single)
         return (product, x_TX, None) if isinstance(x_TX, torch.Tensor) and len(x_TX) == 1 else None
-
-    def _few(self, x_TK: GroupScaled, weight_NK: BlockScaled) -> FewFloat8 | None:
-        """What multiplies so few tokens faster than `float8`."""
-        return own if (own := self._few_float8) is not None and own.takes(x_TK, weight_NK) else None
 
     def _values(self, x_TX: Activation) -> torch.Tensor:
         assert not isinstance(x_TX, GroupScaled)
@@ -191,10 +170,6 @@ class TritonOps:
     delta_rule_ = staticmethod(delta_rule)
     resample = staticmethod(resample)
     resample_to_patches_ = staticmethod(resample_to_patches_)
-
-
-def _empty(x_TK: GroupScaled, width: int) -> torch.Tensor:
-    return x_TK.scales.new_empty((len(x_TK), width), dtype=torch.bfloat16)
 
 
 def _rounded(x_TK: Activation) -> GroupScaled:

@@ -7,16 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.attention import units
 from models.backends.hopper import compile
-from models.layers.fp8 import BlockScaled, GroupScaled
 
 pytest.importorskip("triton")  # beside the kernels
 from models.backends.hopper import attention, flash_decoding, float8_gemv
 
-FOLDER, CPU = Path(compile.__file__).parent, torch.device("cpu")
+FOLDER = Path(compile.__file__).parent
 
 
 def constant(name: str, source: str = "flash_decoding.cu") -> int:
@@ -37,23 +35,7 @@ def test_tokens_that_are_new_in_a_step() -> None:
 
 def test_tokens_that_the_float8_kernel_takes() -> None:
     """What is more goes to other kernels: Python asks before it calls."""
-    assert constant("kMaxChosen", "float8_tokens.cuh") == float8_gemv.MAX_CHOSEN
-    assert constant("kFew", "float8_tokens.cuh") == float8_gemv.MAX_TOKENS
-
-
-def test_memory_that_the_float8_kernel_takes() -> None:
-    """Red if what Python lets through does not fit into a multiprocessor of an H100 beside the stages."""
-    warps, stages, chunk, tile_rows = (constant(name, "float8_tokens.cuh") for name in ("kWarps", "kStages", "kChunk", "kRows"))
-    pitch, tokens, values = chunk + 64, float8_gemv.MAX_TOKENS, 4  # bytes of a sum or a scale
-    left = 227 * 1024 - warps * stages * tile_rows * pitch
-    for rows, width in ((5120, 17_408), (34_816, 5120), (16_384, 5120), (24_576, 4096), (49_152, 4096), (5120, 21_504)):
-        x, weight = GroupScaled.empty(tokens, width, CPU), BlockScaled.empty(rows, width, CPU)
-        tiles = -(-rows // tile_rows // 132)
-        blocks = 2 * ((tiles * tile_rows + 126) // 128 + 1)  # two factors
-        needed = tokens * (width + 64) + (tokens + blocks) * width // 128 * values + tiles * tile_rows * tokens * (warps + 1) * values
-        assert float8_gemv.takes(x, weight) <= (needed <= left), (rows, width, needed, left)
-    assert float8_gemv.takes(GroupScaled.empty(4, 17_408, CPU), BlockScaled.empty(5120, 17_408, CPU))  # 27B's
-    assert not float8_gemv.takes(GroupScaled.empty(5, 128, CPU), BlockScaled.empty(128, 128, CPU))
+    assert constant("kMaxChosen", "float8_token.cuh") == float8_gemv.MAX_CHOSEN
 
 
 def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

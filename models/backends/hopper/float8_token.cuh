@@ -1,4 +1,4 @@
-// Tokens of the products in `float8_gemv.cu`: their rounding to float8, and the conversion of both factors to float16.
+// The token of the products in `float8_gemv.cu`: its rounding to float8, and the conversion of both factors to float16.
 
 #pragma once
 
@@ -17,7 +17,6 @@ constexpr int kStep = 64;  // values of a row that a warp multiplies at once
 constexpr int kWarps = 12, kStages = 2;  // of a block: fewer warps or stages keep the memory less busy
 constexpr int kChunk = 256;  // values of each of 16 rows in a warp's stage
 constexpr int kPitch = kChunk + 64;  // bytes from row to row of a stage: neighbours are not in the same banks
-constexpr int kFew = 4;  // tokens at most
 constexpr int kMaxChosen = 12;  // of one that sums experts
 constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
 constexpr int kPieces = 8;  // of a lane at once
@@ -25,9 +24,7 @@ constexpr int kCopied = 16;  // bytes that a lane copies at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
 
 struct Params {
-  BFloat16 const* x;  // a single token
-  uint8_t const* rounded;  // several ones
-  float const* units;  // of these: (groups, units_stride)
+  BFloat16 const* x;
   unsigned char const* norm_weight;
   uint8_t const* weight;
   float const* scales;  // num_scales for each block of rows
@@ -35,7 +32,6 @@ struct Params {
   BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
   BFloat16* out;
   int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
-  int num_tokens, units_stride;
   int num_blocks;  // of rows with scales of their own, in which a block's tiles may lie
   int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
   float eps;
@@ -165,15 +161,8 @@ struct Layout {
 
   __host__ __device__ explicit Layout(int width) : padded((width + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup)), groups(padded / kGroup) {}
 
-  __host__ __device__ int pitch() const { return padded + 64; }  // bytes from one of several tokens to the next: not in the same banks
-
   __host__ __device__ size_t num_bytes(int num_scales, int norm_bytes) const {
     return padded * (sizeof(__half) + norm_bytes) + size_t(groups) * sizeof(float) * (1 + num_scales);
-  }
-
-  // Of several tokens.
-  __host__ __device__ size_t num_bytes_of(int num_tokens, int num_scales) const {
-    return size_t(num_tokens) * pitch() + size_t(groups) * sizeof(float) * (num_tokens + num_scales);
   }
 };
 
