@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 import triton
-from triton.language import constexpr
+import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may begin while the one before it ends (programmatic dependent launch)
@@ -22,7 +22,7 @@ def early_launch(x: torch.Tensor) -> dict[str, bool]:
 
 
 @triton.jit
-def await_kernel_ahead(OVERLAP: constexpr) -> None:
+def await_kernel_ahead(OVERLAP: tl.constexpr) -> None:
     """From here on what it has written is there; the kernel behind may begin."""
     if OVERLAP:
         gdc_wait()
