@@ -184,12 +184,20 @@ def rendered(page: str) -> str:
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]](link)}\n{match[3]}", text)
 
 
+def placeless(run: Run) -> Run:
+    """Without the file it was written to and the address of the server, which say nothing of what was measured."""
+    command = re.sub(r" --(json|url) \S+", "", run["environment"]["command"])
+    settings = {name: value for name, value in run.get("settings", {}).items() if name not in ("json", "url")}
+    return run | {"environment": run["environment"] | {"command": command}} | ({"settings": settings} if settings else {})
+
+
 def add(name: str, commit: str, files: Sequence[Path]) -> None:
     """Stores each file as the run of its stem (`probe.json` is the run "probe"); `images-1.json`, `images-2.json` are one run's clients."""
     path = RESULTS / f"{name}.json"
     new: dict[str, list[Run]] = {}
     for file in sorted(files):
-        new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})
+        run = placeless(json.loads(file.read_text(encoding="utf-8")))
+        new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **run})
     old = content(name) if path.exists() else {}
     write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in new.items()})
     content.cache_clear()

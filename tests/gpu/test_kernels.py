@@ -52,7 +52,7 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [*WIDTHS, (5120, 17408)])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 17, 61, 100, 301])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 61, 100, 301])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int, dtype: torch.dtype) -> None:
     """`dtype` of the norm. Red if a product does not take a number of tokens or a width whose scales need padding, or rows of padding get

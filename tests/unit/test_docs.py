@@ -243,6 +243,14 @@ def test_the_readme_says_the_true_size() -> None:
     assert int(said[2].replace(",", "")) == pytest.approx(sum(text.count("\n") for text in texts), rel=0.03)
 
 
+def test_results_name_no_place() -> None:
+    """Red if a stored run says in which folder it was written, or the address of its server."""
+    run = {"environment": {"command": "bench.load --url http://x:1 --json /a/b.json --seed 1"}, "settings": {"json": "/a", "seed": "1"}}
+    assert tables.placeless(run) == {"environment": {"command": "bench.load --seed 1"}, "settings": {"seed": "1"}}
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "bench/results").rglob("*.json")]
+    assert len(texts) > 20 and not [found for text in texts for found in re.findall(r"--json /\S+|--url \S+|\"(?:json|url)\": \"[/h].*", text)]
+
+
 def test_levers_are_one_line_each() -> None:
     """Red if a lever becomes a paragraph, or lacks its gain, its fate or the commit that recorded it."""
     lines = (ROOT / "bench/results/LEVERS.md").read_text(encoding="utf-8").splitlines()

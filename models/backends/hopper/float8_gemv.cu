@@ -115,17 +115,12 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
 #pragma unroll
     for (int j = 0; j < kChunk / kGroup; ++j) {
       if (column + j * kGroup >= params.width) break;
-      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
+      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int k = 0; k < kGroup / kStep; ++k) {
         int const at = j * kGroup + k * kStep;
         uint4 const a = *reinterpret_cast<uint4 const*>(weights + at), b = *reinterpret_cast<uint4 const*>(weights + at + kHalf * kPitch);
-        uint4 const* from = reinterpret_cast<uint4 const*>(inputs + at);
-        uint4 const x = from[0], y = from[1];
-        multiply_halves(c, to_halves(a.x), to_halves(b.x), x.x, x.y);
-        multiply_halves(d, to_halves(a.y), to_halves(b.y), x.z, x.w);
-        multiply_halves(c, to_halves(a.z), to_halves(b.z), y.x, y.y);
-        multiply_halves(d, to_halves(a.w), to_halves(b.w), y.z, y.w);
+        multiply_step(c, d, a, b, inputs + at);
       }
       int const group = column / kGroup + j;
       totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
@@ -154,69 +149,48 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   }
 }
 
-// Steps `first` to `end` of a warp's 16 rows; kAhead of them in registers or on their way.
-template <int kAhead>
+// A warp's 16 rows; kAhead steps in registers or on their way.
 struct Tile {
+  static constexpr int kAhead = 12;
   uint8_t const *upper, *lower;  // of this lane's two rows, its first 16 bytes
-  int end;
+  int end;  // steps
   uint4 a[kAhead], b[kAhead];
 
   DEVICE void load(int slot, int step) {
     if (step < end) a[slot] = load_weights(upper + step * kStep), b[slot] = load_weights(lower + step * kStep);
   }
 
-  DEVICE void begin(uint8_t const* rows, int64_t below, int width, int first, int last, int lane) {
-    upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width, end = last;
+  DEVICE Tile(uint8_t const* rows, int width, int num_steps, int lane) : end(num_steps) {
+    upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + int64_t(kHalf) * width;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(i, first + i);
+    for (int i = 0; i < kAhead; ++i) load(i, i);
   }
 
-  // The two rows' products. `units`: scales of the token's groups; the others: those of the rows' blocks.
-  DEVICE float2 multiply(int first, __half const* token, float const* units, float const* upper_scales,
-                                             float const* lower_scales, int lane) {
+  // The two rows' products. `units`: scales of the token's groups; `scales`: those of the rows' block.
+  DEVICE float2 multiply(__half const* token, float const* units, float const* scales, int lane) {
     float2 totals = {0.f, 0.f};
-    for (int start = first; start < end; start += kAhead) {
+    for (int start = 0; start < end; start += kAhead) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         int const step = start + i;
         if (step >= end) break;
-        uint4 const* from = reinterpret_cast<uint4 const*>(token + step * kStep + lane % 4 * 16);
-        uint4 const x = from[0], y = from[1];
-        float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};  // a product waits for the one before it in its chain
-        multiply_halves(c, to_halves(a[i].x), to_halves(b[i].x), x.x, x.y);
-        multiply_halves(d, to_halves(a[i].y), to_halves(b[i].y), x.z, x.w);
-        multiply_halves(c, to_halves(a[i].z), to_halves(b[i].z), y.x, y.y);
-        multiply_halves(d, to_halves(a[i].w), to_halves(b[i].w), y.z, y.w);
+        float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+        multiply_step(c, d, a[i], b[i], token + step * kStep + lane % 4 * 16);
         load(i, step + kAhead);
         int const group = step / (kGroup / kStep);
-        totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
-        totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
+        totals.x += (c[0] + d[0]) * (units[group] * scales[group]);
+        totals.y += (c[2] + d[2]) * (units[group] * scales[group]);
       }
     }
     return totals;
   }
 };
 
-// What the warps of a block leave of 16 rows each.
-struct Parts {
-  float of_warp[kMaxChosen][kRows];
-
-  DEVICE void put(float2 totals, int warp, int lane) {
-    if (lane % 4 == 0) of_warp[warp][lane / 4] = totals.x, of_warp[warp][lane / 4 + kHalf] = totals.y;
-  }
-
-  DEVICE float sum(int row, int first_warp, int num_warps) const {
-    float sum = 0.f;
-    for (int warp = first_warp; warp < first_warp + num_warps; ++warp) sum += of_warp[warp][row];
-    return sum;
-  }
-};
-
 // Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
 __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const params) {
-  constexpr int kAhead = 12, kPairs = 3;  // steps; pairs of groups that are rounded at once
+  constexpr int kPairs = 3;  // of groups that are rounded at once
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ Parts parts;
+  __shared__ float parts[kMaxChosen][kRows];
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
   int64_t row = int64_t(blockIdx.x) * kRows;
   Layout const layout(params.width);
@@ -226,8 +200,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   int const expert = __ldcg(params.chosen + warp);
   float const share = __bfloat162float(params.shares[warp]);
   row += int64_t(max(expert, 0)) * params.num_out;
-  Tile<kAhead> tile;
-  tile.begin(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
+  Tile tile(params.weight + row * params.width, params.width, expert < 0 ? 0 : num_steps, lane);
   for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
   end_copies();
   wait_for_kernel_ahead();
@@ -256,12 +229,15 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   }
   wait_for_copies<0>();
   __syncwarp();
-  float2 totals = tile.multiply(0, token, units, scales, scales, lane);
+  float2 totals = tile.multiply(token, units, scales, lane);
   totals.x *= share, totals.y *= share;
   if (expert < 0) totals = {0.f, 0.f};  // whose share may be anything
-  parts.put(totals, warp, lane);
+  if (lane % 4 == 0) parts[warp][lane / 4] = totals.x, parts[warp][lane / 4 + kHalf] = totals.y;
   __syncthreads();
-  if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
+  if (threadIdx.x >= kRows) return;
+  float sum = 0.f;
+  for (int i = 0; i < blockDim.x / 32; ++i) sum += parts[i][threadIdx.x];
+  *place = __float2bfloat16_rn(before + sum);
 }
 
 Params params_of(View x, View weight, View scales, View chosen, View out, bool adds) {

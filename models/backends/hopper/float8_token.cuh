@@ -65,6 +65,16 @@ DEVICE void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0
                : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(b0), "r"(b1));
 }
 
+// A step of this lane's two rows, added to c and d: a product waits for the one before it in its chain.
+DEVICE void multiply_step(float (&c)[4], float (&d)[4], uint4 a, uint4 b, __half const* token) {
+  uint4 const* from = reinterpret_cast<uint4 const*>(token);
+  uint4 const x = from[0], y = from[1];
+  multiply_halves(c, to_halves(a.x), to_halves(b.x), x.x, x.y);
+  multiply_halves(d, to_halves(a.y), to_halves(b.y), x.z, x.w);
+  multiply_halves(c, to_halves(a.z), to_halves(b.z), y.x, y.y);
+  multiply_halves(d, to_halves(a.w), to_halves(b.w), y.z, y.w);
+}
+
 DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
   uint32_t const words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll

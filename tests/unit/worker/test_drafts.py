@@ -68,6 +68,19 @@ def text(length: int, seed: int) -> list[int]:
     return [rng.randrange(300) for _ in range(length)]
 
 
+any_limits = pytest.mark.parametrize(
+    ("limits", "share"),
+    [
+        ({}, 0.0),
+        ({}, 0.8),
+        pytest.param({"graphs": True, "sizes": SIZES}, 0.0, marks=pytest.mark.extended),
+        ({"graphs": True, "sizes": SIZES}, 0.8),
+        ({"num_blocks": 26, "prefix_cache": False}, 0.0),
+        pytest.param({"num_blocks": 26, "prefix_cache": False}, 0.8, marks=pytest.mark.extended),
+    ],
+)
+
+
 def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
     """One request of each kind, all at once; some come while others decode. `free` is what a plain request draws."""
     words = (*itertools.pairwise(free), tuple(free[3:6]), tuple(free[10:22]))
@@ -122,17 +135,7 @@ def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize(
-    ("limits", "share"),
-    [
-        ({}, 0.0),
-        ({}, 0.8),
-        pytest.param({"graphs": True, "sizes": SIZES}, 0.0, marks=pytest.mark.extended),
-        ({"graphs": True, "sizes": SIZES}, 0.8),
-        ({"num_blocks": 26, "prefix_cache": False}, 0.0),
-        pytest.param({"num_blocks": 26, "prefix_cache": False}, 0.8, marks=pytest.mark.extended),
-    ],
-)
+@any_limits
 def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]) -> None:
     """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that
     holds is refused; if a graph takes the tokens of a row for those of several."""

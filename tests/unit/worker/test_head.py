@@ -27,7 +27,7 @@ from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, make_picture
-from tests.unit.worker.test_drafts import ask_everything, regex, text  # noqa: F401 - a fixture
+from tests.unit.worker.test_drafts import any_limits, ask_everything, regex, text  # noqa: F401 - a fixture
 from tests.unit.worker.test_graphs import SIZES
 
 OUTPUT = 30
@@ -161,17 +161,7 @@ def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
     return engine
 
 
-@pytest.mark.parametrize(
-    ("limits", "share"),
-    [
-        ({}, 0.0),
-        ({}, 0.8),
-        pytest.param({"graphs": True, "sizes": SIZES}, 0.0, marks=pytest.mark.extended),
-        ({"graphs": True, "sizes": SIZES}, 0.8),
-        ({"num_blocks": 26, "prefix_cache": False}, 0.0),
-        pytest.param({"num_blocks": 26, "prefix_cache": False}, 0.8, marks=pytest.mark.extended),
-    ],
-)
+@any_limits
 def test_its_drafts_change_nothing(
     both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811
 ) -> None:

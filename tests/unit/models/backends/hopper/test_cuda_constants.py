@@ -38,6 +38,20 @@ def test_tokens_that_the_float8_kernel_takes() -> None:
     assert constant("kMaxChosen", "float8_token.cuh") == float8_gemv.MAX_CHOSEN
 
 
+# values of the result and of the token, factors, bytes of a weight of the norm: 8B, 27B, 32B
+@pytest.mark.parametrize(
+    ("rows", "width", "factors", "norm"), [(4096, 12_288, 1, 0), (17_408, 5120, 2, 4), (5120, 25_600, 1, 0), (25_600, 5120, 2, 2)]
+)
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+def test_memory_that_the_float8_kernel_takes(rows: int, width: int, factors: int, norm: int, multiprocessors: int) -> None:
+    """Red if the stages leave a multiprocessor too little for a model's token, norm, scales, and sums of each warp."""
+    warps, stages, tile, chunk = (constant(name, "float8_token.cuh") for name in ("kWarps", "kStages", "kRows", "kChunk"))
+    tiles = -(-rows * factors // tile // multiprocessors)
+    blocks = (tiles * tile // factors + 126) // 128 + 1
+    needed = warps * stages * tile * (chunk + 64) + width * (2 + norm) + width // 128 * 4 * (1 + factors * blocks)
+    assert needed + tiles * tile * (warps + 1) * 4 <= 227 << 10
+
+
 def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
