@@ -3,14 +3,18 @@
 import asyncio
 import base64
 import io
+import resource
+import signal
 import struct
 import time
 import zlib
 
 import pytest
 
+from engine.arena import ArenaView, create_memfd
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
+from server.processor.decoder import Job, answer
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, jpeg, pixels, png_header, progressive_jpeg, save, tiled_tiff
 
@@ -38,6 +42,17 @@ async def test_tiles_much_larger_than_the_image_are_a_422(loading: Loading) -> N
     assert (await loading.load_bytes(tiled_tiff(64, 256))).source.width == 64
     error = await loading.refusal(loading.body(base64.b64encode(tiled_tiff(64, 4096))))
     assert (error.info.status, "tiles" in error.info.message) == (422, True)
+
+
+def test_a_job_has_its_own_time() -> None:
+    """Red if what a decoder has computed before, by another clock than the kernel's, ends a job, or if the time goes on behind the job."""
+    data = DECODED["png"]
+    arena = ArenaView(create_memfd("test", len(data)), len(data), writable=True)
+    arena.view(0, len(data))[:] = data
+    limits = resource.getrlimit(resource.RLIMIT_CPU)
+    assert answer(arena, Job((0, len(data)), cpu_seconds=1)).error is None
+    assert resource.getrlimit(resource.RLIMIT_CPU) == limits
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def chunk(kind: bytes, data: bytes = b"") -> bytes:
