@@ -54,8 +54,7 @@ def main() -> None:
 
 
 def answer(arena: ArenaView, job: Job) -> Decoded:
-    """The kernel ends this process when the job takes longer than it may: no codec can be asked to stop. It has a clock
-    of its own: not `process_time`."""
+    """The kernel ends this process when the job takes longer than it may: no codec can be asked to stop."""
     signal.setitimer(signal.ITIMER_PROF, job.cpu_seconds)
     data = arena.view(*job.encoded)
     try:
