@@ -76,8 +76,8 @@ async def engine(
     children: list[int] = []
     try:
         async with asyncio.timeout(START_S):
-            while (match := READY.search((await process.stdout.readline()).decode())) is None:
-                assert process.returncode is None, "the engine does not start"
+            while (match := READY.search((line := await process.stdout.readline()).decode())) is None:
+                assert line, "the engine does not start"
         children = list(roles_of(process.pid).values())
         yield process, match[1]
     finally:
