@@ -88,7 +88,7 @@ def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
     decoder = num_layers * text.stored_layer_parameters * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
-    head = 2 * text.hidden_size**2 * VALUE_BYTES if text.has_head else 0
+    head = 2 * text.hidden_size**2 * VALUE_BYTES + text.vocab_size * text.hidden_size * BLOCK_SCALE / tp if text.has_head else 0
     return int(decoder + embeddings + routers + head + vision_parameters(model.vision) * VALUE_BYTES)
 
 

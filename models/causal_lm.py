@@ -13,6 +13,7 @@ from models.config import ModelConfig, TextConfig
 from models.geometry import Grid
 from models.layers.checkpoint import CheckpointPart, module_tensors
 from models.layers.decoder import DecoderLayer, LayerContext, SelfAttention
+from models.layers.fp8 import BLOCK, BlockScaled
 from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel import TensorParallel
@@ -38,6 +39,7 @@ class CausalLM(nn.Module):
             self.lm_head = self.language_model.embed_tokens
         else:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
+        self._rounded_head: BlockScaled | None = None
 
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
@@ -60,6 +62,11 @@ class CausalLM(nn.Module):
         self.language_model.quantize_()
         if self.mtp is not None:
             self.mtp.quantize_()
+
+    def round_guesses(self) -> None:
+        matrix_VD = self.lm_head.weight
+        if not any(size % BLOCK for size in matrix_VD.shape):
+            self._rounded_head = BlockScaled.quantized(matrix_VD)
 
     def kept_bytes(self) -> int:
         return 0
@@ -90,6 +97,10 @@ class CausalLM(nn.Module):
             return self.ops.linear_f32(hidden_SD, self.lm_head.weight, out_SV)
         logits_SV = self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
         return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
+
+    def guesses(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        matrix_VD = self.lm_head.weight if self._rounded_head is None else self._rounded_head
+        return self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, matrix_VD)).argmax(dim=-1)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         yield from module_tensors(self.language_model, "model.language_model")

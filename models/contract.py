@@ -49,9 +49,12 @@ class VisionLanguageModel(Protocol):
     def predict(
         self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, places: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
-        """(S, D): of tokens with these final hidden states, behind which tokens with these embeddings came, what `logits` makes the tokens
+        """(S, D): of tokens with these final hidden states, behind which tokens with these embeddings came, what `guesses` makes the tokens
         behind the latter of. Also in place of the hidden states, for the next. `attention` has been planned for the tokens. Only if the
         configuration has a head (`layers.head`)."""
+
+    def guesses(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """(S,) tokens with the largest logits of what `predict` returns, for which the output matrix may be rounded."""
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         """Where each of the checkpoint's tensors goes."""
@@ -64,6 +67,9 @@ class VisionLanguageModel(Protocol):
 
     def quantize_(self) -> None:
         """Makes the decoder's matrices float8; once, before anything is captured."""
+
+    def round_guesses(self) -> None:
+        """Keeps a float8 copy of the output matrix for `guesses`, if it has whole blocks."""
 
     def kept_bytes(self) -> int:
         """Device memory that what `prepare` makes, and tables of sizes that came, may come to hold."""

@@ -196,6 +196,8 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     if rounds and not is_dummy:
         model.quantize_()
+    if stored.text.has_head:
+        model.round_guesses()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model
 

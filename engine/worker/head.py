@@ -34,7 +34,7 @@ class DraftHead:
             self._attention.plan(layout)
             places = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
             found_SD = self._model.predict(hidden_TD[:count], hidden_TD[:count], places, self._attention, index)
-            self._model.logits(found_SD).argmax(dim=-1)
+            self._model.guesses(found_SD)
 
     def run(self, step: HostStep, places_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor:
         """(S, num_guesses): behind each draw of the step, and what it drew. The step's tokens have their final hidden states at `places_T`
@@ -66,7 +66,7 @@ class DraftHead:
             self._attention.plan(layout)
             hidden_TD = self._model.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
             if len(wanted_S):
-                guesses.append(self._model.logits(hidden_TD).argmax(dim=-1))
+                guesses.append(self._model.guesses(hidden_TD))
                 self._model.tp.broadcast_(guesses[-1])
         return torch.stack(guesses, dim=1) if guesses else tokens_S[:, None][:, :0]
 

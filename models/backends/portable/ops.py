@@ -159,7 +159,10 @@ class TritonOps:
         # One kernel. On CUDA this GELU is the tanh one, on a CPU it would be the exact one.
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: Weight, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(weight_VD, BlockScaled):
+            assert out_SV is None
+            return multiply(quantized(x_SD), weight_VD, torch.float32)
         if len(x_SD) == 1:
             return gemv(x_SD, weight_VD, x_SD.new_empty((1, len(weight_VD)), dtype=torch.float32) if out_SV is None else out_SV)
         return torch.mm(x_SD, weight_VD.t(), out_dtype=torch.float32, out=out_SV)

@@ -7,7 +7,7 @@ from models.backends.ops import PIXEL_OFFSET, TAP_BITS, Activation, Experts, KVP
 from models.backends.torch.delta import delta_rule_
 from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu
-from models.layers.fp8 import GroupScaled, Weight
+from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 
 
 class TorchOps:
@@ -39,8 +39,9 @@ class TorchOps:
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.mm(x_SD.float(), weight_VD.float().t(), out=out_SV)
+    def linear_f32(self, x_SD: torch.Tensor, weight_VD: Weight, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        y_SV = linear(x_SD.float(), weight_VD if isinstance(weight_VD, BlockScaled) else weight_VD.float())
+        return y_SV if out_SV is None else out_SV.copy_(y_SV)
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))

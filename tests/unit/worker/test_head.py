@@ -185,6 +185,21 @@ def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
     assert harness.load(tmp_path).mtp is None
 
 
+@torch.inference_mode()
+def test_guesses_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
+    """Red if it is not used, or a block has another one's scale: guesses would be tokens of any logit."""
+    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0)
+    model = harness.load(tmp_path, with_head=True)
+    model.lm_head.weight.mul_(torch.logspace(-2, 0, len(model.lm_head.weight))[:, None])
+    hidden_SD = torch.randn((64, model.config.text.hidden_size), generator=torch.Generator().manual_seed(0))
+    logits_SV = model.logits(hidden_SD)
+    assert model.guesses(hidden_SD).equal(logits_SV.argmax(dim=-1))
+    model.round_guesses()
+    model.lm_head.weight.zero_()
+    found_S = logits_SV.gather(1, model.guesses(hidden_SD)[:, None])[:, 0]
+    assert (found_S > 0.9 * logits_SV.amax(dim=-1)).all()
+
+
 def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
     """Red if `--draft mtp` fails late, or without a reason."""
     qwen3_5_checkpoints.write(tmp_path)
