@@ -60,7 +60,7 @@ MAX_CHARACTERS = {  # of a room without those below it; a change that adds a cap
     "models/backends": 20_400,  # the delta rule's Protocol, with drafts that may be refused: 500
     # text models: the same
     "models/backends/torch": 25_800,  # the delta rule; 600: attention into memory that it has
-    "models/backends/portable": 140_400,  # the delta rule's kernels; 600: they begin early
+    "models/backends/portable": 140_900,  # the delta rule's kernels; 600: they begin early; 500: few tokens of a small matrix
     "models/backends/hopper": 133_300,  # 1,300: float8 products of a token near the memory's speed, and parts of four rows merged at once
 }
 

@@ -72,8 +72,8 @@ class GatedDeltaNet(Mixer):
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * V): what `out_proj` takes."""
         assert context.states is not None and context.rows is not None
-        gates_TX = self.ops.linear(x_TD, self.in_gates.weight)  # first: a larger product's weights are on their way meanwhile
-        inputs_TX = self.ops.linear(x_TD, self.in_proj.weight)
+        inputs_TX = self.ops.linear(x_TD, self.in_proj.weight)  # first: its norm adds the residual's parts, a small product's would not
+        gates_TX = self.ops.linear(x_TD, self.in_gates.weight)
         weights = self.conv1d.weight, self.A_log.values, self.dt_bias.values, self.norm["weight"], self.eps
         heads = DeltaHeads(inputs_TX, gates_TX, *weights, self._num_key_heads, self._delta.key_dim)
         return self.ops.delta_rule_(heads, self._state(context.states), context.rows)

@@ -143,7 +143,7 @@ def test_gemv(width: int, rows: int) -> None:
     given, normed = torch.empty((1, rows)), torch.empty_like(x)
     torch.testing.assert_close(gemv.gemv(x, weight, given), x @ weight.t(), rtol=1e-4, atol=1e-4)
     for kept in (None, normed):
-        ours = gemv.gemv(x, weight, given.clone(), (norm, 1e-3), normed_1D=kept)
+        ours = gemv.gemv(x, weight, given.clone(), (norm, 1e-3), normed_TD=kept)
         torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(normed, rms_norm(x, norm, 1e-3), rtol=1e-5, atol=1e-5)
     ours = gemv.gemv(x, weight, torch.empty((1, rows // 2)), (norm, 1e-3), gated=True)
@@ -151,6 +151,10 @@ def test_gemv(width: int, rows: int) -> None:
     expected = residual + x @ weight.t()
     gemv.gemv(x, weight, residual, adds=True)
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+    several, normed = torch.randn((3, width), generator=generator), torch.empty((3, width))
+    ours = gemv.gemv(several, weight, torch.empty((3, rows)), (norm, 1e-3), normed_TD=normed)
+    torch.testing.assert_close(ours, rms_norm(several, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normed, rms_norm(several, norm, 1e-3), rtol=1e-5, atol=1e-5)
 
 
 @interpreted
