@@ -19,7 +19,7 @@ from engine.ipc import Child, StopFlag
 from engine.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
 from engine.plan import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, step_graph_bytes
 from engine.worker.agreement import Agreement
-from engine.worker.graphs import MAX_PREFILL_ROWS, CudaRecorder, StepGraphs
+from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -47,7 +47,6 @@ INT64 = 8
 STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-FIRST_PART = 8  # of a graph in two parts: one layer in so many
 STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its place; of a row its number and its start; what is known of it
 
 
@@ -236,11 +235,7 @@ def make_graphs(
     make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
     if make_attention is None:
         return None
-    first = None  # not in steps that are planned ahead: the device has work while they are launched
-    if config.draft != "off":
-        first = dict(model.named_modules())[f"language_model.layers.{model.config.text.num_layers // FIRST_PART}"]
-    scratch_block, record = pools[0][0].shape[0] - 1, CudaRecorder(first)
-    return StepGraphs(model, make_attention, rows, sizes, scratch_block, config.max_num_seqs, num_draws, record)
+    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, config.max_num_seqs, num_draws)
 
 
 def warm_up(decoder: JpegDecoder) -> None:

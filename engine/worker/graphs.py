@@ -13,14 +13,12 @@ shape, with what has no fixed length behind:
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, Int64s
@@ -242,13 +240,11 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Makes CUDA graphs that share one memory pool: sound, since their replays follow each other on one stream. A graph takes about a
-    microsecond a kernel to launch, and only then begins: cut before `cut_before`, its first part runs while the rest is launched."""
+    """Makes CUDA graphs that share one memory pool: sound, since their replays follow each other on one stream."""
 
-    def __init__(self, cut_before: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._num_warm_ups = FIRST_WARM_UPS
-        self._cut_before = cut_before
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
         """How to run `forward` again, and where its result will be."""
@@ -256,26 +252,10 @@ class CudaRecorder:
             forward()
         self._num_warm_ups = 1
         torch.cuda.synchronize()
-        parts: list[torch.cuda.CUDAGraph] = []
-        capture = ExitStack()
-
-        def begin_part(*_: object) -> None:
-            capture.close()
-            parts.append(torch.cuda.CUDAGraph())
-            capture.enter_context(torch.cuda.graph(parts[-1], pool=self._pool))
-
-        hook = None if self._cut_before is None else self._cut_before.register_forward_pre_hook(begin_part)
-        with capture:
-            begin_part()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
             result = forward()
-        if hook is not None:
-            hook.remove()
-
-        def replay() -> None:
-            for part in parts:
-                part.replay()
-
-        return replay, result
+        return graph.replay, result
 
 
 def _num_prefill_rows(shape: Shape) -> int:

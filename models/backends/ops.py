@@ -198,10 +198,10 @@ class Ops(Protocol):
     def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         """x *= sigmoid(gate), in float32; each gate is that of X / G neighbouring values. `gate_TG` may be a slice of columns."""
 
-    def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows, rounds: bool = False) -> torch.Tensor | GroupScaled:
+    def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:
         """(T, H * V): norm(o) * silu(z) of `layers.delta`, from the rows' states, which go on as `DeltaState` says. Rows of prompts are
         computed in chunks of `DELTA_CHUNK` that begin with their first tokens, others token by token: cuts change how sums are rounded,
-        batches do not, and drafts do not either. If it `rounds`, as the input of a float8 product, maybe."""
+        batches do not, and drafts do not either."""
 
     def resample(self, image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
         """A uint8 image with its height (axis 0) or width (1) resampled."""

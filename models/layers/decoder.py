@@ -11,7 +11,6 @@ from models.attention.paged import AttentionBackend, FusedAttention
 from models.backends.ops import NewHeads, Normed, Residual, StateRows
 from models.config import TextConfig
 from models.layers.checkpoint import CheckpointTensor
-from models.layers.fp8 import GroupScaled
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
 from models.layers.moe import MLP, SparseMoe
 from models.parallel import kv_heads_of
@@ -52,15 +51,15 @@ class Mixer(nn.Module, ABC):
     """What mixes the tokens of a row, in a layer's first half."""
 
     @abstractmethod
-    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor | GroupScaled:
-        """(T, X): what `add_` takes, not rounded in the last layer. What the layer caches of the tokens is in its cache."""
+    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
+        """(T, X): what `add_` takes. What the layer caches of the tokens is in its cache."""
 
     @abstractmethod
     def store(self, x_TD: Normed, context: LayerContext) -> None:
         """Only that: nobody wants the layer's output."""
 
     @abstractmethod
-    def add_(self, residual: Residual, mixed_TX: torch.Tensor | GroupScaled) -> None:
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
         """residual += the last product."""
 
     @abstractmethod
@@ -106,7 +105,7 @@ class SelfAttention(Mixer):
     def store(self, x_TD: Normed, context: LayerContext) -> None:
         self._store(self._new_heads(x_TD, context)[0], context)
 
-    def add_(self, residual: Residual, mixed_TX: torch.Tensor | GroupScaled) -> None:
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
         self.o_proj.add_(residual, mixed_TX)
 
     def quantize_(self) -> None:
@@ -149,7 +148,6 @@ class DecoderLayer(nn.Module):
         """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
         mixed_TX, real_T = self.self_attn(self.input_layernorm(residual), context), context.real_T
         if wanted_S is not None:
-            assert isinstance(mixed_TX, torch.Tensor)
             real_T = None if real_T is None else real_T[wanted_S]
             mixed_TX = mixed_TX[wanted_S]
             residual.keep_(wanted_S)

@@ -17,7 +17,6 @@ from models.backends.ops import DeltaHeads, DeltaState, Normed, Residual
 from models.config import DeltaConfig, TextConfig
 from models.layers.checkpoint import CheckpointTensor
 from models.layers.decoder import LayerContext, Mixer
-from models.layers.fp8 import BlockScaled, GroupScaled
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
 from models.parallel import TensorParallel
 from models.state import RowStates
@@ -59,7 +58,6 @@ class GatedDeltaNet(Mixer):
         super().__init__()
         assert config.delta is not None
         self.ordinal, self.ops, self.eps = config.ordinal(layer), setup.ops, config.rms_norm_eps
-        self._is_last = layer + 1 == config.num_layers  # some of its tokens are wanted alone
         self._delta, hidden, num_heads = config.delta, config.hidden_size, config.delta.num_value_heads
         width = num_heads * config.delta.value_dim
         heads, self._num_key_heads = _head_parts(config.delta, setup.tp)
@@ -71,20 +69,19 @@ class GatedDeltaNet(Mixer):
         self.norm = nn.ParameterDict({"weight": setup.parameter(config.delta.value_dim)})
         self.out_proj = RowParallelLinear(width, hidden, config.is_fp8, setup)
 
-    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor | GroupScaled:
+    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * V): what `out_proj` takes."""
         assert context.states is not None and context.rows is not None
-        inputs_TX = self.ops.linear(x_TD, self.in_proj.weight)  # first: few tokens' parts are added by its norm, not by the gates' product
+        inputs_TX = self.ops.linear(x_TD, self.in_proj.weight)  # first: its norm adds the residual's parts, a small product's would not
         gates_TX = self.ops.linear(x_TD, self.in_gates.weight)
         weights = self.conv1d.weight, self.A_log.values, self.dt_bias.values, self.norm["weight"], self.eps
         heads = DeltaHeads(inputs_TX, gates_TX, *weights, self._num_key_heads, self._delta.key_dim)
-        rounds = isinstance(self.out_proj.weight, BlockScaled) and not self._is_last
-        return self.ops.delta_rule_(heads, self._state(context.states), context.rows, rounds)
+        return self.ops.delta_rule_(heads, self._state(context.states), context.rows)
 
     def store(self, x_TD: Normed, context: LayerContext) -> None:
         self.forward(x_TD, context)
 
-    def add_(self, residual: Residual, mixed_TX: torch.Tensor | GroupScaled) -> None:
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
         self.out_proj.add_(residual, mixed_TX)
 
     def quantize_(self) -> None:

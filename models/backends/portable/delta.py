@@ -16,7 +16,6 @@ from triton.language.extra.cuda import gdc_wait
 from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 from models.backends.portable.launch import await_kernel_ahead, early_launch
 from models.backends.portable.tuned import DELTA, DeltaTiles
-from models.layers.fp8 import GroupScaled
 
 # Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
 BLOCK = 16  # of the triangular system
@@ -301,32 +300,25 @@ def _scan(
         end = tl.where(goes_on, tl.load(starts + row + 1, row < num_rows, 0), start)
 
 
-@triton.jit(do_not_specialize=["num_lines", "scale_stride"])
+@triton.jit(do_not_specialize=["num_lines"])
 def _gated_norm(
-    o: tensor, z: tensor, weight: tensor, out: tensor, scales: tensor, eps: tensor, num_lines: tensor, stride: tensor,
-    scale_stride: tensor, SCALED: constexpr, HEADS: constexpr, DIM: constexpr, LINES: constexpr, OVERLAP: constexpr,
+    o: tensor, z: tensor, weight: tensor, out: tensor, eps: tensor, num_lines: tensor, stride: tensor, HEADS: constexpr, DIM: constexpr,
+    LINES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program i: LINES heads of tokens; if SCALED, each is rounded as a group of `fp8.GroupScaled`."""
+    """Program i: LINES heads of tokens."""
     await_kernel_ahead(OVERLAP)
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
     value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
     gate = tl.load(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
-    value = value.to(o.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
-    value = (value.to(o.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(o.dtype.element_ty)
-    if SCALED:
-        group = value.to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(group), 1) / 448.0, 1e-30)
-        tl.store(scales + (line % HEADS) * scale_stride + line // HEADS, scale, line < num_lines)
-        value = (group / scale[:, None]).to(tl.float8e4nv)
-    tl.store(out + line[:, None] * DIM + dim[None, :], value, inside)
+    value = value.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
+    value = value.to(out.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + line[:, None] * DIM + dim[None, :], value.to(out.dtype.element_ty), inside)
 
 
-def delta_rule(
-    heads: DeltaHeads, state: DeltaState, rows: StateRows, rounds: bool = False, tiles: DeltaTiles = DELTA
-) -> torch.Tensor | GroupScaled:
-    """As `Ops.delta_rule_`, for heads of as many keys as values, a power of two. `rounds` heads of 128 values."""
+def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:
+    """As `Ops.delta_rule_`, for heads of as many keys as values, a power of two."""
     memory, before, kept = state.recurrent_RHKV, state.inputs_RWC, (state.mixed_RDC, state.gates_RDG, state.num_accepted_R)
     num_heads, dim, value_dim = memory.shape[1:]
     assert dim == value_dim == heads.key_dim and heads.inputs_TX.stride(1) == 1 and heads.gates_TX.is_contiguous()
@@ -355,14 +347,13 @@ def delta_rule(
         stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
         GATES=triton.next_power_of_2(2 * num_heads), **early,
     )  # fmt: skip
-    out = GroupScaled.empty(num_tokens, num_heads * dim, memory.device) if rounds else o_THV.new_empty((num_tokens, num_heads * dim))
-    values, scales = (out.padded, out.scales) if isinstance(out, GroupScaled) else (out, o_THV)
+    out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](
-        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, values, scales, heads.eps, lines, stride, len(values), SCALED=rounds,
-        HEADS=num_heads, DIM=dim, LINES=tiles.lines, **early,
-    )  # fmt: skip
-    return out
+        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride, HEADS=num_heads, DIM=dim, LINES=tiles.lines,
+        **early,
+    )
+    return out_TX
 
 
 def _padded(num_rows: int) -> int:

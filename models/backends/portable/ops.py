@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from models.backends.ops import Activation, DeltaHeads, DeltaState, Experts, Normed, Residual, StateRows
+from models.backends.ops import Activation, Experts, Normed, Residual
 from models.backends.portable import expert_gemv
 from models.backends.portable.delta import delta_rule
 from models.backends.portable.fp8 import MOST_TOKENS, multiply, multiply_in_parts
@@ -25,7 +25,7 @@ from models.backends.portable.text import (
 )
 from models.backends.portable.tower import layer_norm
 from models.backends.portable.tuned import FEW_ROWS, GEMV_TOKENS
-from models.layers.fp8 import BLOCK, BlockScaled, GroupScaled, Weight
+from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 
 SPLITS = 2  # of the inner dimension
 
@@ -160,10 +160,6 @@ class TritonOps:
 
     gate_ = staticmethod(gate)
 
-    def delta_rule_(self, heads: DeltaHeads, state: DeltaState, rows: StateRows, rounds: bool = False) -> torch.Tensor | GroupScaled:
-        is_single = len(heads.inputs_TX) == 1 and self._single_float8 is not None
-        return delta_rule(heads, state, rows, rounds and not is_single and heads.key_dim == BLOCK)
-
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         # One kernel. On CUDA this GELU is the tanh one, on a CPU it would be the exact one.
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
@@ -179,6 +175,7 @@ class TritonOps:
     layer_norm = staticmethod(layer_norm)
     rotary_rows = staticmethod(rotary_rows)
     norm_rope_store_ = staticmethod(norm_rope_store)
+    delta_rule_ = staticmethod(delta_rule)
     resample = staticmethod(resample)
     resample_to_patches_ = staticmethod(resample_to_patches_)
 

@@ -8,7 +8,7 @@ from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 L2_EPS = 1e-6
 
 
-def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows, rounds: bool = False) -> torch.Tensor:
+def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:
     """See `Ops`."""
     num_heads, key_dim, value_dim = state.recurrent_RHKV.shape[1:]
     qkv_TC, z_TX = heads.inputs_TX.tensor_split((len(heads.conv_CW),), dim=1)

@@ -40,10 +40,8 @@ class TorchOps:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
     def linear_f32(self, x_SD: torch.Tensor, weight_VD: Weight, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(weight_VD, BlockScaled):
-            assert out_SV is None
-            return linear(x_SD.float(), weight_VD)
-        return torch.mm(x_SD.float(), weight_VD.float().t(), out=out_SV)
+        y_SV = linear(x_SD.float(), weight_VD if isinstance(weight_VD, BlockScaled) else weight_VD.float())
+        return y_SV if out_SV is None else out_SV.copy_(y_SV)
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))
