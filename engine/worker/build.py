@@ -187,6 +187,8 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     rounds = child.config.quantization == "fp8" and not model_config.text.is_fp8
+    if (rounds or model_config.text.is_fp8) and not backend.has_float8:
+        raise ValueError("float8 needs a GPU of compute capability 8.9 or newer")
     stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 or (rounds and is_dummy)))
     module, _, name = stored.architecture.model.partition(":")
     model: VisionLanguageModel = vars(import_module(module))[name](stored, tp, backend, dtype)
@@ -196,7 +198,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     if rounds and not is_dummy:
         model.quantize_()
-    if stored.text.has_head:
+    if stored.text.has_head and backend.has_float8:
         model.round_guesses()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model

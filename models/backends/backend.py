@@ -26,6 +26,7 @@ class Backend(Protocol):
     step_sizes: StepSizes
     split_costs: SplitCosts  # of an image that several ranks encode
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
+    has_float8: bool  # whether products of float8 run here
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         """Compiles what a model of these heads needs. RuntimeError if a compiler fails."""

@@ -34,6 +34,7 @@ class PortableBackend:
         self.ops: Ops = TritonOps(SPLIT_TOKENS)
         self.transfers: Transfers = TritonTransfers(device)
         self._capability = torch.cuda.get_device_capability(device)
+        self.has_float8 = self._capability >= (8, 9)
 
     def load(self, text_head_dim: int, vision_head_dim: int) -> None:
         check_kernels(self, text_head_dim, vision_head_dim)

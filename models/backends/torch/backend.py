@@ -23,6 +23,7 @@ class TorchBackend:
     """See `Backend`."""
 
     captures_graphs = False
+    has_float8 = True
     step_sizes = STEP_SIZES
     split_costs = SPLIT_COSTS
 

@@ -1,4 +1,4 @@
-"""Kernels are made while weights are read: what is said meanwhile, and how an error comes out."""
+"""Kernels are made while weights are read: what is said meanwhile, and how an error comes out. What a GPU without float8 does."""
 
 import threading
 from contextlib import nullcontext
@@ -8,9 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.ipc import Child
-from engine.worker.build import compiling
+from engine.worker.build import compiling, load_model
+from models.backends.torch.backend import TorchBackend
 from models.config import ModelConfig
+from models.parallel import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 
 
@@ -53,3 +56,30 @@ def test_others_hear_that_kernels_are_compiled(child: Child, config: ModelConfig
         backend.go.set()
     assert not child.is_compiling()
     assert backend.heads == (config.text.head_dim, config.vision.head_dim)
+
+
+class OldBackend(TorchBackend):
+    has_float8 = False
+
+
+def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConfig) -> None:
+    """Red if an A100 is left to its compiler's words."""
+    child.config = EngineConfig(load_format="dummy", quantization="fp8")
+    with pytest.raises(ValueError, match=r"compute capability 8\.9"):
+        load_model(child, config, TensorParallel.single(), OldBackend(torch.device("cpu")), torch.float32)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", [TorchBackend, OldBackend])
+def test_guesses_are_in_float8_where_it_runs(
+    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: type[TorchBackend]
+) -> None:
+    """Red if `--draft mtp` needs float8 of a GPU, or guesses read the whole output matrix where they need not."""
+    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
+    child.config = EngineConfig(load_format="dummy")
+    monkeypatch.setattr(child, "progress", lambda text: None)
+    found = ModelConfig.from_folder(tmp_path, with_head=True)
+    model = load_model(child, found, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
+    dict(model.named_modules())["lm_head"].weight.zero_()
+    guesses_S = model.guesses(torch.randn((8, found.text.hidden_size)))
+    assert bool(guesses_S.any()) == backend.has_float8
