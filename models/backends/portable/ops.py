@@ -24,7 +24,7 @@ from models.backends.portable.text import (
     swiglu_quantized,
 )
 from models.backends.portable.tower import layer_norm
-from models.backends.portable.tuned import FEW_ROWS, GEMV_TOKENS
+from models.backends.portable.tuned import GEMV_ROWS, GEMV_TOKENS
 from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 
 SPLITS = 2  # of the inner dimension
@@ -85,7 +85,7 @@ class TritonOps:
         if isinstance(weight_DX, BlockScaled):
             y_TD = self._float8(_rounded(x_TX), weight_DX)
             return y_TD if out_TD is None else out_TD.copy_(y_TD)
-        if isinstance(x_TX, Normed) and x_TX.residual.parts_STD is None and len(weight_DX) <= FEW_ROWS and out_TD is None:
+        if isinstance(x_TX, Normed) and x_TX.residual.parts_STD is None and len(weight_DX) <= GEMV_ROWS and out_TD is None:
             x_TD = x_TX.residual.sum_TD
             if len(x_TD) <= GEMV_TOKENS:
                 return gemv(x_TD, weight_DX, x_TD.new_empty((len(x_TD), len(weight_DX))), (x_TX.weight_D, x_TX.eps))

@@ -95,7 +95,7 @@ class GemvTiles:
 GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: enough to keep the memory busy, and they fit registers
 LONG_BLOCK = 4096  # of a vector that need not be whole
 FEW_ROWS = 1024  # programs with one row each fill the device
-GEMV_TOKENS = 8  # up to which a matrix of so few rows is read for each
+GEMV_TOKENS, GEMV_ROWS = 8, 128  # at most so many tokens read a matrix of so many rows each
 GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
     (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
     (2048, 2048, False): GemvTiles(8, 2048, 8, 4),

@@ -158,8 +158,9 @@ def test_few_tokens_of_a_small_matrix() -> None:
     from models.backends.portable.ops import TritonOps
 
     torch.manual_seed(0)
-    ops, norm, weight = TritonOps(1), torch.randn(256), torch.randn((6, 256))
-    for num_tokens in (2, 8, 9):
+    ops, norm = TritonOps(1), torch.randn(256)
+    for num_tokens, rows in ((2, 6), (8, 128), (8, 130), (9, 6)):
+        weight = torch.randn((rows, 256))
         for parts in (None, torch.randn((2, num_tokens, 256))):
             x = torch.randn((num_tokens, 256))
             ours = ops.linear(Normed(Residual(x.clone(), parts), norm, 1e-6), weight)
