@@ -1,7 +1,9 @@
 """What holds for all tests: one thread of arithmetic each, and no deadline by the clock, so that a busy machine changes no result."""
 
+import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -24,6 +26,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(optionalhook=True)
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """For tests that measure time: a full collection looks at what all tests of this process have left, and takes most of a second."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Over several processes (`-n 3`) tests run in the order in which they were found, and those that share something in one process."""
     from xdist.scheduler import LoadScopeScheduling

@@ -129,14 +129,14 @@ def test_eight_megabytes_take_a_moment(body: bytes) -> None:
     assert elapsed < 3
 
 
-def test_many_short_payloads_before_much_text() -> None:
+def test_many_short_payloads_before_much_text(no_collections: None) -> None:
     """Red if each payload with a backslash costs a pass over the rest of the piece: the event loop stood still for a second."""
     body = b"[" + b'"data:;base64,\\/",' * 1152 + b'"' + b"x" * 500_000 + b'"]'
     start = time.thread_time()
     scanner, region = feed(body, [], max_references=2000)
     elapsed = time.thread_time() - start
     assert scanner.json(region, keep=()) == body and len(scanner.references) == 1152
-    assert elapsed < 0.3
+    assert elapsed < 0.3  # usually 0.02
 
 
 @pytest.mark.parametrize("space", ["", " ", "\n  "])
