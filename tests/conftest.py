@@ -21,11 +21,10 @@ settings.register_profile("long", deadline=None, max_examples=20_000)  # `--hypo
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of extended tests alone, where none of them runs: they import other clients for seconds."""
-    is_file = collection_path.suffix == ".py" and config.option.markexpr == "not extended"
+    is_file = collection_path.suffix == ".py" and config.option.markexpr.startswith("gate or not")
     return True if is_file and EXTENDED.search(collection_path.read_text()) else None
 
 
-@pytest.hookimpl(optionalhook=True)
 @pytest.fixture
 def no_collections() -> Iterator[None]:
     """For tests that measure time: a full collection looks at what all tests of this process have left, and takes most of a second."""
@@ -34,6 +33,7 @@ def no_collections() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Over several processes (`-n 3`) tests run in the order in which they were found, and those that share something in one process."""
     from xdist.scheduler import LoadScopeScheduling

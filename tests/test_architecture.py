@@ -21,49 +21,6 @@ MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
-MAX_CHARACTERS = {  # of a room without those below it; a change that adds a capability raises its room's number and says why
-    # 13,500 for the flags of vLLM and SGLang; 1,500 for --draft; 1,200 for stored responses and token ids; 2,500 for hosted.py; videos
-    # 2,600: helpers that fork and clients that take turns, from engine/grammar; --trust-request-chat-template
-    # text models: no image cache
-    "engine": 146_000,  # 900: what a head and drafts of rows with states take of memory
-    "engine/llm": 28_500,  # the engine within a Python program
-    "engine/grammar": 16_100,  # Lark, as outlines and guidance write it: 2,500
-    # 200: cached prompts start over several plans
-    # 900: blocks behind rows for a head's guesses; 800: snapshots keep to their share, and lie where the next turn finds them
-    # 1,500: a prompt is one step with its snapshots; 900, 500, 200, 1,200 below: the same
-    "engine/scheduler": 91_500,
-    "engine/scheduler/drafts": 25_400,  # guesses without a model: what stood before, kept, found and offered; 1,800: those of a head
-    # 300: a backend's transfers
-    "engine/worker": 143_200,  # 9,900: rows of several tokens, drafts are verified; 9,000: the model's own head behind a step
-    "server": 27_100,
-    # Videos 6,500: parts of content, fields of vLLM and SGLang, blocks of two more dialects. Custom tools and efforts of three dialects
-    # 13,000, stored responses 9,500, token ids 3,500, SGLang's dialect 12,000, errors 1,000.
-    "server/api": 167_000,
-    "server/http": 113_900,  # 3,500: codes of errors, token ids, longer bodies; 3,400: what we count under the names of vLLM
-    # 37,000 for videos: files by PyAV in processes of their own, lists of frames, tables of known pairs; 3,600 for token ids, the prompt's
-    # log-probabilities and truncated prompts; 1,800: what is told of tokens waits for their text, and ends with it; 1,000:
-    # a `uuid` stays with its content; 7,900: templates of requests, in a process of their own.
-    # 600: frames are resized while others are decoded
-    # 700 for text models: images are refused, parts of text are joined, a token before a text
-    "server/processor": 178_200,
-    # 600: copies of a step by kernels, 12 % of 2B's time per token
-    # 1,900: the head of a model, drafts of rows with states; Qwen3.5's settings, its file; video; 5,000 for videos: the formulas of frames,
-    # sizes and times, and their settings
-    # 3,900 for text models: the decoder without a tower, what their config.json leaves out, llama3
-    # 500: guesses from a float8 output matrix
-    "models": 88_400,
-    "models/attention": 9_100,
-    # text models: heads without norms, frequencies of llama3
-    "models/layers": 42_100,  # a head for drafts, Gated DeltaNet, gates, a shared expert
-    "models/vision": 29_900,  # 4,300: images over all ranks; 4,300: images over all ranks; 600: frame pairs
-    # text models: heads without norms
-    "models/backends": 20_400,  # the delta rule's Protocol, with drafts that may be refused: 500
-    # text models: the same
-    "models/backends/torch": 25_800,  # the delta rule; 600: attention into memory that it has
-    "models/backends/portable": 140_900,  # the delta rule's kernels; 600: they begin early; 500: few tokens of a small matrix
-    "models/backends/hopper": 133_300,  # 1,300: float8 products of a token near the memory's speed, and parts of four rows merged at once
-}
-
 # The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.
 SERVER_MAY_IMPORT = {
     "engine.config",
@@ -156,17 +113,6 @@ def test_files_are_short() -> None:
     for paths, limit in ((SOURCES, MAX_FILE_LINES), (TEST_SOURCES, MAX_TEST_FILE_LINES)):
         long = {relative(path): n for path in paths if (n := len(path.read_text().splitlines())) > limit}
         assert not long
-
-
-def test_rooms_stay_small() -> None:
-    """Red if a room grows by more than 5 % unnoticed."""
-    found = dict.fromkeys(MAX_CHARACTERS, 0)
-    for package in ("engine", "server", "models"):
-        for path in (path for ending in ("py", "cu", "cuh") for path in (ROOT / package).rglob(f"*.{ending}")):
-            name = relative(path)
-            if not name.startswith(("models/demo/", "models/scaffold/")):
-                found[max((room for room in MAX_CHARACTERS if name.startswith(f"{room}/")), key=len)] += len(path.read_text())
-    assert not {room: size for room, size in found.items() if size > MAX_CHARACTERS[room]}
 
 
 def test_functions_are_short() -> None:

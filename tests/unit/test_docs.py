@@ -231,18 +231,6 @@ def test_measured_figures_of_the_readme_are_in_tables_or_name_their_file() -> No
         assert f"{100 * scores[task]['accuracy']:.1f} %" in text
 
 
-def test_the_readme_says_the_true_size() -> None:
-    """Red if the code has grown or shrunk by more than three percent and the README's second sentence still says the old size."""
-    said = re.search(r"production code is ([\d.]+) million characters \(([\d,]+) lines\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert said is not None
-    found = [path for folder in ("engine", "server", "models") for path in (ROOT / folder).rglob("*")]
-    files = [path for path in found if path.suffix in (".py", ".cu", ".cuh")]
-    own = [path for path in files if not {"demo", "scaffold"} & set(path.relative_to(ROOT).parts)]
-    texts = [path.read_text(encoding="utf-8") for path in own]
-    assert float(said[1]) * 1e6 == pytest.approx(sum(map(len, texts)), rel=0.03)
-    assert int(said[2].replace(",", "")) == pytest.approx(sum(text.count("\n") for text in texts), rel=0.03)
-
-
 def test_results_name_no_place() -> None:
     """Red if a stored run says in which folder it was written, or the address of its server."""
     run = {"environment": {"command": "bench.load --url http://x:1 --json /a/b.json --seed 1"}, "settings": {"json": "/a", "seed": "1"}}
