@@ -20,7 +20,11 @@ from engine.moving import OTHER, READ, SAME, OtherFlag  # noqa: E402
 from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 
-OF_THE_MACHINE = {"media_pool_size": "2 to 16, by CPUs", "processing_pool_size": "1 to 16, by CPUs"}  # defaults that depend on the machine
+OF_THE_MACHINE = {  # defaults that depend on the number of CPUs
+    "media_pool_size": "2 to 16, by CPUs",
+    "processing_pool_size": "1 to 16, by CPUs",
+    "video_pool_size": "1 to 4, by CPUs",
+}
 
 WHEN = {
     "model": "Always: the default is a demo.",

@@ -1,6 +1,7 @@
 """The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
 
 import argparse
+import ast
 import importlib.util
 import json
 import re
@@ -12,7 +13,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import pytest
 
 from bench import tables
 from engine.config import EngineConfig
@@ -67,20 +67,17 @@ def named_paths(text: str) -> set[str]:
     return {span for span in found if "NAME" not in span}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_paths_and_links_of_a_page_exist(page: Path) -> None:
-    """Red if a file moves and a page does not follow."""
-    text = page.read_text(encoding="utf-8")
-    assert not [path for path in sorted(named_paths(text)) if not (ROOT / path).exists()]
-    links = [link.split("#")[0] for link in LINK.findall(FENCE.sub("", text)) if "://" not in link and not link.startswith("#")]
-    assert not [link for link in links if not (page.parent / link).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_modules_of_a_page_exist(page: Path) -> None:
-    """Red if a command of a page would not start."""
-    modules = {name.rstrip(".") for name in MODULE.findall(page.read_text(encoding="utf-8"))}
-    assert not [name for name in modules if "NAME" not in name and importlib.util.find_spec(name) is None]
+def test_paths_links_and_modules_of_pages_exist() -> None:
+    """Red if a file or module moves and a page does not follow."""
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        links = [link.split("#")[0] for link in LINK.findall(FENCE.sub("", text)) if "://" not in link and not link.startswith("#")]
+        modules = {name.rstrip(".") for name in MODULE.findall(text) if "NAME" not in name}
+        missing += [(name_of(page), path) for path in sorted(named_paths(text)) if not (ROOT / path).exists()]
+        missing += [(name_of(page), link) for link in links if not (page.parent / link).exists()]
+        missing += [(name_of(page), name) for name in sorted(modules) if importlib.util.find_spec(name) is None]
+    assert not missing
 
 
 def test_a_missing_path_would_be_found() -> None:
@@ -89,17 +86,22 @@ def test_a_missing_path_would_be_found() -> None:
     assert len(named_paths((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))) > 50
 
 
-@pytest.mark.parametrize("name", ("flags.md", "fields.md", "moving.md"))
-def test_generated_pages_are_what_the_code_says(name: str) -> None:
+def test_generated_pages_are_current() -> None:
     """Red if a flag or a field changes and its page does not: run `python docs/generate.py`."""
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
-    assert page == generator().PAGES[name]().splitlines(), "run python docs/generate.py"
+    for name, page in generator().PAGES.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines() == page().splitlines(), "run python docs/generate.py"
+
+
+def test_generated_pages_do_not_depend_on_the_machine() -> None:
+    """Red if docs/flags.md shows a default that is computed from the number of CPUs of the machine that wrote it."""
+    fields = [node for node in ast.walk(ast.parse((ROOT / "engine/config.py").read_text())) if isinstance(node, ast.AnnAssign)]
+    computed = {ast.unparse(node.target) for node in fields if node.value is not None and "num_cpus" in ast.unparse(node.value)}
+    assert computed == set(generator().OF_THE_MACHINE)
 
 
 def test_advice_is_for_flags_that_exist() -> None:
     """Red if a flag goes and the advice on it stays."""
     assert generator().WHEN.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
-    assert generator().OF_THE_MACHINE.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
 
 
 OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
@@ -109,13 +111,13 @@ OF_OTHERS |= {"--write"}
 OF_OTHERS |= {"--hypothesis-profile", "--dist", "--add", "--clock", "--counts", "--resolutions", "--input-tokens", "--output-tokens"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
-def test_flags_of_a_page_exist(page: Path) -> None:
-    """Red if a page advises a flag that the engine refuses. Those of containers, benchmarks and training are listed above."""
-    text = page.read_text(encoding="utf-8")
-    spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans))
-    assert not named - set(make_parser()._option_string_actions) - OF_OTHERS
+def test_flags_of_pages_exist() -> None:
+    """Red if a page advises a flag that the engine refuses. Flags of containers, benchmarks and training are listed above."""
+    known = OF_OTHERS.union(make_parser()._option_string_actions)
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
+        text = page.read_text(encoding="utf-8")
+        spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
+        assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans)) - known, name_of(page)
 
 
 def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
@@ -201,12 +203,12 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 
-@pytest.mark.parametrize("name", tables.PAGES)
-def test_tables_are_those_of_the_results(name: str) -> None:
+def test_tables_are_those_of_the_results() -> None:
     """Red if a result changes and its table does not, or a figure of a table is edited by hand: run `python -m bench.tables`."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert len(tables.MARKED.findall(text)) == text.count("<!-- table: ") >= 2
-    assert text == tables.rendered(name), "run python -m bench.tables"
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert len(tables.MARKED.findall(text)) == text.count("<!-- table: ") >= 2, name
+        assert text == tables.rendered(name), f"{name}: run python -m bench.tables"
 
 
 def test_every_result_says_where_it_comes_from() -> None:
