@@ -1,7 +1,7 @@
 """Faults that the tests must find: each entry breaks one line of production code.
 
-`python -m tests.mutations` puts each fault into a copy of the tree and reports which level of tests finds it. The list is checked in the gate:
-every text must occur exactly once in its file, so the list cannot go stale unnoticed.
+`python -m tests.mutations` puts each fault into a copy of the tree and reports which level of tests finds it. The gate checks the
+list: every text must occur exactly once in its file, so the list cannot go stale unnoticed.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ POSITIONS = ("tests/unit/models/test_geometry.py", "tests/unit/models/test_parit
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which occurs once in `file`, becomes `new`; `tests` are those of the module, `suite` is the mark of the suite that must find it."""
+    """`old`, which occurs once in `file`, becomes `new`. `tests` are the module's, `suite` marks the last suite that may find it."""
 
     name: str
     file: str
