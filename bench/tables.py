@@ -101,7 +101,8 @@ def loads() -> str:
     rows = []
     for label, run, figures in shown:
         ours = [rates("h200/8B", run, name) if name.endswith("_s") and "per" in name else median("h200/8B", run, name) for name in figures]
-        cells = ["; ".join(figure(other["loads"][run][name]) for name in figures) for other in others]
+        measured = [other["loads"].get(run, {}) for other in others]
+        cells = ["; ".join(figure(of_run[name]) for name in figures) if of_run else "-" for of_run in measured]
         rows.append([f"{label}: {', '.join(units[name] for name in figures)}", f"**{'; '.join(map(figure, ours))}**", *cells])
     return table(["load", "this engine", *(other["name"] for other in others)], rows)
 
