@@ -1,52 +1,128 @@
-"""What holds for all tests: one thread of arithmetic each, and no deadline by the clock, so that a busy machine changes no result."""
+"""Settings of all tests: threads, Hypothesis profiles, which files are collected, and which tests run in one process.
+
+With `pytest -n 2`, tests that share a server run in one process, so that the server starts once. The groups are listed in `GROUPS`.
+"""
 
 import gc
+import itertools
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the engine's own processes choose theirs
+from tests.shared import close_shared
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the engine's processes choose their own
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-EXTENDED = re.compile(r"^pytestmark = .*pytest\.mark\.extended", re.MULTILINE)
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+MODULE_MARKS = re.compile(r"^pytestmark = (.*(?:\n    .*)*)", re.MULTILINE)
+MARK = re.compile(r"\bmark\.(\w+)")
+# Fixtures whose users run in one process. Groups and files that take longest come first, so that no process is left alone with them.
+GROUPS = {"running_stack": "stack", "demo": "demo", "tiny_engine": "tiny"}
+FIRST = ("tests/test_static.py", "stack", "demo", "tiny", "tests/e2e/", "tests/unit/models/backends/portable/")
 
-settings.register_profile("project", deadline=None)
-settings.load_profile("project")
-settings.register_profile("long", deadline=None, max_examples=20_000)  # `--hypothesis-profile=long`: minutes for tests that take seconds
+SPEED = [HealthCheck.too_slow]  # a verdict on the machine
+settings.register_profile("gate", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SPEED)
+settings.register_profile("nightly", deadline=None, max_examples=1000, suppress_health_check=SPEED)  # --hypothesis-profile=nightly
+settings.load_profile("gate")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of extended tests alone, where none of them runs: they import other clients for seconds."""
-    is_file = collection_path.suffix == ".py" and config.option.markexpr.startswith("gate or not")
-    return True if is_file and EXTENDED.search(collection_path.read_text()) else None
+    """Skip files none of whose tests can be selected: their imports may take seconds."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_") or is_named(collection_path, config):
+        return None
+    if not HAS_GPU and "gpu" in collection_path.parts:
+        return True
+    return None if may_be_selected(collection_path.read_text(encoding="utf-8"), config.option.markexpr) else True
+
+
+def is_named(path: Path, config: pytest.Config) -> bool:
+    """Whether the command line names this file."""
+    return any(path == (config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args)
+
+
+def may_be_selected(source: str, expression: str) -> bool:
+    """Whether a mark expression selects a test that has the marks of its module and any of the other marks in the source."""
+    names = set(re.findall(r"\w+", expression)) - {"and", "or", "not"}
+    module = MODULE_MARKS.search(source)
+    always = set(MARK.findall(module[1])) if module else set()
+    others = (set(MARK.findall(source)) | ({"hypothesis"} if "hypothesis" in source else set())) & names - always
+    for size in range(len(others) + 1):
+        for some in itertools.combinations(others, size):
+            if not expression or eval(expression, {"__builtins__": {}}, {name: name in always.union(some) for name in names}):
+                return True
+    return False
 
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """For tests that measure time: a full collection looks at what all tests of this process have left, and takes most of a second."""
+    """Turn the garbage collector off during a test."""
     gc.disable()
     yield
     gc.enable()
 
 
+def group_of(item: pytest.Item) -> str:
+    """The name of what the tests of one process share."""
+    names = [group for fixture, group in GROUPS.items() if fixture in getattr(item, "fixturenames", ())]
+    return names[0] if names else shared_by(item.nodeid)
+
+
+def shared_by(nodeid: str) -> str:
+    """The group in a test's id, or else what its file shares with others: the GPU, the fixed ports of Ray's HAProxy, or nothing."""
+    name, _, group = nodeid.rpartition("@")
+    if name and re.fullmatch(r"\w+", group):
+        return group
+    path = PurePosixPath(nodeid.partition("::")[0])
+    return "gpu" if "gpu" in path.parts else "replicas" if "replicas" in path.name else str(path)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort tests by group. For the scheduler of pytest-xdist, which sees only ids, the id of a test names its group."""
+    groups = {item: group_of(item) for item in items}
+    order = {group: i for i, group in enumerate(dict.fromkeys(groups.values()))}
+    first = {group: next((i for i, name in enumerate(FIRST) if group.startswith(name)), len(FIRST)) for group in order}
+    items.sort(key=lambda item: (first[groups[item]], order[groups[item]]))
+    if hasattr(config, "workerinput"):
+        for item in items:
+            if groups[item] in GROUPS.values():
+                item._nodeid = f"{item.nodeid}@{groups[item]}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Report ids that can be pasted into a command."""
+    name, _, group = report.nodeid.rpartition("@")
+    if group in GROUPS.values():
+        report.nodeid = name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Close shared servers after the last test of their group."""
+    yield
+    if nextitem is None or group_of(nextitem) != group_of(item):
+        close_shared()
+
+
+def pytest_sessionfinish() -> None:
+    """Close shared servers if the run was interrupted."""
+    close_shared()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Over several processes (`-n 3`) tests run in the order in which they were found, and those that share something in one process."""
+    """Distribute groups in the order of collection."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return shared_by(nodeid)
 
-    config.option.loadscopereorder = False  # files of few tests are often the long ones: not last
+    config.option.loadscopereorder = False  # groups of few tests are often long
     return Scheduling(config, log)
-
-
-def shared_by(nodeid: str) -> str:
-    """What a test shares with others: the servers of its file, the GPU, or the fixed ports of Ray's HAProxy."""
-    path = PurePosixPath(nodeid.partition("::")[0])
-    return "gpu" if "gpu" in path.parts else "replicas" if "replicas" in path.name else str(path)
