@@ -9,7 +9,7 @@ import pytest
 from tests.clients.asking import DAYS, NUMBER
 from tests.e2e.serving import Engine, serve
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 
 TOOLS: list[Any] = [
     {"name": "forecast", "description": "of days", "input_schema": DAYS},

@@ -10,7 +10,7 @@ from tests.e2e.serving import Engine
 guidance = pytest.importorskip("guidance")
 experimental = pytest.importorskip("guidance.models.experimental")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.e2e.serving import Engine
 
 instructor = pytest.importorskip("instructor")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 
 
 class Reading(pydantic.BaseModel):

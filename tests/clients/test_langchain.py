@@ -10,7 +10,7 @@ from tests.e2e.serving import Engine
 
 langchain_openai = pytest.importorskip("langchain_openai")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 
 
 class Reading(pydantic.BaseModel):

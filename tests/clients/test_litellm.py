@@ -9,7 +9,7 @@ from tests.e2e.serving import Engine
 
 litellm = pytest.importorskip("litellm")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 
 
 def ask(engine: Engine, **fields: Any) -> Any:

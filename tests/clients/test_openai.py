@@ -12,6 +12,8 @@ import pytest
 from tests.clients.asking import TOOLS, question
 from tests.e2e.serving import Engine
 
+pytestmark = pytest.mark.clients
+
 WEATHER: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 

@@ -12,7 +12,7 @@ from tests.e2e.serving import Engine
 
 outlines = pytest.importorskip("outlines")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 LARK = 'start: "(" NUMBER ("+" NUMBER)* ")"\nNUMBER: /[0-9]{1,2}/\n'
 
 

@@ -11,7 +11,7 @@ from tests.e2e.serving import Engine
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 NUMBER = (Path(CHECKPOINT).parent / "pictures" / "number.png").read_bytes()
 
 

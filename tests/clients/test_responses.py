@@ -10,6 +10,8 @@ import pytest
 from tests.clients.asking import DAYS, data_url
 from tests.e2e.serving import Engine
 
+pytestmark = pytest.mark.clients
+
 TOOLS: list[Any] = [
     {"type": "function", "name": "forecast", "parameters": DAYS, "strict": True},
     {"type": "function", "name": "now", "parameters": None, "strict": None},

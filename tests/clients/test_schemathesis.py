@@ -35,7 +35,7 @@ GRAMMARS = (
 VIDEOS = ("video_url", "input_video", "video")  # that can be read are large
 OTHERS = ("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens")
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.clients
 BLOCKS_OF_ROLES = {
     "system": ("text",),
     "user": ("text", "image", "tool_result"),

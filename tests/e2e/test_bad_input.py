@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path) -> Iterator[Engine]:

@@ -5,11 +5,14 @@ import base64
 import io
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from bench.breakdown import breakdown
 from bench.client import ChatClient, chat_body, user_message
 from tests.e2e.serving import serve
+
+pytestmark = pytest.mark.e2e
 
 NUM_IMAGES = 24
 MAX_REPEATS = 100

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 
+pytestmark = pytest.mark.e2e
+
 NUM_IMAGES = 8
 TOTALS = (
     *("steps", "computed_tokens", "prompt_tokens"),

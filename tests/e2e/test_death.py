@@ -13,6 +13,8 @@ import pytest
 
 from tests.e2e.serving import SMALL, Engine, chat_body, is_alive, role_of
 
+pytestmark = pytest.mark.faults
+
 DEADLINE_S = 15
 NOTICED_S = 10
 
@@ -107,7 +109,7 @@ def read_stream(engine: Engine, num_tokens: int, ended: list[str]) -> None:
     ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
 
 
-@pytest.mark.parametrize("num_signals", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, num_signals: int) -> None:
     """Red if SIGTERM cuts a stream, takes new requests meanwhile, looks healthy, or a second one has to wait."""
     engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
@@ -134,7 +136,7 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
     engine.log_path.unlink()
 
 
-@pytest.mark.parametrize("victim", ["worker", *(pytest.param(role, marks=pytest.mark.extended) for role in ("scheduler", "processor"))])
+@pytest.mark.parametrize("victim", ["worker", "scheduler", "processor"])
 def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
     """Red if an engine of which a process is stopped looks healthy, also while nobody asks it for anything, or takes requests meanwhile."""
     engine = Engine(tiny, [])
@@ -159,7 +161,7 @@ def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
     engine.log_path.unlink()
 
 
-@pytest.mark.parametrize("victim", ["worker", pytest.param("api", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("victim", ["worker", "api"])
 def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str) -> None:
     """Red if a supervisor is never given the chance to start it again, if nobody learns where it hung, or if clients wait on."""
     engine = Engine(tiny, ["--wedge-timeout", "2"])
@@ -179,7 +181,7 @@ def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str
     engine.log_path.unlink()
 
 
-@pytest.mark.parametrize("has_log", [pytest.param(True, marks=pytest.mark.extended), False])
+@pytest.mark.parametrize("has_log", [True, False])
 def test_a_full_disk_under_stdout_is_one_line(tiny: Path, tmp_path: Path, has_log: bool) -> None:
     """Red if an engine that cannot say where it listens ends with a traceback, leaves anything, or serves unseen; also without a log."""
     command = [sys.executable, "-m", "engine.serve", "--model", str(tiny), "--port", "0", *SMALL]

@@ -18,6 +18,8 @@ from models.demo import CHECKPOINT
 from models.demo.questions import Question, question, questions
 from tests.e2e.serving import Engine, serve
 
+pytestmark = pytest.mark.e2e
+
 AT_ONCE = 16
 FRESH_SEED = 20_000_001  # neither recorded nor used by the unit tests
 
@@ -87,7 +89,7 @@ def test_fresh_questions_are_answered_rightly(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("chunk", "tp", "first"),
-    [pytest.param(64, 1, 0, marks=pytest.mark.extended), pytest.param(8192, 2, 2, marks=pytest.mark.extended), (64, 2, 4)],
+    [(64, 1, 0), (8192, 2, 2), (64, 2, 4)],
 )
 def test_chunks_and_ranks_change_no_answer(recorded: list[Recorded], chunk: int, tp: int, first: int) -> None:
     """Red if a chunk boundary shifts a position or an image row, or if ranks disagree. Questions alone, batched and cached, each time

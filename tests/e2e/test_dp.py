@@ -13,6 +13,8 @@ import pytest
 
 from tests.e2e.serving import Engine, chat_body, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
 
+pytestmark = pytest.mark.faults
+
 DEADLINE_S = 20
 RESTART_S = 90
 HEARD_S = 5  # until a client hears of a death: a tenth of a second, two on a machine that does much else
@@ -158,7 +160,7 @@ def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
     assert "Traceback" not in fleet.log()
 
 
-@pytest.mark.parametrize("victim", [pytest.param("proxy", marks=pytest.mark.extended), "both engines", "launcher"])
+@pytest.mark.parametrize("victim", ["proxy", "both engines", "launcher"])
 def test_the_whole_ends_when_nobody_can_be_served(tiny: Path, victim: str) -> None:
     """Red if a launcher that serves nobody looks alive, if it exits with 0, or if anything is left of it."""
     running = Fleet(tiny)

@@ -10,6 +10,8 @@ import pytest
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, chat_body, image_part, picture, serve, text_part
 
+pytestmark = pytest.mark.e2e
+
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "blue"]}, "words": {"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 9}},
@@ -49,7 +51,7 @@ def plain() -> Iterator[dict[str, list[Any]]]:
         yield ask_all(engine, {})
 
 
-@pytest.fixture(params=["1", pytest.param("2", marks=pytest.mark.extended)])
+@pytest.fixture(params=["1", "2"])
 def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with serve(CHECKPOINT, *TIGHT, "--draft", "suffix", "--tp", request.param) as running:
         yield running

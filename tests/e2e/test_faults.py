@@ -12,12 +12,14 @@ import pytest
 from bench import faults
 from tests.e2e.serving import Engine, chat_body, serve
 
+pytestmark = pytest.mark.faults
+
 CASES = [
-    pytest.param("api", "upload", "SIGTERM", marks=pytest.mark.extended),
+    ("api", "upload", "SIGTERM"),
     ("processor", "media", "SIGKILL"),
     ("scheduler", "prefill", "SIGKILL"),
-    pytest.param("worker", "decode", "SIGTERM", marks=pytest.mark.extended),  # not to be waited for: its answer is a long one
-    pytest.param("launcher", "decode", "SIGTERM", marks=pytest.mark.extended),
+    ("worker", "decode", "SIGTERM"),  # not to be waited for: its answer is a long one
+    ("launcher", "decode", "SIGTERM"),
 ]
 NUM_LEAVERS, CLEAN_S = 200, 2.0
 
@@ -29,7 +31,6 @@ async def test_a_signal_in_every_phase(role: str, phase: str, name: str) -> None
     assert result["good"], result
 
 
-@pytest.mark.extended
 def test_two_hundred_clients_that_leave_at_once(tiny: Path) -> None:
     """Red if what nobody waits for runs on, waits on, or keeps its memory."""
 

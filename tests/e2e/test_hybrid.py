@@ -11,7 +11,9 @@ from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
 
-DRAFTS = [("mtp", "1"), *(pytest.param(*case, marks=pytest.mark.extended) for case in (("suffix", "1"), ("mtp", "2")))]
+pytestmark = pytest.mark.e2e
+
+DRAFTS = [("suffix", "1"), ("mtp", "2")]
 
 
 @pytest.fixture(scope="module")

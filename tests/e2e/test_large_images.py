@@ -13,6 +13,8 @@ from PIL import Image
 
 from tests.e2e.serving import Engine, chat_body, children_of, role_of, serve, text_part
 
+pytestmark = pytest.mark.hostile
+
 MIB = 1 << 20
 STALL_S = 5.0  # half a minute without limits; 0.2 where nothing else wants the two cores (docs/promises.md), 3 where much else does
 

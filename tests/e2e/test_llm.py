@@ -24,6 +24,8 @@ from models.demo.questions import questions
 from tests.e2e.serving import ROOT, SMALL, Engine, is_alive, picture, serve
 from tests.e2e.test_page import drawn
 
+pytestmark = pytest.mark.e2e
+
 FLAGS: dict[str, Any] = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -196,7 +198,6 @@ def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
 LEAVES = "from engine.llm import LLM\nllm = LLM(**{flags})\nprint(llm._session._engine._supervisor.run_dir, flush=True)\n{end}"
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], ids=["at its end", "by SIGKILL"])
 def test_a_program_that_does_not_close(end: str) -> None:
     """Red if processes or the run directory outlive a program without `with`."""
@@ -211,7 +212,6 @@ def test_a_program_that_does_not_close(end: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.extended
 def test_many_small_requests_are_not_much_slower_than_over_http() -> None:
     """Red if a program that holds the engine waits much longer than one that speaks HTTP to it; with two free cores both are as fast."""
     command = [sys.executable, "-m", "bench.inside", "--requests", "1000"]
@@ -220,7 +220,6 @@ def test_many_small_requests_are_not_much_slower_than_over_http() -> None:
     assert rates["inside"] >= 0.6 * rates["HTTP"]
 
 
-@pytest.mark.extended
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
     """Red if the page's program for captions does not run, or a line of its answer is no JSON."""
     paths = drawn(tmp_path)

@@ -10,6 +10,8 @@ import pytest
 from tests.e2e.serving import Engine, serve
 from tests.e2e.stalls import STALL_S, stall_beside
 
+pytestmark = pytest.mark.e2e
+
 NUM_PROMPTS, PROMPT_BYTES = 16, 5_000
 LISTEN_S = 5.0
 
@@ -37,7 +39,6 @@ def completed(engine: Engine, prompts: list[str], max_tokens: int, is_cached: bo
     assert [response.status_code for response in done] == [200], [response.text for response in done]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_streams_of_others_go_on(engine: Engine, is_cached: bool) -> None:
     """Red if prompts are prefilled in chunks that streams wait for (0.96 s with 2,048 tokens); cold, then from the cache.
@@ -46,7 +47,6 @@ def test_streams_of_others_go_on(engine: Engine, is_cached: bool) -> None:
     assert stall_beside(engine, lambda: completed(engine, prompts, 64, is_cached), LISTEN_S, 3 * STALL_S) < 3 * STALL_S
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_streams_go_on_beside_many_long_contexts(engine: Engine, is_cached: bool) -> None:
     """Red if a step reads the contexts of all that could run: 128 prompts of 40 kB, which begin alike, stalled a stream for 2 to 4 s, today

@@ -35,6 +35,8 @@ from server.processor.inspect import Inspector
 from server.processor.prompt import PromptBuilder
 from tests.unit.worker import in_process
 
+pytestmark = pytest.mark.nightly
+
 SIDE = 192  # 36 image tokens
 WHOLE, CUT = 8192, 24  # tokens of a step: whole prompts, or every picture in two pieces at least
 MAX_TOKENS = 32

@@ -24,6 +24,8 @@ from tests.unit.server.clips import encode as encode_video
 from tests.unit.server.clips import frames_of
 from tests.unit.server.stack import Stack, answer_ids
 
+pytestmark = pytest.mark.browser
+
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
 
 ANSWERS = "[...document.querySelectorAll('.theirs')].map(node => node.querySelector('.text').textContent)"
@@ -418,7 +420,6 @@ async def test_boxes_are_drawn_on_the_picture(tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.extended
 async def test_a_server_that_is_gone_and_back(tmp_path: Path) -> None:
     """Red if the page says that all is well while there is no server, or does not notice that it is back."""
     with serve(CHECKPOINT) as first:

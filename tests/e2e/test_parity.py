@@ -11,8 +11,9 @@ from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
 
+pytestmark = pytest.mark.e2e
+
 MAX_TOKENS = 32
-EXTENDED = pytest.mark.extended
 SIZES = [(64, 64), (96, 160), (200, 120), (256, 256), (70, 330)]
 
 Conversation = tuple[list[dict[str, Any]], list[int]]
@@ -109,7 +110,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, transformers_answers(folder)
 
 
-@pytest.mark.parametrize("flags", [pytest.param((), marks=EXTENDED), pytest.param(("--tp", "2"), marks=EXTENDED), ("--tp", "2", "--ep")])
+@pytest.mark.parametrize("flags", [(), ("--tp", "2"), ("--tp", "2", "--ep")])
 def test_a_mixture_of_experts_answers_as_transformers(experts: tuple[Path, list[str]], flags: tuple[str, ...]) -> None:
     """Red if processes know nothing of experts, or ranks that have a share of each, or some whole, sum otherwise than one rank."""
     folder, said = experts
@@ -117,7 +118,6 @@ def test_a_mixture_of_experts_answers_as_transformers(experts: tuple[Path, list[
         assert answers(engine, at_once=True) == said
 
 
-@pytest.mark.extended
 def test_an_fp8_checkpoint_and_rounding_at_the_start_answer_alike(tiny: Path, expected: list[str], tmp_path: Path) -> None:
     """Red if `--quantization fp8` does nothing, or other than to make of a checkpoint what the published FP8 checkpoints are."""
     write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=0, is_fp8=True)

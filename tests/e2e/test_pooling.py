@@ -18,6 +18,8 @@ from server.api.pooling.endpoint import EMBED, JUDGE, RERANK
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 
+pytestmark = pytest.mark.e2e
+
 IMAGE = {"type": "image"}
 
 

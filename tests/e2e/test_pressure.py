@@ -14,6 +14,8 @@ import pytest
 from bench import stress
 from tests.e2e.serving import Engine, chat_body, image_part, picture, serve, text_part
 
+pytestmark = pytest.mark.e2e
+
 TIGHT = [
     "--num-gpu-blocks-override",
     "40",
@@ -85,7 +87,7 @@ def test_preemption_and_eviction_change_no_answer(tiny: Path, expected: dict[int
         assert happened
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[str]]) -> None:
     """Red if one answer of many is another one while requests preempt each other and images are evicted and encoded again: whatever was
     read was not its."""
@@ -101,7 +103,7 @@ def test_canaries_sing_under_pressure(tight: Engine, expected: dict[int, list[st
     assert happened and tight.metric("engine_images_restored_total") == 0
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_mixed_stress_leaves_nothing() -> None:
     """Red if `bench.stress` fails, or if dialects, images, schemas and clients that leave, all at once, make an error or leave a block."""
     with serve("demo") as engine:

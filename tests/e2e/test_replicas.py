@@ -20,7 +20,7 @@ from tests.e2e.serving import ROOT, SMALL, chat_body, is_alive, text_part
 
 pytest.importorskip("ray", reason='pip install -e ".[ray]"')
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.replicas
 
 STARTED = r"Started HTTP server on port (\d+)"
 START_S, REPLACE_S, STOP_S = 120, 90, 60

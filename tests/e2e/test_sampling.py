@@ -10,6 +10,8 @@ import pytest
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, serve
 
+pytestmark = pytest.mark.e2e
+
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "blue"]}, "sure": {"type": "boolean"}},

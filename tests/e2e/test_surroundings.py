@@ -10,12 +10,13 @@ import pytest
 
 from tests.e2e.serving import Engine, chat_body, image_part, picture, role_of
 
+pytestmark = pytest.mark.faults
+
 ALONE = ["unshare", "--map-root-user", "--mount"]  # mounts that only the engine sees
 MOUNTS = 'mount -t tmpfs -o size=64k none /dev/shm && mount -t tmpfs -o size=4m none "$0" && export TMPDIR="$0" && exec "$@"'
 NOBODY = 65534
 
 
-@pytest.mark.extended
 def test_little_shared_memory_and_a_disk_that_fills(tiny: Path, tmp_path: Path) -> None:
     """Red if an engine needs /dev/shm, or if a full disk for its sockets and temporary files ends it, makes it refuse
     what it could serve, or keeps it from stopping cleanly."""
@@ -40,7 +41,6 @@ def test_little_shared_memory_and_a_disk_that_fills(tiny: Path, tmp_path: Path) 
         raise
 
 
-@pytest.mark.extended
 def test_other_users_see_nothing(tiny: Path) -> None:
     """Red if the run directory, its sockets or a process's memory are open to other users of the machine."""
     engine = Engine(tiny, ["--api-key", "sekret"])

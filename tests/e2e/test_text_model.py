@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
 from tests.e2e.serving import data_uri, image_part, picture, serve, text_part
 from tests.unit.models.text_checkpoints import BOS_ID, write
+
+pytestmark = pytest.mark.e2e
 
 
 @torch.inference_mode()

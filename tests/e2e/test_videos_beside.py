@@ -14,6 +14,8 @@ from tests.e2e.stalls import STALL_S, stall_beside
 from tests.unit.server.clips import encode, frames_of
 from tests.unit.server.test_bad_videos import BAD
 
+pytestmark = pytest.mark.hostile
+
 NUM_CLIENTS = 10
 
 
@@ -44,7 +46,6 @@ def asked(url: str, bodies: list[bytes], statuses: set[int]) -> Iterator[None]:
         client.join()
 
 
-@pytest.mark.extended
 def test_streams_of_others_go_on() -> None:
     """Red if a file that is refused, or its decoder, takes the cores of the model, if one is answered by anything but a 4xx, or if a good
     clip is not answered afterwards."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.serving import ROOT, SMALL
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.packaging
 
 BUILD = "from setuptools import build_meta as b; print(b.build_wheel('dist'))"
 SHIPPED = ("engine", "server", "models", "bench", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
