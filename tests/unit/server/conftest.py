@@ -1,6 +1,6 @@
-"""Model folders and the running stack that the tests of the server share."""
+"""Model folders and running stacks that the tests of the server share."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,9 @@ from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.detokenize import TokenTable
 from tests.unit.server.loading import Loading
-from tests.unit.server.stack import Stack, answer_text
+from tests.unit.server.stack import Stack
+
+StackOf = Callable[..., Stack]
 
 
 @pytest.fixture(scope="session")
@@ -47,19 +49,50 @@ def table(tokenizer: Tokenizer) -> TokenTable:
 
 
 @pytest.fixture(scope="session")
-def running_stack(model_folder: Path) -> Iterator[Stack]:
+def stack_of() -> Iterator[StackOf]:
+    """Return the session's stack of a model folder and these settings, in this process. It starts with the first call."""
+    made: dict[str, Stack] = {}
+
+    def get(folder: Path, **settings: object) -> Stack:
+        key = repr((folder, sorted(settings.items())))
+        if key not in made:
+            made[key] = Stack(folder, in_process=True, **settings)
+        made[key].reset()
+        return made[key]
+
+    yield get
+    for stack in made.values():
+        stack.close()
+
+
+@pytest.fixture(scope="session")
+def running_stack(stack_of: StackOf, model_folder: Path) -> Stack:
+    """Return the stack with the default settings."""
+    return stack_of(model_folder)
+
+
+@pytest.fixture
+def stack(running_stack: Stack) -> Iterator[Stack]:
+    """Return the stack with the default settings. Afterwards a good request is answered and both arenas are empty."""
+    running_stack.reset()
+    yield running_stack
+    running_stack.recover()
+
+
+@pytest.fixture(scope="session")
+def running_processes(model_folder: Path) -> Iterator[Stack]:
+    """Run the servers with the default settings as processes of their own."""
     running = Stack(model_folder)
     yield running
     running.close()
 
 
 @pytest.fixture
-def stack(running_stack: Stack) -> Iterator[Stack]:
-    """Starts with an echoing scheduler. Afterwards a good request is answered and both arenas are empty."""
-    running_stack.scheduler.script = answer_text
-    running_stack.scheduler.aborted.clear()
-    yield running_stack
-    running_stack.recover()
+def process_stack(running_processes: Stack) -> Iterator[Stack]:
+    """Like `stack`, for what depends on processes: their memory, their files, signals."""
+    running_processes.reset()
+    yield running_processes
+    running_processes.recover()
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""The real api and processor processes with a scheduler made of a script: what the integration tests and the measurements drive."""
+"""The real api and processor with a scripted scheduler, for integration tests and measurements."""
 
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import msgspec
 import numpy as np
 
 from engine.arena import ArenaView, create_memfd
@@ -32,17 +30,20 @@ from engine.messages import (
 )
 from engine.serve import bind
 from engine.stats import EngineStats, Stages
+from tests.eventually import HANG_GUARD_S, eventually
+from tests.unit.server.servers import InProcess, Processes
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
-HEARTBEAT_S = 0.03
-MODULES = {"processor": "server.processor.main", "api": "server.http.app"}
+HEARTBEAT_S = 0.25
+BEAT_NOW = 0  # not a request id: an `Abort` of it asks for a heartbeat
 
 Script = Callable[["FakeScheduler", EngineRequest], None]
 
 
 class FakeScheduler:
-    """Binds the scheduler's inbox; `script` decides what happens to each request. Heartbeats as the real one does."""
+    """Binds the scheduler's inbox; `script` decides what happens to each request. It sends heartbeats as the real one does, and counts
+    them in `EngineStats.steps`."""
 
     def __init__(self, run_dir: str, arena: ArenaView, max_model_len: int):
         self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
@@ -50,6 +51,7 @@ class FakeScheduler:
         self._worker: Inbox[ToWorker] = Inbox(run_dir, "worker-0", ToWorker)
         self.loads: list[LoadGrammar] = []
         self.reads_grammars = True  # at once, as rank 0 does
+        self.num_beats = 0
         self._arena = arena
         self.max_model_len = max_model_len
         self._stopping = threading.Event()
@@ -88,8 +90,9 @@ class FakeScheduler:
         return bytes(self._arena.view(region.offset, region.length))
 
     def beat(self, age: float = 0.0) -> None:
+        self.num_beats += 1
         drafts = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
-        stats = EngineStats(max_model_len=self.max_model_len, steps=1, **drafts)  # type: ignore[arg-type]
+        stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)  # type: ignore[arg-type]
         self._processor.send(EngineOutputs([], [], stats, time.monotonic() - age))
 
     def _run(self) -> None:
@@ -110,6 +113,8 @@ class FakeScheduler:
                 self.script(self, message)
             elif isinstance(message, Pixels):
                 self.pixels.append(message)
+            elif message == Abort(BEAT_NOW):
+                self.beat()
             elif isinstance(message, Abort):
                 self.aborted.append(message.rid)
                 if message.rid in self.held:
@@ -152,10 +157,12 @@ def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
 
 
 class Stack:
-    """api + processor + fake scheduler, as the launcher would run them."""
+    """The api and the processor with a scripted scheduler in place of the engine's."""
 
-    def __init__(self, model_folder: Path, max_model_len: int = 4096, is_started: bool = True, **settings: object):
-        """With `is_started` False the scheduler shows no life, and `port` must be given: nobody says where the api listens."""
+    def __init__(
+        self, model_folder: Path, max_model_len: int = 4096, is_started: bool = True, in_process: bool = False, **settings: object
+    ):
+        """With `is_started` False the scheduler sends no heartbeat, and `port` must be given: the api does not report its address."""
         defaults: dict[str, object] = {
             "port": 0,
             "api_arena_bytes": 16 * MIB,
@@ -167,25 +174,23 @@ class Stack:
         sizes = (self.config.api_arena_bytes or 0, self.config.processor_arena_bytes or 0)
         self._fds = tuple(create_memfd(name, size) for name, size in zip(("api", "processor"), sizes, strict=True))
         lifeline, self._lifeline_end = os.pipe()
-        os.set_inheritable(lifeline, True)
         listener = bind(self.config.host, self.config.port)
-        os.set_inheritable(listener.fileno(), True)
-        self._inherited = (*self._fds, lifeline, listener.fileno())
+        inherited = [*self._fds, lifeline, listener.fileno()]
         metrics = None if self.config.metrics_port is None else bind(self.config.host, self.config.metrics_port)
         if metrics is not None:
-            os.set_inheritable(metrics.fileno(), True)
-            self._inherited += (metrics.fileno(),)
+            inherited.append(metrics.fileno())
             self.metrics_url = f"http://127.0.0.1:{metrics.getsockname()[1]}/metrics"
+        for fd in inherited:
+            os.set_inheritable(fd, True)
         metrics_fd = None if metrics is None else metrics.fileno()
         fds: tuple[int, int] = self._fds  # type: ignore[assignment]
         names, folder = ("test-model", "other-name"), str(model_folder)
         place = (self.run_dir, fds, lifeline, listener.fileno(), folder)
         runtime = Runtime(self.config, "torch", "cpu", *place, names, max_model_len, metrics_fd)
-        self._runtime_file = Path(self.run_dir, "runtime.json")
-        self._runtime_file.write_bytes(msgspec.json.encode(runtime))
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
         self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]), max_model_len)
-        self.processes = {role: self._spawn(role, module) for role, module in MODULES.items()}
+        self._to_scheduler: Outbox[ToScheduler] = Outbox(self.run_dir, "scheduler")
+        self.servers = InProcess(runtime) if in_process else Processes(runtime, tuple(inherited))
         os.close(lifeline)
         listener.close()
         if metrics is not None:
@@ -193,16 +198,22 @@ class Stack:
         self.scheduler.beats = is_started
         self.scheduler.start()
         self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_GUARD_S, headers=headers)
+        self._observer = httpx.Client(
+            base_url=self.url, timeout=HANG_GUARD_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0),
+            headers={"Authorization": b"Bearer " + (self.config.api_key or "none").encode()},
+        )  # fmt: skip
 
-    def _spawn(self, role: str, module: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", module, str(self._runtime_file)]
-        return subprocess.Popen(command, cwd=ROOT, pass_fds=self._inherited)
+    @property
+    def processes(self) -> "dict[str, subprocess.Popen[bytes]]":
+        assert isinstance(self.servers, Processes), "the servers are in this process"
+        return self.servers.by_role
 
     def _await_ready(self) -> str:
         texts: dict[str, str] = {}
         while len(texts) < 2:
-            status = self._status.recv(timeout=30)
+            status = self._status.recv(timeout=HANG_GUARD_S)
             assert status is not None and status.state != "failed", f"no start: {status}"
             if status.state == "ready":
                 texts[status.role] = status.text
@@ -219,11 +230,9 @@ class Stack:
         body = {"model": "test-model", "messages": [{"role": "user", "content": content}], **fields}
         return self.http.post("/v1/chat/completions", json=body)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.01)
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 0.0) -> None:
+        """To be replaced by `eventually`."""
+        eventually(condition)
 
     def keeps_answering(self, work: Callable[[], object], limit: float = 0.25) -> bool:
         """Whether `/health/live` answers within `limit` seconds while `work` goes on in a thread.
@@ -249,25 +258,42 @@ class Stack:
         os.close(self._lifeline_end)
         self._lifeline_end = -1
 
+    def reset(self) -> None:
+        """Echo again, and forget which requests were aborted."""
+        self.scheduler.script = answer_text
+        self.scheduler.aborted.clear()
+
     def recover(self) -> None:
-        """What must hold whatever a test did: a good request is answered, and both arenas are empty."""
+        """Check what must hold after every test: a good request is answered, and both arenas are empty."""
         self.scheduler.script = answer_text
         assert self.chat("still there?").status_code == 200
         self.settle()
 
     def settle(self) -> None:
-        """Two heartbeats with nothing in flight: both processes assert that their arenas are empty, and must survive it."""
-        time.sleep(5 * HEARTBEAT_S)
-        assert all(process.poll() is None for process in self.processes.values())
+        """Wait until both servers have handled a heartbeat that is sent from now on. At idle each asserts then that its arena is empty.
+
+        The first of two may have been on its way already.
+        """
+        number = self.scheduler.num_beats + 2
+        for _ in range(2):
+            self._to_scheduler.send(Abort(BEAT_NOW))
+        eventually(lambda: self._last_beat() >= number, f"heartbeat {number}")
         assert not self.failures()
 
+    def _last_beat(self) -> int:
+        """Return the number of the latest heartbeat that the api has handled."""
+        self.servers.check()
+        if isinstance(self.servers, InProcess):
+            return self.servers.api.client.stats.steps
+        beat: int = self._observer.get("/server_info").json()["stats"]["steps"]
+        return beat
+
     def close(self) -> None:
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            process.wait(timeout=15)
         self.http.close()
+        self._observer.close()
+        self.servers.close()
         self.scheduler.stop()
+        self._to_scheduler.close()
         self._status.close()
         for fd in (*self._fds, self._lifeline_end):
             if fd >= 0:

@@ -17,6 +17,11 @@ GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 SMALL = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 
 
+@pytest.fixture
+def stack(process_stack: Stack) -> Stack:
+    return process_stack
+
+
 def resident(stack: Stack) -> int:
     """Bytes of memory that the api has."""
     return int(Path(f"/proc/{stack.processes['api'].pid}/statm").read_text().split()[1]) * 4096

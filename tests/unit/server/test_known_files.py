@@ -57,7 +57,7 @@ class Asking:
 
 
 def num_decoded(stack: Stack) -> float:
-    time.sleep(0.1)  # statistics come with the heartbeat
+    stack.settle()  # statistics come with heartbeats
     lines = [line for line in stack.http.get("/metrics").text.split("\n") if line.startswith("engine_images_decoded_total")]
     return float(lines[0].rsplit(" ", 1)[1])
 
@@ -129,7 +129,7 @@ def test_room_for_pixels_is_waited_for(model_folder: Path) -> None:
         asking = Asking(stack, LARGE[:1])
         assert [span.source.encoding for span in asking.request.images] == ["file"]
         stack.scheduler.want(asking.request.rid, 0)
-        time.sleep(0.3)
+        stack.settle()
         assert not stack.scheduler.pixels
         assert others[0].end().status_code == 200
         stack.wait_until(lambda: len(stack.scheduler.pixels) == 1)

@@ -22,6 +22,11 @@ COSTLY = {
 }
 
 
+@pytest.fixture
+def stack(process_stack: Stack) -> Stack:
+    return process_stack
+
+
 @pytest.mark.parametrize("name", COSTLY)
 def test_values_without_number_are_refused_before_they_are_made(stack: Stack, name: str) -> None:
     """Red if a field that nobody reads keeps everybody waiting while Python makes millions of objects of it."""
