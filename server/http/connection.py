@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from engine.config import EngineConfig
 from engine.messages import ErrorInfo
 from server.errors import error_body, error_type, overloaded
+from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open
 from server.http.shares import host_of
 
@@ -89,7 +90,14 @@ class ConnectionLimiter:
         return False
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        unsent = {connection: size for connection in tuple(self._open) if (size := connection.look(loop.time()))}
+        """Check all connections, now and again after LOOK_S."""
+        try:
+            self._check_unsent(loop.time())
+        finally:
+            self._timer = loop.call_later(LOOK_S, self._look, loop) if self._open else None
+
+    def _check_unsent(self, now: float) -> None:
+        unsent = {connection: size for connection in tuple(self._open) if (size := connection.look(now))}
         by_address: Counter[str] = Counter()
         for connection, size in unsent.items():
             by_address[connection.address] += size
@@ -97,7 +105,6 @@ class ConnectionLimiter:
             largest = max(unsent, key=lambda one: (by_address[one.address], unsent[one]))
             by_address[largest.address] -= unsent.pop(largest)
             largest.transport.abort()
-        self._timer = loop.call_later(LOOK_S, self._look, loop) if self._open else None
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -112,9 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_between = True  # the next byte belongs to a head
         self._head = bytearray()
         self._held = bytearray()  # what came behind a request that is being answered
-        self._body_left: int | None = 0  # bytes until the next head; None: it is chunked
-        self._tail = b""  # of a chunked body: it may begin the end
-        self._num_idle_bytes = 0  # that the parser took without giving anything out
+        self._body_left = 0  # bytes of the body that have not arrived, if it has a Content-Length
+        self._chunked: ChunkedDecoder | None = None  # of the body that arrives, if it is chunked
         self._timer: asyncio.TimerHandle | None = None  # of the head
         self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: all; since when
 
@@ -151,13 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Heads reach the parser whole and one at a time."""
         while data and not self._is_deaf and not self.transport.is_closing():
             if not self._is_between:
-                if self._body_left is None:
-                    size = self._until_possible_end(data)
-                else:
-                    size = min(self._body_left, len(data))
-                    self._body_left -= size
-                self._feed(data[:size])
-                data = data[size:]
+                data = self._take_body(data)
             elif self._is_answering:
                 self._held += data
                 if len(self._held) > MAX_HEAD_BYTES:
@@ -177,20 +177,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_deaf:
             raise httptools.HttpParserError
         self._is_between = False
-        self._tail = b""
-        self._num_idle_bytes = 0
         self._stop_waiting()
-        self._body_left = None if codings else int(dict(self.headers).get(b"content-length", b"0"))
+        self._chunked = ChunkedDecoder() if codings else None
+        self._body_left = int(dict(self.headers).get(b"content-length", b"0"))
         super().on_headers_complete()
         if self._is_reserve:
             self.cycle.keep_alive = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         super()._start_asgi_task(cycle, functools.partial(send_whole, cycle, app) if cycle.scope["http_version"] == "1.0" else app)
-
-    def on_body(self, body: bytes) -> None:
-        self._num_idle_bytes = 0
-        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_between = True
@@ -199,6 +194,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:  # before all of the body was here
             self._stop_waiting()
             self._wait_for_client()
+
+    def end_body(self) -> None:
+        """The body did not pass through the parser: a new parser reads the next request."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -254,22 +255,29 @@ class LimitedProtocol(HttpToolsProtocol):
             return b""
         head, rest = bytes(self._head[:size]), data[size - known :]
         self._head.clear()
-        self._feed(UPGRADE.sub(b"\r\nx-offer:", head))
+        super().data_received(UPGRADE.sub(b"\r\nx-offer:", head))
         return rest
 
-    def _until_possible_end(self, data: bytes) -> int:
-        """Bytes of a chunked body to be parsed at once: it ends like a head."""
-        end = END_OF_HEAD.search(self._tail + data)
-        size = len(data) if end is None else end.end() - len(self._tail)
-        self._tail = b"" if end else (self._tail + data)[-2:]
-        return size
-
-    def _feed(self, data: bytes) -> None:
-        """To the parser, which keeps what it does not give out: trailers, extensions of chunks."""
-        self._num_idle_bytes += len(data)
-        super().data_received(data)
-        if self._num_idle_bytes > 2 * MAX_HEAD_BYTES:
-            self._refuse(431, "The request's headers are too large.")
+    def _take_body(self, data: bytes) -> bytes:
+        """Pass the body's part of `data` on. Return the rest."""
+        if self._chunked is None:
+            size = min(self._body_left, len(data))
+            self._body_left -= size
+            super().data_received(data[:size])
+            return data[size:]
+        try:
+            payload, size = self._chunked.feed(data)
+        except LineTooLong:
+            self._refuse(431, "An extension of a chunk or a trailer is too long.")
+            return b""
+        except BadChunk:
+            self._refuse(400, "The request's chunks are malformed.")
+            return b""
+        if payload:
+            self.on_body(payload)
+        if self._chunked.is_complete:
+            self.end_body()
+        return data[size:]
 
     def _wait_for_client(self) -> None:
         self._limiter.waiting.pop(self, None)

@@ -12,7 +12,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 
-import httptools
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
@@ -28,12 +27,6 @@ class DirectProtocol(LimitedProtocol):
     def on_headers_complete(self) -> None:
         self.scope["extensions"] = {EXTENSION: DirectReader(self)}  # type: ignore[dict-item]
         super().on_headers_complete()
-
-    def end_body(self) -> None:
-        """The body was read past the parser: the next byte begins a new request."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self.on_message_complete()
 
 
 class DirectReader(asyncio.BufferedProtocol):
