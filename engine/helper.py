@@ -23,7 +23,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 class HelperDied(RuntimeError):
-    """The process ended instead of answering."""
+    """The process ended instead of answering. `is_killed`: by SIGKILL, which is what the kernel sends when memory runs out."""
+
+    def __init__(self, returncode: int | None):
+        super().__init__(f"it ended with {returncode}")
+        self.is_killed = returncode == -signal.SIGKILL
 
 
 class Helper:
@@ -48,7 +52,7 @@ class Helper:
                 return await _receive(process)
         except (asyncio.IncompleteReadError, ConnectionError) as problem:
             await self.close()
-            raise HelperDied("it ended") from problem
+            raise HelperDied(process.returncode) from problem
         except (TimeoutError, asyncio.CancelledError):
             await self.close()
             raise

@@ -17,13 +17,17 @@ from engine.messages import CallDelta
 from server.processor.detokenize import possible_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION = re.compile(r"<function=([^>\n]*)>")
-PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 ESCAPE_OR_MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)
-NAME = re.compile(r'"name"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
+WHITE_SPACE = re.compile(r"\s+")
+NAME_BEGIN = re.compile(r'"name"\s*:\s*"')
+STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to the closing quote
 ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
 STRING_OF_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
+WINDOW = 16  # characters of `"parameters" : `
+MAX_SPACES = 64  # after a marker in a string, before it is decided that the string goes on
 XML_MARK, XML_END = "<function=", "</function>"
+FUNCTION, PARAMETER, VALUE_END = re.compile(XML_MARK), re.compile("<parameter="), re.compile("</parameter>")
+NAME_END = re.compile(r"[>\n]")
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameters by name
 
@@ -32,14 +36,17 @@ class JsonBody:
     """`{"name": ..., "arguments": {...}}`, whose arguments are passed on as they are written."""
 
     def __init__(self) -> None:
-        self._top = ""  # of the object, without the objects and arrays in it
+        self._top: list[str] = []  # pieces of the object, without the objects and arrays in it
+        self._end = ""  # the last WINDOW characters of that, in which white space is one space
+        self._literal: list[str] | None = None  # pieces of the name's string, once it has begun
         self._name: str | None = None
-        self._arguments: str | None = None  # read and not passed on; None: they have not begun
+        self._arguments: list[str] | None = None  # read and not passed on; None: they have not begun
         self._is_argument = False  # what comes is part of them
         self._depth = 0
         self._in_string = False
         self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
         self._is_whole = False
+        self._is_name_read = False
         self._held = ""  # a backslash, before what it escapes
 
     def push(self, text: str) -> tuple[str | None, str]:
@@ -58,12 +65,11 @@ class JsonBody:
                 start = border
         self._held = "\\" if end < len(text) and text.endswith("\\") else ""
         self._keep(text[start : len(text) - len(self._held)])
-        if self._name is None and '"' in text and (found := NAME.search(self._top)):
-            self._name = _text_of(found[1])
         if self._name is None or self._arguments is None:
-            return None if before else self._name, ""
-        piece, self._arguments = self._arguments, ""
-        return None if before else self._name, piece
+            return self._name if before is None else None, ""
+        piece = "".join(self._arguments)
+        self._arguments.clear()
+        return self._name if before is None else None, piece
 
     def is_in_string(self) -> bool:
         """Whether a marker here would be part of a string."""
@@ -75,28 +81,53 @@ class JsonBody:
 
     def _bracket(self, char: str) -> None:
         self._depth += 1 if char in "{[" else -1
-        if char == "{" and self._depth == 2 and self._arguments is None and ARGUMENTS.search(self._top):
-            self._is_argument, self._arguments = True, ""
+        if char == "{" and self._depth == 2 and self._arguments is None and ARGUMENTS.search(self._end):
+            self._is_argument, self._arguments = True, []
         elif self._depth == 1:
             self._is_argument = False
         elif self._depth == 0:
             self._is_whole = True
             if self._arguments is None:
-                found = STRING_OF_ARGUMENTS.search(self._top)
-                self._arguments = (found and _text_of(found[1])) or "{}"
+                found = STRING_OF_ARGUMENTS.search("".join(self._top))
+                self._arguments = [(found and _text_of(found[1])) or "{}"]
 
     def _keep(self, text: str) -> None:
         if self._is_argument:
-            self._arguments = (self._arguments or "") + text
+            assert self._arguments is not None
+            self._arguments.append(text)
         elif self._depth < 2:
-            self._top += text
+            self._top.append(text)
+            if not self._is_name_read:
+                self._read_name(text)
+            self._end = WHITE_SPACE.sub(" ", self._end + text)[-WINDOW:]
+
+    def _read_name(self, text: str) -> None:
+        """Find the first string that is the value of a member `name`. Escapes are whole in `text`."""
+        if self._literal is None:
+            text = self._end + text
+            begin = NAME_BEGIN.search(text)
+            if begin is None:
+                return
+            text, self._literal = text[begin.end() :], []
+        rest = STRING_REST.match(text)
+        assert rest is not None
+        self._literal.append(rest[0])
+        if rest.end() < len(text):
+            self._is_name_read = True
+            self._name = _text_of('"' + "".join(self._literal) + '"')
 
 
 def _text_of(literal: str) -> str | None:
+    """The text that this JSON string stands for, with "?" for half a surrogate pair, which cannot be sent. None if it is none."""
     try:
-        return str(json.loads(literal))
+        return str(json.loads(literal)).encode("utf-8", "replace").decode()
     except ValueError:
         return None
+
+
+def _json_of(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or text.encode("utf-8", "replace").decode() == text else json.dumps(value)
 
 
 class XmlBody:
@@ -104,40 +135,66 @@ class XmlBody:
 
     def __init__(self, schemas: Schemas):
         self._schemas = schemas
-        self._text = ""
         self._name: str | None = None
+        self._parameter = ""  # whose value is read
+        self._until = FUNCTION  # what is looked for
+        self._pieces: list[str] = []  # of the text before it
+        self._held = ""  # may begin it
+        self._rest: list[str] = []  # pieces of what follows the function's name, or the last parameter
         self._num_sent = 0
 
     def push(self, text: str) -> tuple[str | None, str]:
-        self._text += text
-        found = None
-        if self._name is None:
-            match = FUNCTION.search(self._text)
-            if match is None:
-                return None, ""
-            found = self._name = match[1].strip()
-            self._text = self._text[match.end() :]
-        pieces = []
-        while match := PARAMETER.search(self._text):
-            self._text = self._text[match.end() :]
-            parameter = match[1].strip()
-            opening = ", " if self._num_sent else "{"
-            pieces.append(f"{opening}{json.dumps(parameter, ensure_ascii=False)}: {self._value(parameter, match[2])}")
-            self._num_sent += 1
-        return found, "".join(pieces)
+        """The function's name, when it becomes known, and more of its arguments' JSON. Each character is searched a constant number of
+        times."""
+        before, members, start, rest = self._name, [], 0, len(self._held)
+        text = self._held + text
+        while (mark := self._until.search(text, start)) is not None:
+            said = "".join((*self._pieces, text[start : mark.start()]))
+            self._pieces.clear()
+            start = mark.end()
+            if self._until is VALUE_END:
+                members.append(self._member(said.removeprefix("\n").removesuffix("\n")))
+            if self._take(mark[0], said.strip()):
+                self._rest.clear()
+                rest = start
+        keep = len(text) if self._until is NAME_END else possible_start(text, self._until.pattern)
+        self._pieces.append(text[start:keep])
+        self._held = text[keep:]
+        self._rest.append(text[rest:])
+        return self._name if before is None else None, "".join(members)
 
     def close(self, is_cut: bool) -> str:
         """The rest of the JSON at the end. `is_cut`: the text ends where a stop string was."""
-        if self._name is None or (is_cut and not self._text.lstrip().startswith(XML_END)):
+        if self._name is None or (is_cut and not "".join(self._rest).lstrip().startswith(XML_END)):
             return ""
         return "}" if self._num_sent else "{}"
+
+    def _take(self, mark: str, said: str) -> bool:
+        """Go on after what was looked for. Return whether the function's name, or a parameter, is whole."""
+        is_whole, seeks = False, FUNCTION if self._name is None else PARAMETER
+        if self._until in (FUNCTION, PARAMETER):
+            self._until = NAME_END
+        elif self._until is VALUE_END:
+            self._until, is_whole = PARAMETER, True
+        elif mark == "\n":  # no name has a line break
+            self._until = seeks
+        elif self._name is None:
+            self._name, self._until, is_whole = said, PARAMETER, True
+        else:
+            self._parameter, self._until = said, VALUE_END
+        return is_whole
+
+    def _member(self, text: str) -> str:
+        opening = ", " if self._num_sent else "{"
+        self._num_sent += 1
+        return f"{opening}{json.dumps(self._parameter, ensure_ascii=False)}: {self._value(self._parameter, text)}"
 
     def _value(self, parameter: str, text: str) -> str:
         schema = self._schemas.get(self._name or "", {}).get(parameter)
         if not (isinstance(schema, dict) and schema.get("type") == "string"):
             try:
-                return json.dumps(json.loads(text), ensure_ascii=False)
-            except ValueError:
+                return _json_of(json.loads(text))
+            except (ValueError, RecursionError):  # no JSON, or too deep
                 pass
         return json.dumps(text, ensure_ascii=False)
 
@@ -148,12 +205,14 @@ class CallSplitter:
     def __init__(self, schemas: Schemas, is_single: bool):
         self._schemas = schemas
         self._is_single = is_single
-        self._held = ""  # not decided
+        self._held = ""  # may begin a marker
+        self._spaces: list[str] = []  # white space before that, which is not shown before a call
         self._shown = ""  # decided, and not returned
         self._deltas: list[CallDelta] = []  # the same
         self._body: JsonBody | XmlBody | None = None
         self.is_inside = False  # a call has begun and not ended
-        self._raw = ""  # of the call so far, in case it is none
+        self._raw: list[str] = []  # of the call so far, in case it is none
+        self._begin = ""  # of the call, until its notation is known
         self._is_behind_call = False  # white space is not shown
         self._has_name = False
         self.num_calls = 0
@@ -173,10 +232,11 @@ class CallSplitter:
         """At the end, or where a stop string cuts."""
         held, self._held = self._held, ""
         if not self.is_inside:
-            self._shown += held
+            self._shown += "".join((*self._spaces, held))
+            self._spaces.clear()
         else:
             if held.startswith(CLOSE):
-                self._raw += held
+                self._raw.append(held)
             else:
                 self._feed(held)
             self._end_call(is_cut)
@@ -190,14 +250,20 @@ class CallSplitter:
     def _read_text(self) -> bool:
         """Up to the next call. False: what is held must wait."""
         held = self._held.lstrip() if self._is_behind_call else self._held
-        said, begins, behind = held.partition(OPEN)
-        if begins:
-            self._shown, self._held = self._shown + said.rstrip(), behind
-            self.is_inside, self._has_name, self._body, self._raw = True, False, None, OPEN
-        else:
-            end = len(held[: possible_start(held, OPEN)].rstrip())
-            self._shown, self._held = self._shown + held[:end], held[end:]
         self._is_behind_call = self._is_behind_call and not held
+        said, begins, behind = held.partition(OPEN)
+        end = len(said) if begins else possible_start(held, OPEN)
+        shown = held[:end].rstrip()
+        if shown:
+            self._shown += "".join((*self._spaces, shown))
+            self._spaces.clear()
+        if begins:
+            self._spaces.clear()
+            self._held, self._raw, self._begin = behind, [OPEN], ""
+            self.is_inside, self._has_name, self._body = True, False, None
+        else:
+            self._spaces.append(held[len(shown) : end])
+            self._held = held[end:]
         return bool(begins)
 
     def _read_call(self) -> bool:
@@ -210,25 +276,24 @@ class CallSplitter:
             return False
         behind = self._held[len(CLOSE) :]
         if isinstance(self._body, JsonBody) and self._body.is_in_string():
-            if not behind.strip(" "):
+            if len(behind) <= MAX_SPACES and not behind.strip(" "):
                 return False  # no string goes on behind a line break, or the text's end
             if not behind.lstrip(" ").startswith("\n"):
                 self._held = behind
                 self._feed(CLOSE)
                 return True
         self._held = behind
-        self._raw += CLOSE
+        self._raw.append(CLOSE)
         self._end_call()
         return True
 
     def _feed(self, text: str) -> None:
-        self._raw += text
+        self._raw.append(text)
         if self._body is None:
-            said = self._raw[len(OPEN) :].lstrip()
-            if not said or XML_MARK.startswith(said):
+            text = self._begin = (self._begin + text).lstrip()
+            if XML_MARK.startswith(text):
                 return
-            self._body = XmlBody(self._schemas) if said.startswith(XML_MARK) else JsonBody()
-            text = said
+            self._body = XmlBody(self._schemas) if text.startswith(XML_MARK) else JsonBody()
         name, arguments = self._body.push(text)
         if name is not None:
             self._has_name = True
@@ -245,4 +310,4 @@ class CallSplitter:
             self.num_calls += 1
             self._is_behind_call = True
         else:
-            self._shown += self._raw
+            self._shown += "".join(self._raw)

@@ -17,7 +17,7 @@ from engine.helper import answer_questions
 from engine.ipc import die_with_parent
 from engine.messages import ErrorInfo
 from server.errors import RequestError
-from server.processor.pixels import decode_rgb, read_size
+from server.processor.pixels import decode_rgb, read_header
 
 NICENESS = 19  # streams go first
 MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
@@ -35,10 +35,11 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """The image's own size: as in the header, or upright if it was decoded. Or an error."""
+    """The image's own size: as in the header, with its orientation, or upright if it was decoded. Or an error."""
 
     height: int = 0
     width: int = 0
+    orientation: int = 1
     error: ErrorInfo | None = None
 
 
@@ -59,7 +60,7 @@ def answer(arena: ArenaView, job: Job) -> Decoded:
     data = arena.view(*job.encoded)
     try:
         if job.room is None:
-            return Decoded(*read_size(data))
+            return Decoded(*read_header(data))
         return Decoded(*decode_rgb(data, arena.view(*job.room), job.size, job.is_upright))
     except RequestError as error:
         return Decoded(error=error.info)

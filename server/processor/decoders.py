@@ -10,7 +10,7 @@ import msgspec
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.helper import Helper, HelperDied
-from server.errors import RequestError, invalid_image, invalid_video
+from server.errors import RequestError, invalid_image, invalid_video, overloaded
 from server.processor.decoder import Decoded, Job
 from server.processor.inspect import Header
 from server.processor.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits
@@ -18,6 +18,7 @@ from server.region import Region
 
 LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
 BYTES_PER_PIXEL = 8  # the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
+NUM_ATTEMPTS = 2  # of a job whose process was killed
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what usual files take
 
 Size = tuple[int, int]  # height, width
@@ -56,11 +57,18 @@ class HelperPool:
         self._free = asyncio.Semaphore(size)
 
     async def ask(self, question: bytes, timeout: float) -> bytes:
-        """As a helper."""
+        """Return the answer of an idle helper; a killed one is asked again once. Errors as `Helper.ask`, and RequestError 503 if the second
+        one was killed, too."""
         async with self._free:
             helper = self._idle.pop()
             try:
-                return await helper.ask(question, timeout)
+                for _ in range(NUM_ATTEMPTS):
+                    try:
+                        return await helper.ask(question, timeout)
+                    except HelperDied as death:
+                        if not death.is_killed:
+                            raise
+                raise overloaded(f"its decoder was killed {NUM_ATTEMPTS} times, probably because the machine is out of memory")
             finally:
                 self._idle.append(helper)
 
@@ -89,18 +97,21 @@ class Decoders:
 
     async def read_header(self, encoded: Region) -> Header:
         """Of a file that is no plain JPEG. RequestError 422."""
-        return Header(False, *await self._ask(Job((encoded.offset, encoded.used), HEADER_CPU_S)))
+        found = await self._ask(Job((encoded.offset, encoded.used), HEADER_CPU_S))
+        return Header(False, found.height, found.width, found.orientation)
 
     async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
         """RGB at `place` (offset, length), as `decode_rgb` makes it."""
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
         job = Job((encoded.offset, encoded.used), cpu_seconds, place, size, is_upright)
         if header.num_pixels <= LARGE_PIXELS:
-            return await self._ask(job)
-        async with self.budget.lend(BYTES_PER_PIXEL * header.num_pixels), self._large:
-            return await self._ask(job)
+            decoded = await self._ask(job)
+        else:
+            async with self.budget.lend(BYTES_PER_PIXEL * header.num_pixels), self._large:
+                decoded = await self._ask(job)
+        return decoded.height, decoded.width
 
-    async def _ask(self, job: Job) -> Size:
+    async def _ask(self, job: Job) -> Decoded:
         try:
             decoded = msgspec.msgpack.decode(await self._pool.ask(msgspec.msgpack.encode(job), self._timeout), type=Decoded)
         except TimeoutError:
@@ -109,7 +120,7 @@ class Decoders:
             raise invalid_image("it cannot be decoded with the time and memory that an image of its size needs") from None
         if decoded.error is not None:
             raise RequestError(decoded.error.status, decoded.error.message, code=decoded.error.code)
-        return decoded.height, decoded.width
+        return decoded
 
 
 class VideoDecoders:

@@ -26,7 +26,7 @@ SMALL_PIXELS = 1 << 18  # up to here an image is handed on as it is
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Sizes of a plain JPEG are after orientation, those of other files before."""
+    """Sizes of a plain JPEG are after `orientation` (EXIF), those of other files before."""
 
     stays_encoded: bool
     height: int
@@ -36,6 +36,12 @@ class Header:
     @property
     def num_pixels(self) -> int:
         return self.height * self.width
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """(height, width) as the image is shown."""
+        is_turned = self.orientation >= 5 and not self.stays_encoded
+        return (self.width, self.height) if is_turned else (self.height, self.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,13 @@ DAMAGED_METADATA = (SyntaxError, ValueError, OSError, KeyError, IndexError, Type
 Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow's own would warn below it
 
 
-def read_size(data: memoryview) -> tuple[int, int]:
-    """(height, width) before orientation. Allocates no pixels. RequestError 422."""
+def read_header(data: memoryview) -> tuple[int, int, int]:
+    """Return height and width before orientation, and the orientation (EXIF 1-8). Allocates no pixels. RequestError 422."""
     with _open(data) as image:
         if isinstance(image, TiffImageFile) and _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
             raise invalid_image("its tiles are much larger than the image")
-        return image.height, image.width
+        is_turned = isinstance(image, TiffImageFile)  # by Pillow
+        return image.height, image.width, 1 if is_turned else _orientation(image)
 
 
 def read_orientation(data: memoryview) -> int:
@@ -91,7 +92,7 @@ def _tile_pixels(image: TiffImageFile) -> int:
 
 def _orientation(image: Image.Image) -> int:
     try:
-        value = image.getexif().get(ORIENTATION_TAG, 1)
+        value = Image.Image.getexif(image).get(ORIENTATION_TAG, 1)  # PngImageFile's would decode the pixels
     except DAMAGED_METADATA:
         return 1
     return value if value in TRANSPOSITIONS else 1

@@ -99,7 +99,8 @@ async def test_a_decoder_that_dies_or_hangs_is_that_requests_error(strict: Loadi
     await asyncio.sleep(0.3)
     for helper in helpers if kill else []:
         if helper._process is not None:
-            os.kill(helper._process.pid, signal.SIGKILL)
+            os.kill(helper._process.pid, signal.SIGSEGV)
+            os.kill(helper._process.pid, signal.SIGCONT)
     error = await asking
     assert (error.info.status, words in error.info.message) == (422, True)
     assert (await strict.load_video(base64.b64encode(encode(frames_of(30))))).hashes

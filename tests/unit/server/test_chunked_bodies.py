@@ -1,6 +1,7 @@
 """Chunked request bodies: cost per byte, framing, trailers."""
 
 import asyncio
+import itertools
 from typing import Any, cast
 
 import httptools
@@ -166,7 +167,7 @@ def decode(data: bytes, cuts: list[int]) -> tuple[bytes, int]:
     """Payload of a body, and where it ends."""
     decoder, payload, end = ChunkedDecoder(), b"", 0
     borders = [0, *sorted(cuts), len(data)]
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         if not decoder.is_complete:
             piece, size = decoder.feed(data[start:stop])
             payload, end = payload + piece, start + size
@@ -202,8 +203,8 @@ def test_chunks_are_decoded_as_httptools_does(chunks: list[tuple[bytes, bytes]],
 
 @pytest.mark.parametrize(
     "body",
-    [b"x\r\n", b"\r\n", b"-1\r\n", b"+1\r\n", b"1\n", b"0x1\r\n", b"1 1\r\n", b"1 ;a\r\n", b"1\r\nab\r\n", b"1\r\na\n\n", b"0\r\n\n", b"0\r\na\n",
-     b"1" * 16 + b"\r\n", b"1\r\r\n"],
+    [b"x\r\n", b"\r\n", b"-1\r\n", b"+1\r\n", b"1\n", b"0x1\r\n", b"1 1\r\n", b"1 ;a\r\n", b"1\r\nab\r\n", b"1\r\na\n\n", b"0\r\n\n",
+     b"0\r\na\n", b"1" * 16 + b"\r\n", b"1\r\r\n"],
 )  # fmt: skip
 def test_malformed_framing_is_rejected(body: bytes) -> None:
     with pytest.raises(BadChunk):

@@ -74,7 +74,8 @@ async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, is_killed: bool, w
     loading = asyncio.create_task(made.refusal(made.body(base64.b64encode(save(pixels(701, 900), "PNG")))))
     if is_killed:
         await until(lambda: len(made.tools.decoders._pool._idle) < len(made.tools.decoders._pool._all))
-        signal_to_all(made, signal.SIGKILL)
+        signal_to_all(made, signal.SIGSEGV)
+        signal_to_all(made, signal.SIGCONT)
     error = await loading
     assert (error.info.status, words in error.info.message) == (422, True)
     assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"

@@ -23,7 +23,7 @@ from server.http.connection import MAX_HEAD_BYTES, ConnectionLimiter
 from server.http.direct import DirectProtocol
 from server.http.scan import Scanner
 from server.http.validate import read_object
-from server.processor.pixels import read_size
+from server.processor.pixels import read_header
 from tests.unit.server.pictures import PLAIN
 
 Edit = tuple[int, int, bytes]
@@ -190,7 +190,7 @@ def test_headers_of_jpegs_are_read_or_not(name: str, edits: list[Edit]) -> None:
         return
     assert plain.height > 0 and plain.width > 0
     try:
-        assert read_size(data) == (plain.height, plain.width)
+        assert read_header(data) == (plain.height, plain.width)
     except RequestError as error:
         assert error.info.status == 422
     assert Image.MAX_IMAGE_PIXELS is None

@@ -1,0 +1,242 @@
+"""The parser of tool calls: what it finds is what regular expressions find in the whole text, and each character costs the same."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.processor import calls
+from server.processor.calls import CallSplitter, JsonBody, XmlBody
+
+SCHEMAS = {"f": {"city": {"type": "string"}}}
+WORDS = [
+    "<function=", "</function>", "<parameter=", "city", "days", "</parameter>", ">", "\n", " ", "   ", "{", "}", "[", "]", '"name"', '"f"',
+    '"arguments"', '"parameters"', ":", " : ", '"', "\\", '\\"', "1", ",", "<", "</par", '"name": "f"', '"arguments": {', "é", "\\u00e9",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=40).map("".join)
+CUTS = st.lists(st.integers(0, 400), max_size=10)
+
+
+class RegexXml:
+    """Regular expressions over the whole text: the reference."""
+
+    FUNCTION = re.compile(r"<function=([^>\n]*)>")
+    PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+    def __init__(self, text: str):
+        self.name, self.members, self.rest = None, [], text
+        if match := self.FUNCTION.search(text):
+            self.name, self.rest = match[1].strip(), text[match.end() :]
+            while match := self.PARAMETER.search(self.rest):
+                self.members.append((match[1].strip(), match[2]))
+                self.rest = self.rest[match.end() :]
+
+
+class RegexJson:
+    """A copy of the first parser: brackets are counted, and regular expressions find the members in all that came at the top level."""
+
+    MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)
+    NAME = re.compile(r'"name"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
+    ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
+    STRING = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
+
+    def __init__(self, text: str):
+        self.top, self.arguments, self.depth = "", None, 0
+        is_argument = in_string = is_whole = False
+        start = 0
+        for mark in self.MARK.finditer(text):
+            char = mark[1]
+            if char is None or is_whole:
+                continue
+            if in_string or char in '"\n':
+                in_string ^= char == '"'
+                continue
+            border = mark.start() if char in "{[" else mark.end()
+            self.keep(text[start:border], is_argument)
+            start = border
+            self.depth += 1 if char in "{[" else -1
+            if char == "{" and self.depth == 2 and self.arguments is None and self.ARGUMENTS.search(self.top):
+                is_argument, self.arguments = True, ""
+            elif self.depth == 1:
+                is_argument = False
+            elif self.depth == 0:
+                is_whole = True
+                if self.arguments is None:
+                    found = self.STRING.search(self.top)
+                    self.arguments = (found and literal(found[1])) or "{}"
+        held = len(text) - len(text.rstrip("\\"))
+        self.keep(text[start : len(text) - held % 2], is_argument)
+        match = self.NAME.search(self.top)
+        self.name = literal(match[1]) if match else None
+
+    def keep(self, text: str, is_argument: bool) -> None:
+        if is_argument:
+            self.arguments += text
+        elif self.depth < 2:
+            self.top += text
+
+
+def literal(text: str) -> str | None:
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return None
+
+
+def pieces_of(text: str, cuts: list[int]) -> Iterator[str]:
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return (text[a:b] for a, b in zip(borders, borders[1:], strict=False))  # noqa: RUF007
+
+
+def read(body: JsonBody | XmlBody, pieces: Iterator[str]) -> tuple[str | None, str]:
+    """The name, which must come once, and the arguments."""
+    found = [body.push(piece) for piece in pieces]
+    names = [name for name, _ in found if name is not None]
+    assert len(names) < 2
+    return (names[0] if names else None), "".join(arguments for _, arguments in found)
+
+
+@given(TEXTS, CUTS)
+def test_xml_as_regular_expressions_find_it(text: str, cuts: list[int]) -> None:
+    for start in ("<function=f>", "<function=", ""):
+        whole = start + text
+        expected, body = RegexXml(whole), XmlBody(SCHEMAS)
+        name, arguments = read(body, pieces_of(whole, cuts))
+        assert name == expected.name
+        rest = body.close(is_cut=True)
+        assert bool(rest) == (name is not None and expected.rest.lstrip().startswith("</function>"))
+        members = json.loads(arguments + "}", object_pairs_hook=list) if arguments else []
+        assert [key for key, _ in members] == [key for key, _ in expected.members]
+        for (key, value), (_, said) in zip(members, expected.members, strict=True):
+            assert value == said or (key, name) != ("city", "f")
+
+
+@given(TEXTS, CUTS)
+def test_json_as_regular_expressions_find_it(text: str, cuts: list[int]) -> None:
+    for start in ("{", '{"name": "f", "arguments": {', ""):
+        whole = start + text
+        expected = RegexJson(whole)
+        name, arguments = read(JsonBody(), pieces_of(whole, cuts))
+        assert name == expected.name
+        assert arguments == (expected.arguments or "" if name is not None else "")
+
+
+@given(st.lists(st.sampled_from([*WORDS, "<tool_call>", "</tool_call>", "<tool_call>\n<function=f>", "<tool", "\n\n"]), max_size=40), CUTS)
+def test_cuts_make_no_difference(words: list[str], cuts: list[int]) -> None:
+    text = "".join(words)
+
+    def told(pieces: Iterator[str]) -> tuple[str, list[list[str]]]:
+        splitter, shown, found = CallSplitter(SCHEMAS, is_single=False), "", []
+        for said, deltas in [*(splitter.push(piece)[:2] for piece in pieces), splitter.flush()]:
+            shown += said
+            for delta in deltas:
+                if delta.name is not None:
+                    found.append([delta.name, ""])
+                found[delta.index][1] += delta.arguments
+        return shown, found
+
+    assert told(pieces_of(text, cuts)) == told(iter([text])) == told(iter(text))
+
+
+class Counting:
+    """A pattern that counts the characters that it may look at."""
+
+    examined = 0
+
+    def __init__(self, pattern: re.Pattern[str]):
+        self._pattern, self.pattern = pattern, pattern.pattern
+
+    def search(self, text: str, start: int = 0) -> re.Match[str] | None:
+        match = self._pattern.search(text, start)
+        Counting.examined += (match.end() if match else len(text)) - start
+        return match
+
+    def match(self, text: str) -> re.Match[str] | None:
+        Counting.examined += len(text)
+        return self._pattern.match(text)
+
+    def finditer(self, text: str) -> Iterator[re.Match[str]]:
+        Counting.examined += len(text)
+        return self._pattern.finditer(text)
+
+    def sub(self, new: str, text: str) -> str:
+        Counting.examined += len(text)
+        return self._pattern.sub(new, text)
+
+
+LENGTH = 1500
+MAX_PER_CHARACTER = 40
+HOSTILE: dict[str, list[str]] = {
+    "parameters without end": ["<tool_call>\n<function=f>", *["<parameter=a>"] * LENGTH],
+    "a function without end": ["<tool_call>\n", *["<function="] * LENGTH],
+    "functions in lines": ["<tool_call>\n", *["<function=\n"] * LENGTH],
+    "a long parameter": ["<tool_call>\n<function=f>\n<parameter=city>\n", *["word "] * LENGTH, "\n</parameter>\n</function>\n</tool_call>"],
+    "text after a function": ["<tool_call>\n<function=f>", *["word "] * LENGTH],
+    "names at top level": ["<tool_call>{", *['"name" ', '"x", '] * (LENGTH // 2)],
+    "a name without end": ['<tool_call>{"name": "', *["word "] * LENGTH],
+    "objects at top level": ["<tool_call>{", *['"x": {}, '] * LENGTH],
+    "arguments before the name": ['<tool_call>{"arguments": {"a": "', *["word "] * LENGTH, '"}, "name": "f"}</tool_call>'],
+    "spaces after a key": ['<tool_call>{"name"', *[" "] * LENGTH],
+    "spaces after a marker in a string": ['<tool_call>{"name": "f", "arguments": {"a": "', "</tool_call>", *["  "] * LENGTH],
+    "spaces in a call": ["<tool_call>", *["  "] * LENGTH],
+    "spaces in a text": ["text", *[" \n"] * LENGTH, "."],
+    "no call": ["<tool_call>", *["word "] * LENGTH, "</tool_call>."],
+}
+
+
+def strings_in(value: Any) -> Iterator[int]:
+    """Lengths of the strings that an object keeps, in itself and in its parts, but not in lists: those are only joined once."""
+    for kept in vars(value).values():
+        if isinstance(kept, str):
+            yield len(kept)
+        elif isinstance(kept, JsonBody | XmlBody):
+            yield from strings_in(kept)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_each_character_is_examined_a_constant_number_of_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token was followed by a search of the whole call: an honest long parameter took quadratic time, an endless one cubic time."""
+    for pattern, value in list(vars(calls).items()):
+        if isinstance(value, re.Pattern):
+            monkeypatch.setattr(calls, pattern, Counting(value))
+    splitter = CallSplitter(SCHEMAS, is_single=False)
+    Counting.examined, pieces = 0, HOSTILE[name]
+    for piece in pieces:
+        splitter.push(piece)
+        assert max(strings_in(splitter)) <= 128, "what is kept in one string is copied with each token"
+    splitter.flush()
+    assert Counting.examined <= MAX_PER_CHARACTER * sum(map(len, pieces))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r'{"name": "a\ud800", "arguments": {}}', ("a?", {})),
+        (r'{"name": "a", "arguments": "{\"x\": \"\ud800\"}"}', ("a", {"x": "?"})),
+        (r'<function=a><parameter=x>"\ud800"</parameter></function>', ("a", {"x": "\ud800"})),
+        (r'<function=a><parameter=x>"\ud83d\ude00 é"</parameter></function>', ("a", {"x": "😀 é"})),
+        ("<function=a><parameter=x>" + "[" * 100_000 + "</parameter></function>", ("a", {"x": "[" * 100_000})),
+    ],
+)
+def test_odd_json_does_not_end_the_processor(text: str, expected: tuple[str, object]) -> None:
+    """Half a surrogate pair could not be sent to the api, and JSON that is too deep could not be read: both ended the engine."""
+    splitter = CallSplitter({}, is_single=False)
+    _, deltas, _ = splitter.push(f"<tool_call>{text}</tool_call>")
+    msgspec.msgpack.encode(deltas)
+    found = deltas[0].name, json.loads("".join(delta.arguments for delta in deltas))
+    assert found == expected
+
+
+def test_a_function_without_a_name_is_named_once() -> None:
+    """An empty name was sent again with each token."""
+    bodies: list[tuple[Callable[[], JsonBody | XmlBody], str]] = [
+        (lambda: XmlBody({}), "<function=><parameter=x>1</parameter>"),
+        (JsonBody, '{"name": "", "arguments": {"x": 1}}'),
+    ]
+    for make, text in bodies:
+        assert read(make(), iter(text))[0] == ""
