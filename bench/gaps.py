@@ -68,7 +68,7 @@ class Bench:
             self._model_config = ModelConfig.from_folder(Path(folder))
         model_config, tp = self._model_config, TensorParallel.single()
         backend = make_backend("hopper", device)
-        backend.load(model_config.text.head_dim, model_config.vision.head_dim)
+        backend.load(model_config.text.heads(1), model_config.vision.head_dim)
         decoder = backend.jpeg_decoder(self._config.processing_pool_size, "auto")
         model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
         init_dummy_weights(model, seed=0)

@@ -26,7 +26,7 @@ from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
 from engine.plan import cuts, describe, fit
 from engine.supervise import ChildDied, Supervisor
-from models.backends.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus
+from models.backends.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus, suit
 from models.config import ModelConfig
 from models.hub import DEMO, SIZES, resolve
 
@@ -135,11 +135,12 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     """Finds the model, sizes the context and reserves the arenas. Raises ValueError or OSError."""
     gpus = list_gpus()
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
-    if choice.note:
-        logger.warning("%s", choice.note)
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
     model = ModelConfig.from_folder(resolved.folder, with_head=config.draft == "mtp")
+    choice = suit(choice, config.backend, model.text.heads(config.tp))
+    if choice.note:
+        logger.warning("%s", choice.note)
     limit = model.text.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")

@@ -35,9 +35,8 @@ class CausalLM(nn.Module):
         setup = Setup(tp, self.ops, dtype, self.device, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
         self.mtp = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
-        if config.tie_word_embeddings:
-            self.lm_head = self.language_model.embed_tokens
-        else:
+        self.lm_head = self.language_model.embed_tokens
+        if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
         self._rounded_head: BlockScaled | None = None
 
@@ -74,6 +73,9 @@ class CausalLM(nn.Module):
     def prepare(self, is_busy: bool = False) -> bool:
         return False
 
+    def tie_embeddings(self) -> None:
+        self.lm_head = self.language_model.embed_tokens
+
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TD: torch.Tensor = self.language_model.embed_tokens(ids_T)
         return hidden_TD
@@ -106,5 +108,5 @@ class CausalLM(nn.Module):
         yield from module_tensors(self.language_model, "model.language_model")
         if self.mtp is not None:
             yield from module_tensors(self.mtp, "mtp")
-        if not self.config.tie_word_embeddings:
+        if self.lm_head is not self.language_model.embed_tokens:
             yield from module_tensors(self.lm_head, "lm_head")

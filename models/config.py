@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from models.backends.heads import Heads
 from models.cache import CacheSpec, PagedGroup, StateGroup
 from models.geometry import VisionGeometry
 from models.registry import Architecture, architecture_of
@@ -116,10 +117,14 @@ class TextConfig:
         num_delta = sum(other < layer for other in self.delta_layers)
         return num_delta if layer in self.delta_layers else layer - num_delta
 
-    def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
+    def heads(self, tp: int) -> Heads:
         """Of each of `tp` ranks. With more ranks than KV heads each has one."""
+        return Heads(self.num_heads // tp, max(1, self.num_kv_heads // tp), self.head_dim, self.rotary_dim)
+
+    def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
+        """Of each of `tp` ranks."""
         num_paged = self.num_layers - len(self.delta_layers) + self.has_head
-        paged = PagedGroup(num_paged, max(1, self.num_kv_heads // tp), self.head_dim, dtype_bytes)
+        paged = PagedGroup(num_paged, self.heads(tp).num_kv, self.head_dim, dtype_bytes)
         if self.delta is None:
             return CacheSpec(paged)
         sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.draft_bytes(tp, dtype_bytes)
@@ -211,7 +216,7 @@ class ModelConfig:
             video=_video_geometry(folder, vision),
             sampling=_sampling(generation),
             dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(_first((config, text), ("tie_word_embeddings",), False)),
             image_token_id=config["image_token_id"],
             video_token_id=config.get("video_token_id"),
             vision_start_token_id=config["vision_start_token_id"],

@@ -65,6 +65,9 @@ class VisionLanguageModel(Protocol):
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The same; some hold matrices in float8."""
 
+    def tie_embeddings(self) -> None:
+        """Uses the input embedding as output matrix, in place of its own."""
+
     def quantize_(self) -> None:
         """Makes the decoder's matrices float8; once, before anything is captured."""
 

@@ -33,9 +33,11 @@ class Qwen3VL(CausalLM):
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         if not images:
             return []
-        run_tower = self.visual if self._graphs is None else self._graphs
-        levels: torch.Tensor = run_tower(self._patches(images, grids), grids)
-        if len(images) == 1:
+        patches_FPX = self._patches(images, grids)
+        levels = replayed = None if self._graphs is None else self._graphs.replay(patches_FPX, grids)
+        if levels is None:
+            levels = self.visual(patches_FPX, grids)
+        if replayed is None and len(images) == 1:
             return [levels]
         parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]

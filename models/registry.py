@@ -36,11 +36,16 @@ class Architecture:
 
 # A layer has one mixer of tokens, whatever its kind. The head that predicts further tokens is read if it is used.
 QWEN3_5 = Architecture("models.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
-TEXT_ONLY = Architecture("models.causal_lm:CausalLM", renames=((r"^model\.", "model.language_model."),), has_tower=False)
+TEXT_ONLY = Architecture(
+    "models.causal_lm:CausalLM",
+    renames=((r"^model\.", ""), (r"^(layers|embed_tokens|norm)\.", r"model.language_model.\1.")),  # embedding models lack `model.`
+    has_tower=False,
+)
+QWEN3_VL = Architecture("models.qwen3_vl:Qwen3VL", renames=((r"^(language_model|visual)\.", r"model.\1."),))
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "qwen3_vl": Architecture("models.qwen3_vl:Qwen3VL"),
-    "qwen3_vl_moe": Architecture("models.qwen3_vl:Qwen3VL"),
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
     "llama": TEXT_ONLY,

@@ -1,8 +1,9 @@
 """Fills a model's parameters: from safetensors, each rank reading only its slices, or with dummy values."""
 
 import json
+import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -12,8 +13,13 @@ from safetensors import safe_open
 
 from models.contract import VisionLanguageModel
 from models.layers.checkpoint import CheckpointPart, CheckpointTensor, Index
-from models.layers.fp8 import BlockScaled
+from models.layers.fp8 import BlockScaled, fill_normal_
 from models.registry import Architecture
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_MATRIX = "lm_head.weight"
+INDEX = ".index.json"
 
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
@@ -39,9 +45,12 @@ def load_weights(model: VisionLanguageModel, folder: Path, progress: Progress) -
 
 def fill(model: VisionLanguageModel, source: Mapping[str, Stored], progress: Progress) -> None:
     """As `load_weights`, from tensors under the names that the model knows. Values are converted to its dtype."""
+    if OUTPUT_MATRIX not in source and not model.config.tie_word_embeddings:
+        logger.warning("the checkpoint has no %s, as embedding models: logits are computed from the input embeddings", OUTPUT_MATRIX)
+        model.tie_embeddings()
     slots = [slot for part in model.checkpoint_tensors() for slot in _present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
-    found = source.keys() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    found = source.keys() - ({OUTPUT_MATRIX} - expected.keys())
     _demand_none("misses", expected.keys() - found)
     _demand_none("has unexpected", found - expected.keys())
     total, done = sum(slot.target.nbytes for slot in slots), 0
@@ -71,34 +80,46 @@ def _present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[Checkp
 
 
 def init_dummy_weights(model: VisionLanguageModel, seed: int) -> None:
-    """Random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What is whole on every rank is equal on all."""
+    """Fill with random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What several ranks hold is equal."""
 
-    def seeded(name: str) -> torch.Generator:
-        rank = 0 if name.startswith("visual.") or name.endswith("gate.weight") else model.tp.rank
+    def seeded(name: str, rank: int) -> torch.Generator:
         return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
+
+    def rank_of(name: str) -> int:
+        return 0 if name.startswith(("visual.", "mtp.fc.")) or name.endswith("gate.weight") else model.tp.rank
 
     for module_name, module in model.named_modules():
         for name, matrix in vars(module).items():
             if isinstance(matrix, BlockScaled):
-                matrix.fill_normal_(matrix.shape[1] ** -0.5, seeded(f"{module_name}.{name}"))
+                matrix.fill_normal_(matrix.shape[1] ** -0.5, seeded(f"{module_name}.{name}", rank_of(module_name)))
     for name, parameter in model.named_parameters():
-        generator = seeded(name)
         if parameter.dim() > 1:
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=seeded(name, rank_of(name)))
         else:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
+    if model.tp.size > model.config.text.num_kv_heads:
+        for slot in _key_value_rows(model):
+            fill_normal_(slot.target, slot.target.shape[-1] ** -0.5, seeded(f"{slot.name}/{slot.index[0].start}", 0))
+
+
+def _key_value_rows(model: VisionLanguageModel) -> Iterator[CheckpointTensor]:
+    """The projections of heads that several ranks share."""
+    for part in model.checkpoint_tensors():
+        if isinstance(part, CheckpointTensor) and part.name.endswith((".k_proj.weight", ".v_proj.weight")):
+            yield part
 
 
 def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
-    """The files that hold the model's weights. ValueError if there are none."""
+    """Return the files that hold the model's weights. ValueError if there are none, or if several indexes name different ones."""
     files: set[Path] = set()
     for pattern in architecture.weight_files:
         parent = (folder / pattern).parent
-        indexes = sorted(parent.glob("*.safetensors.index.json"))
-        if indexes:
-            files.update(parent / name for name in json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-        else:
-            files.update(folder.glob(pattern))
+        indexes = sorted(folder.glob(pattern + INDEX)) or sorted(parent.glob("*.safetensors" + INDEX))
+        found = [{parent / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} for index in indexes]
+        whole = [each for each in found if all(file.is_file() for file in each)] or found[:1]
+        if any(each != whole[0] for each in whole):
+            raise ValueError(f"{parent} holds several weight indexes: {', '.join(index.name for index in indexes)}; keep one")
+        files.update(whole[0] if whole else folder.glob(pattern))
     if not files:
         raise ValueError(f"{folder} holds no safetensors weights (dummy weights need no files: --load-format dummy)")
     return sorted(files)

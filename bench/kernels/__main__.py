@@ -61,7 +61,7 @@ def main() -> None:
     args = parse_args()
     device = torch.device("cuda")
     config, backend = model_config(args.size), make_backend(args.backend, device)
-    backend.load(config.text.head_dim, config.vision.head_dim)
+    backend.load(config.text.heads(1), config.vision.head_dim)
     ceilings = Ceilings.measure(device)
     results = [measure(case, ceilings) for cases in (vision_cases, text_cases) for case in cases(config, backend)]
     print(f"this device: {ceilings.flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, {ceilings.bytes_per_s / 1e12:.2f} TB/s")

@@ -120,7 +120,7 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
     def load() -> None:
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)  # a thread has its own
-        backend.load(config.text.head_dim, config.vision.head_dim)
+        backend.load(config.text.heads(child.config.tp), config.vision.head_dim)
 
     loaded = pool.submit(load)
     yield

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
+from models.backends.heads import Heads
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.parallel import Exchange
@@ -28,8 +29,8 @@ class Backend(Protocol):
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
     has_float8: bool  # whether products of float8 run here
 
-    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
-        """Compiles what a model of these heads needs. RuntimeError if a compiler fails."""
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
+        """Compiles what a model of these heads needs; `vision_head_dim` is 0 without a tower. RuntimeError if a compiler fails."""
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
         """For steps of any mix; `num_heads` are this rank's query heads. ValueError for unknown shapes."""

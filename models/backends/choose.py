@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from models.backends.heads import Heads, portable_lack
 from models.backends.hopper.toolkit import has_compiler
 
 BackendName = Literal["hopper", "portable", "torch"]
@@ -93,6 +94,14 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
     wanted = "hopper" if is_hopper else "portable"
     note = f"serving with --backend {best}; the faster --backend {wanted} {lacks[wanted]}" if lacks[wanted] else ""
     return Choice(_named(best), "cuda", note)
+
+
+def suit(choice: Choice, requested: str, heads: Heads) -> Choice:
+    """The backend that was chosen, if it computes a decoder's heads; with `auto`, plain torch if not. ValueError if it was requested."""
+    lack = "" if choice.backend == "torch" else portable_lack(heads)  # `hopper` uses these kernels, too
+    if lack and requested != "auto":
+        raise ValueError(f"--backend {requested} {lack}")
+    return Choice("torch", choice.device, f"serving with --backend torch; the faster --backend {choice.backend} {lack}") if lack else choice
 
 
 def has_jpeg_decoder() -> bool:

@@ -49,9 +49,7 @@ class BlockScaled:
         return made
 
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
-        for stripe in self.values.split(STRIPE):
-            normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
-            stripe.copy_(normal.mul_(UNIT).clamp_(-LARGEST, LARGEST))
+        fill_normal_(self.values, std, generator)
         self.scales.fill_(std / UNIT)
 
     def __len__(self) -> int:
@@ -79,6 +77,16 @@ class BlockScaled:
 
 
 Weight = torch.Tensor | BlockScaled
+
+
+def fill_normal_(values: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    """Random values of this standard deviation; in float8, of UNIT, as a scale of `std / UNIT` wants them."""
+    if values.dtype != torch.float8_e4m3fn:
+        values.normal_(std=std, generator=generator)
+        return
+    for stripe in values.split(STRIPE):
+        normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
+        stripe.copy_(normal.mul_(UNIT).clamp_(-LARGEST, LARGEST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class TowerGraph:
 
 
 class TowerGraphs:
-    """Called like the tower, with the same results."""
+    """The graphs of one tower."""
 
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
@@ -46,19 +46,18 @@ class TowerGraphs:
         # later be that of the step graphs, which run at the same time.
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """(1 + L, N, D), a tensor of the caller's own."""
+    def replay(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor | None:
+        """(1 + L, N, D), which the next replay overwrites: the caller copies it. None, and the encode is noted, if it has no graph."""
         key = len(patches_FPX), tuple(grids)
         graph = self._graphs.get(key)
         if graph is None:
             self._note(key, patches_FPX.shape[1])
-            levels: torch.Tensor = self._tower(patches_FPX, grids)
-            return levels
+            return None
         self._graphs.move_to_end(key)
         self._tower.plan(grids)  # which the graph reads from buffers that other encodes use, too
         graph.patches_FPX.copy_(patches_FPX)
         graph.graph.replay()
-        return graph.levels.clone()
+        return graph.levels
 
     def max_bytes(self) -> int:
         """Of all graphs that are kept: each one's inputs and outputs, and the largest's activations, which all share."""

@@ -6,9 +6,10 @@ import torch
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
+from models.backends.heads import Heads, hopper_takes
 from models.backends.hopper import float8_gemv
 from models.backends.hopper.attention import EagerAttention, fixed_attention_factory
-from models.backends.hopper.compile import MAX_HEAD_DIM, load_kernels
+from models.backends.hopper.compile import NO_HEADS, load_kernels
 from models.backends.hopper.fp8 import multiply
 from models.backends.hopper.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES
 from models.backends.hopper.varlen_attention import HopperVarlen
@@ -17,9 +18,10 @@ from models.backends.portable.backend import PortableBackend
 from models.backends.portable.ops import TritonOps
 
 
-def takes(pools: Sequence[KVPool]) -> bool:
-    """Whether our CUDA kernels are made for these heads."""
-    return pools[0][0].shape[3] <= MAX_HEAD_DIM
+def takes(pools: Sequence[KVPool], num_heads: int) -> bool:
+    """Whether our CUDA kernels compute the attention of these heads."""
+    _, _, num_kv, head_dim = pools[0][0].shape
+    return pools[0][0].dtype == torch.bfloat16 and hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim))
 
 
 class HopperBackend(PortableBackend):
@@ -32,16 +34,16 @@ class HopperBackend(PortableBackend):
         super().__init__(device)
         self.ops: Ops = TritonOps(SPLIT_TOKENS, multiply, float8_gemv)
 
-    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
-        load_kernels(text_head_dim, vision_head_dim)
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
+        load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return EagerAttention(pools, num_heads) if takes(pools) else super().attention(pools, num_heads)
+        return EagerAttention(pools, num_heads) if takes(pools, num_heads) else super().attention(pools, num_heads)
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
     ) -> MakeFixed | None:
-        if not takes(pools):
+        if not takes(pools, num_heads):
             return super().fixed_attention(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
         return fixed_attention_factory(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks, has_norms)
 

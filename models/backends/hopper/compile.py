@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MAX_HEAD_DIM = 128  # of attention in the decoder; larger heads have that of `portable`
 FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
 NO_HEADS = 0  # of a kernel that has nothing to do with heads
 
@@ -21,8 +20,9 @@ def load_kernel(name: str, head_dim: int) -> Any:
 
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
-    """All that a model may need, compiled at the same time."""
-    names = ["prefill_attention", "flash_decoding"] if text_head_dim <= MAX_HEAD_DIM else []
+    """All that a model may need, compiled at the same time. NO_HEADS: the decoder's attention is that of `portable`, or there is no
+    tower."""
+    names = ["prefill_attention", "flash_decoding"] if text_head_dim else []
     names += ["fused_decoding"] if text_head_dim == FUSED_HEAD_DIM else []
     kernels = [*((name, text_head_dim) for name in names), ("float8_gemv", NO_HEADS)]
     kernels += [("varlen_attention", vision_head_dim)] if vision_head_dim else []

@@ -9,6 +9,7 @@ import torch
 
 from models.attention.paged import Int32s
 from models.attention.units import max_token_groups, token_groups
+from models.backends.heads import HOPPER_GROUPS
 from models.backends.hopper.compile import load_kernel
 from models.backends.hopper.mixed_plan import prefill_blocks
 from models.backends.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, plan_items
@@ -16,7 +17,6 @@ from models.backends.ops import KVPool
 from models.backends.portable.launch import num_multiprocessors
 from models.batch import AttentionLayout
 
-GROUPS = (1, 2, 4, 8, 16)  # query heads that share a KV head: they share a tile's rows without a rest
 MIN_PAGE = 8
 
 
@@ -43,12 +43,11 @@ class PrefillAttention:
 
     @classmethod
     def factory(cls, pools: Sequence[KVPool], num_heads: int) -> Callable[..., "PrefillAttention"]:
-        """Makes backends by `num_tokens` and `num_rows` that share memory on one stream. ValueError for what the kernel does not know."""
+        """Makes backends by `num_tokens` and `num_rows` that share memory on one stream. ValueError for
+        pages that the kernel does not know."""
         k_pool = pools[0][0]
         _, page_size, kv_heads, head_dim = k_pool.shape
-        if num_heads // kv_heads not in GROUPS or num_heads % kv_heads or k_pool.dtype != torch.bfloat16:
-            heads = f"{num_heads} on {kv_heads} of {k_pool.dtype}"
-            raise ValueError(f"attention wants KV heads of bfloat16, each with {GROUPS} query heads, not {heads}")
+        assert num_heads % kv_heads == 0 and num_heads // kv_heads in HOPPER_GROUPS and k_pool.dtype == torch.bfloat16
         if page_size < MIN_PAGE or page_size & (page_size - 1):
             raise ValueError(f"attention wants pages of a power of two, at least {MIN_PAGE} tokens: {page_size}")
         kernel = load_kernel("prefill_attention", head_dim)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
+from models.backends.heads import Heads
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.backends.portable.exchange import TritonExchange
@@ -36,8 +37,8 @@ class PortableBackend:
         self._capability = torch.cuda.get_device_capability(device)
         self.has_float8 = self._capability >= (8, 9)
 
-    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
-        check_kernels(self, text_head_dim, vision_head_dim)
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
+        check_kernels(self, heads.dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
         return PagedAttention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))

@@ -37,11 +37,10 @@ def _gemv(
     NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
     BLOCKS: constexpr,
 ) -> None:  # fmt: skip
-    """Program (i, t): every num_programs-th group of ROWS values of token t. The next weights are under way while the last are multiplied,
-    the first before the kernel ahead has ended: nobody writes them."""
+    """One program: every num_programs-th group of ROWS values. The next weights are under way while the last are multiplied, the first
+    before the kernel ahead has ended: nobody writes them."""
     column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
-    x, out, normed = x + tl.program_id(1) * WIDTH, out + tl.program_id(1) * OUT, normed + tl.program_id(1) * WIDTH
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     gate = _fetch(place, row, column, OUT, WIDTH)
     up = gate
@@ -78,24 +77,23 @@ def _gemv(
 
 
 def gemv(
-    x_TD: torch.Tensor,
+    x_1D: torch.Tensor,
     weight_ND: torch.Tensor,
-    out_TN: torch.Tensor,
+    out_1N: torch.Tensor,
     norm: Norm | None = None,
     gated: bool = False,
     adds: bool = False,
-    normed_TD: torch.Tensor | None = None,
+    normed_1D: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(x) @ weight.T into `out_TN`, or added to it; if `gated`, silu(g) * u of its halves g and u. norm(x) is left in `normed_TD`.
-    Weights are read for each token: for one, or for few of a small matrix."""
-    assert x_TD.is_contiguous() and weight_ND.is_contiguous() and out_TN.is_contiguous()
-    norm_weight, eps = norm or (x_TD, 0.0)
-    width, num_out, is_whole = x_TD.shape[1], out_TN.shape[1], norm is not None or gated
+    """norm(x) @ weight.T into `out_1N`, or added to it; if `gated`, silu(g) * u of its halves g and u. norm(x) is left in `normed_1D`."""
+    assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
+    norm_weight, eps = norm or (x_1D, 0.0)
+    width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated
     tiles = gemv_tiles(num_out, width, gated, is_whole)
     assert width <= tiles.block or not is_whole
-    _gemv[(min(tiles.programs * num_multiprocessors(x_TD.device), triton.cdiv(num_out, tiles.rows)), len(x_TD))](
-        x_TD, norm_weight, weight_ND, out_TN, x_TD if normed_TD is None else normed_TD, eps,
-        OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_TD is not None, GATED=gated, ADD=adds,
-        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_TD),
+    _gemv[(min(tiles.programs * num_multiprocessors(x_1D.device), triton.cdiv(num_out, tiles.rows)),)](
+        x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
+        OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
+        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),
     )  # fmt: skip
-    return out_TN
+    return out_1N

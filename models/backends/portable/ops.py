@@ -24,7 +24,6 @@ from models.backends.portable.text import (
     swiglu_quantized,
 )
 from models.backends.portable.tower import layer_norm
-from models.backends.portable.tuned import GEMV_ROWS, GEMV_TOKENS
 from models.layers.fp8 import BlockScaled, GroupScaled, Weight
 
 SPLITS = 2  # of the inner dimension
@@ -85,10 +84,6 @@ class TritonOps:
         if isinstance(weight_DX, BlockScaled):
             y_TD = self._float8(_rounded(x_TX), weight_DX)
             return y_TD if out_TD is None else out_TD.copy_(y_TD)
-        if isinstance(x_TX, Normed) and x_TX.residual.parts_STD is None and len(weight_DX) <= GEMV_ROWS and out_TD is None:
-            x_TD = x_TX.residual.sum_TD
-            if len(x_TD) <= GEMV_TOKENS:
-                return gemv(x_TD, weight_DX, x_TD.new_empty((len(x_TD), len(weight_DX))), (x_TX.weight_D, x_TX.eps))
         return torch.mm(self._values(x_TX), weight_DX.t(), out=out_TD)
 
     def swiglu(self, x_TX: Activation, weight_NX: Weight) -> torch.Tensor | GroupScaled:
@@ -127,7 +122,7 @@ class TritonOps:
         if (single := single_of(x_TD)) is not None:
             stream_1D, norm = single
             values_TD, logits_TE = torch.empty_like(stream_1D), stream_1D.new_empty((1, len(experts.router_ED)))
-            gemv(stream_1D, experts.router_ED, logits_TE, norm, normed_TD=values_TD)
+            gemv(stream_1D, experts.router_ED, logits_TE, norm, normed_1D=values_TD)
         else:
             values_TD = self.norm(x_TD)
             logits_TE = self.linear(values_TD, experts.router_ED)

@@ -12,6 +12,7 @@ from triton.language import constexpr, tensor
 
 from models.attention.paged import FixedAttention, Int32s, MakeFixed, plan_on_device
 from models.attention.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
+from models.backends.heads import MAX_GROUP
 from models.backends.ops import KVPool
 from models.backends.portable.launch import await_kernel_ahead, early_launch, num_multiprocessors
 from models.backends.portable.tuned import AttentionTiles, Tiles
@@ -19,7 +20,6 @@ from models.batch import AttentionLayout
 
 MAX_SPLIT_TOKENS = 64  # of prompts in a step: so few are cut along their keys, as decode rows are
 LOG2_E = 1.4426950408889634
-MAX_GROUP = 16  # query heads that share a KV head: they are rows of one product
 
 
 @triton.jit
@@ -153,8 +153,7 @@ class PagedAttention:
         k_pool = pools[0][0]
         _, self._page_size, self._kv_heads, head_dim = k_pool.shape
         self._group = num_heads // self._kv_heads
-        if num_heads % self._kv_heads or self._group > MAX_GROUP:
-            raise ValueError(f"attention wants 1 to {MAX_GROUP} query heads a KV head, not {num_heads} on {self._kv_heads}")
+        assert num_heads % self._kv_heads == 0 and self._group <= MAX_GROUP
         self._pools = pools
         self._tiles = tiles
         self._scratch = scratch

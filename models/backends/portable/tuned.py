@@ -95,7 +95,6 @@ class GemvTiles:
 GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: enough to keep the memory busy, and they fit registers
 LONG_BLOCK = 4096  # of a vector that need not be whole
 FEW_ROWS = 1024  # programs with one row each fill the device
-GEMV_TOKENS, GEMV_ROWS = 8, 128  # at most so many tokens read a matrix of so many rows each
 GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
     (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
     (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
@@ -109,8 +108,9 @@ GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are bette
 
 def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTiles:
     """If `is_whole`, the vector must be one block."""
-    if (num_out, width, gated) in GEMV_TILES:
-        return GEMV_TILES[num_out, width, gated]
+    tuned = GEMV_TILES.get((num_out, width, gated))
+    if tuned is not None and (width <= tuned.block or not is_whole):
+        return tuned
     whole = 1 << (width - 1).bit_length()
     block = whole if is_whole else min(whole, LONG_BLOCK)
     rows = 1 if num_out <= FEW_ROWS else max(1, min(4, GEMV_VALUES // (block * (1 + gated))) // (1 + gated))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from models.attention.paged import AttentionBackend, MakeFixed
 from models.attention.varlen import VarlenAttention
+from models.backends.heads import Heads
 from models.backends.jpeg import JpegDecoder
 from models.backends.ops import KVPool, Ops
 from models.backends.torch.attention import TorchAttention
@@ -32,7 +33,7 @@ class TorchBackend:
         self.ops: Ops = TorchOps()
         self.transfers = Transfers()
 
-    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
         """There is nothing to compile."""
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:

@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.ipc import Child
 from engine.worker.build import compiling, load_model
+from models.backends.heads import Heads
 from models.backends.torch.backend import TorchBackend
 from models.config import ModelConfig
 from models.parallel import TensorParallel
@@ -21,12 +22,13 @@ class SlowBackend:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.go, self.heads = threading.Event(), (0, 0)
+        self.go = threading.Event()
+        self.heads: tuple[Heads, int] | None = None
         self.problem: Exception | None = None
 
-    def load(self, text_head_dim: int, vision_head_dim: int) -> None:
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
         self.go.wait(10)
-        self.heads = text_head_dim, vision_head_dim
+        self.heads = heads, vision_head_dim
         if self.problem is not None:
             raise self.problem
 
@@ -34,7 +36,7 @@ class SlowBackend:
 @pytest.fixture
 def child(tmp_path: Path) -> Child:
     made = Child.__new__(Child)  # without its sockets
-    made.role, made.run_dir = "worker-3", str(tmp_path)
+    made.role, made.run_dir, made.config = "worker-3", str(tmp_path), EngineConfig()
     return made
 
 
@@ -52,10 +54,10 @@ def test_others_hear_that_kernels_are_compiled(child: Child, config: ModelConfig
     backend.problem = problem
     assert not child.is_compiling()
     with pytest.raises(RuntimeError, match="nvcc fails") if problem else nullcontext(), compiling(child, cast(Any, backend), config):
-        assert child.is_compiling() and backend.heads == (0, 0)
+        assert child.is_compiling() and backend.heads is None
         backend.go.set()
     assert not child.is_compiling()
-    assert backend.heads == (config.text.head_dim, config.vision.head_dim)
+    assert backend.heads == (config.text.heads(1), config.vision.head_dim)
 
 
 class OldBackend(TorchBackend):

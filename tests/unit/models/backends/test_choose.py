@@ -3,7 +3,8 @@
 import pytest
 
 from models.backends import choose as module
-from models.backends.choose import Choice, Gpu, choose, list_gpus
+from models.backends.choose import Choice, Gpu, choose, list_gpus, suit
+from models.backends.heads import Heads, hopper_takes, portable_lack
 
 H200 = Gpu("NVIDIA H200", (9, 0), 141 << 30)
 A100 = Gpu("NVIDIA A100", (8, 0), 40 << 30)
@@ -86,3 +87,48 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module.ctypes, "CDLL", missing)
     assert list_gpus() == []
+
+
+# Query heads, KV heads, values of a head, rotated values, ranks; whether our CUDA kernels compute the attention, whether Triton's do.
+HEADS = {
+    "demo": (4, 2, 128, 128, 1, True, True),
+    "Qwen3-VL-2B": (16, 8, 128, 128, 1, True, True),
+    "Qwen3-VL-4B and 8B": (32, 8, 128, 128, 1, True, True),
+    "Qwen3-VL-8B on 8": (32, 8, 128, 128, 8, True, True),
+    "Qwen3-VL-8B on 16": (32, 8, 128, 128, 16, True, True),
+    "Qwen3-VL-32B": (64, 8, 128, 128, 1, True, True),
+    "Qwen3-VL-30B-A3B": (32, 4, 128, 128, 1, True, True),
+    "Qwen3-VL-235B-A22B": (64, 4, 128, 128, 1, True, True),
+    "Qwen3-VL-235B-A22B on 8": (64, 4, 128, 128, 8, True, True),
+    "Qwen3-14B": (40, 8, 128, 128, 1, False, True),
+    "Llama-3.2-1B": (32, 8, 64, 64, 1, True, True),
+    "Llama-3.2-3B": (24, 8, 128, 128, 1, False, True),
+    "Llama-3.1-405B": (128, 8, 128, 128, 1, True, True),
+    "Llama with one KV head": (32, 1, 128, 128, 1, False, False),
+    "Qwen3.5-0.8B and 2B": (8, 2, 256, 64, 1, False, True),
+    "Qwen3.5-27B": (24, 4, 256, 64, 1, False, True),
+    "Qwen3.5-397B-A17B": (32, 2, 256, 64, 1, False, True),
+    "heads of 80": (32, 8, 80, 80, 1, False, False),
+    "heads of 96": (32, 8, 96, 96, 1, False, False),
+    "a fifth rotated": (32, 8, 128, 24, 1, True, False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_which_heads_each_backend_computes(name: str) -> None:
+    """Red if `hopper` takes heads that its kernels refuse (groups of 3, 5, 6), or if Triton is asked for sizes that are no power of two."""
+    num_queries, num_kv, dim, rotary_dim, tp, by_hopper, by_portable = HEADS[name]
+    heads = Heads(num_queries // tp, max(1, num_kv // tp), dim, rotary_dim)
+    assert (hopper_takes(heads), not portable_lack(heads)) == (by_hopper, by_portable)
+
+
+def test_heads_that_no_kernel_computes_are_refused_before_weights_are_read() -> None:
+    odd, usual = Heads(32, 8, 80, 80), Heads(24, 8, 128, 128)
+    for backend in ("hopper", "portable", "torch"):
+        assert suit(Choice(backend, "cuda", "x"), backend, usual) == Choice(backend, "cuda", "x")
+    for backend in ("hopper", "portable"):
+        with pytest.raises(ValueError, match=f"--backend {backend} needs heads .* not 32 query heads on 8 KV heads of 80 values"):
+            suit(Choice(backend, "cuda"), backend, odd)
+        choice = suit(Choice(backend, "cuda"), "auto", odd)
+        assert choice.backend == "torch" and backend in choice.note
+    assert suit(Choice("torch", "cpu"), "auto", odd) == Choice("torch", "cpu")

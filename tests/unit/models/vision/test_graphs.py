@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from models.geometry import Grid
+from models.qwen3_vl import Qwen3VL
 from models.vision.graphs import SIGHTINGS, TowerGraphs
+from models.vision.tower import VisionTower
+from tests.unit.models.harness import noise_image
 
 NUM_STREAMS = 32  # that torch hands out in turn
 
@@ -79,7 +82,7 @@ def test_all_captures_are_on_one_stream(cuda: Cuda) -> None:
     graphs = TowerGraphs(Tower())  # type: ignore[arg-type]
     for i in range(1, 2 * NUM_STREAMS):
         for _ in range(SIGHTINGS):
-            graphs(torch.zeros(1, 4 * i, 1), [(1, 2, 2 * i)])
+            graphs.replay(torch.zeros(1, 4 * i, 1), [(1, 2, 2 * i)])
         assert graphs.capture_one()
     assert len(set(cuda.captured_on)) == 1 and -1 not in cuda.captured_on
 
@@ -95,9 +98,9 @@ def test_a_capture_without_memory_is_given_up(cuda: Cuda, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tower, "compute", fail)
     for _ in range(SIGHTINGS):
-        graphs(torch.zeros(1, 4, 1), [(1, 2, 2)])
+        graphs.replay(torch.zeros(1, 4, 1), [(1, 2, 2)])
     assert graphs.capture_one() and cuda.num_ended == 1 and cuda.current == [-1]
-    assert not graphs.capture_one() and graphs(torch.zeros(1, 4, 1), [(1, 2, 2)]).shape[1] == 4
+    assert not graphs.capture_one() and graphs.replay(torch.zeros(1, 4, 1), [(1, 2, 2)]) is None
 
 
 def test_a_pair_has_a_graph_of_its_own(cuda: Cuda) -> None:
@@ -105,6 +108,32 @@ def test_a_pair_has_a_graph_of_its_own(cuda: Cuda) -> None:
     graphs = TowerGraphs(Tower())  # type: ignore[arg-type]
     for num_frames in (1, 2):
         for _ in range(SIGHTINGS):
-            graphs(torch.zeros(num_frames, 4, 1), [(1, 2, 2)])
+            graphs.replay(torch.zeros(num_frames, 4, 1), [(1, 2, 2)])
         assert graphs.capture_one()
-        assert len(graphs(torch.zeros(num_frames, 4, 1), [(1, 2, 2)])) == num_frames
+        levels = graphs.replay(torch.zeros(num_frames, 4, 1), [(1, 2, 2)])
+        assert levels is not None and len(levels) == num_frames
+
+
+class Replayed:
+    """A graph of any encode: its result lies at one address, which the next replay overwrites."""
+
+    def __init__(self, tower: VisionTower) -> None:
+        self.tower, self.levels = tower, torch.empty(0)
+
+    def replay(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        self.levels: torch.Tensor = self.tower(patches_FPX, grids)
+        return self.levels
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@torch.inference_mode()
+def test_replayed_embeddings_are_the_callers_own(tiny: Qwen3VL, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The engine caches and evicts each image alone. Red if an embedding is overwritten by the next replay, or keeps others' memory."""
+    images, grids = [noise_image(64, 96, seed=i) for i in range(count)], [(1, 4, 6)] * count
+    expected, graph = tiny.encode(images, grids), Replayed(tiny.visual)
+    monkeypatch.setattr(tiny, "_graphs", graph)
+    ours = tiny.encode(images, grids)
+    graph.levels.zero_()
+    for got, wanted in zip(ours, expected, strict=True):
+        assert got.equal(wanted) and got.is_contiguous()
+        assert got.untyped_storage().nbytes() == wanted.untyped_storage().nbytes() == got.nbytes

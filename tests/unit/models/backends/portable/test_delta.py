@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from models.backends.ops import DeltaHeads, DeltaState, Normed, Residual, StateRows
+from models.backends.ops import DeltaHeads, DeltaState, StateRows
 from models.backends.torch.delta import delta_rule_
 from models.backends.torch.ops import TorchOps
 from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
@@ -150,21 +150,6 @@ def test_half_precision() -> None:
     for got, wanted in ((ours, expected), (state.recurrent_RHKV, copied.recurrent_RHKV)):
         assert float((got.float() - wanted.float()).norm() / wanted.float().norm()) < 2e-3
     assert torch.equal(state.inputs_RWC, copied.inputs_RWC)
-
-
-@interpreted
-def test_few_tokens_of_a_small_matrix() -> None:
-    """Red if the norm is left out, for few tokens or many, or parts of the residual are lost."""
-    from models.backends.portable.ops import TritonOps
-
-    torch.manual_seed(0)
-    ops, norm = TritonOps(1), torch.randn(256)
-    for num_tokens, rows in ((2, 6), (8, 128), (8, 130), (9, 6)):
-        weight = torch.randn((rows, 256))
-        for parts in (None, torch.randn((2, num_tokens, 256))):
-            x = torch.randn((num_tokens, 256))
-            ours = ops.linear(Normed(Residual(x.clone(), parts), norm, 1e-6), weight)
-            torch.testing.assert_close(ours, TorchOps().linear(Normed(Residual(x, parts), norm, 1e-6), weight), rtol=1e-4, atol=1e-4)
 
 
 @interpreted

@@ -143,7 +143,7 @@ def test_gemv(width: int, rows: int) -> None:
     given, normed = torch.empty((1, rows)), torch.empty_like(x)
     torch.testing.assert_close(gemv.gemv(x, weight, given), x @ weight.t(), rtol=1e-4, atol=1e-4)
     for kept in (None, normed):
-        ours = gemv.gemv(x, weight, given.clone(), (norm, 1e-3), normed_TD=kept)
+        ours = gemv.gemv(x, weight, given.clone(), (norm, 1e-3), normed_1D=kept)
         torch.testing.assert_close(ours, rms_norm(x, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(normed, rms_norm(x, norm, 1e-3), rtol=1e-5, atol=1e-5)
     ours = gemv.gemv(x, weight, torch.empty((1, rows // 2)), (norm, 1e-3), gated=True)
@@ -151,10 +151,6 @@ def test_gemv(width: int, rows: int) -> None:
     expected = residual + x @ weight.t()
     gemv.gemv(x, weight, residual, adds=True)
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
-    several, normed = torch.randn((3, width), generator=generator), torch.empty((3, width))
-    ours = gemv.gemv(several, weight, torch.empty((3, rows)), (norm, 1e-3), normed_TD=normed)
-    torch.testing.assert_close(ours, rms_norm(several, norm, 1e-3) @ weight.t(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(normed, rms_norm(several, norm, 1e-3), rtol=1e-5, atol=1e-5)
 
 
 @interpreted
@@ -197,18 +193,17 @@ def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("width", [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 25_600])
-@pytest.mark.parametrize("num_out", [128, 2048, 151_936])
+@pytest.mark.parametrize("num_out", [128, 2048, 5120, 151_936])
 @pytest.mark.parametrize(("gated", "is_whole"), [(True, True), (False, True), (False, False)])
-def test_tiles_fit_registers(width: int, num_out: int, gated: bool, is_whole: bool) -> None:
-    """Red if a program fetches so much at once that it spills, or has a norm of a part of its vector."""
+def test_tiles_fit_registers(num_out: int, gated: bool, is_whole: bool) -> None:
+    """Red if a program fetches so much at once that it spills, or has a norm of a part of its vector, tuned sizes included."""
     from models.backends.portable.tuned import GEMV_VALUES, gemv_tiles
 
-    if is_whole and width > 5120:
-        pytest.skip("no model has so wide a residual stream")
-    tiles = gemv_tiles(num_out, width, gated, is_whole)
-    assert tiles.block >= width or not is_whole
-    assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0
+    for width in (2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600):
+        tiles = gemv_tiles(num_out, width, gated, is_whole)
+        assert tiles.block >= width or not is_whole, width
+        if not is_whole or width <= 8192:  # no model has so wide a residual stream
+            assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0, width
 
 
 @interpreted

@@ -1,0 +1,35 @@
+"""Which attention heads the kernels of each backend compute. Plain Python: the launcher asks before anything is loaded."""
+
+from dataclasses import dataclass
+
+MAX_GROUP = 16  # query heads that share a KV head: they are rows of one product
+HOPPER_GROUPS = (1, 2, 4, 8, 16)  # they share a tile's rows without a rest
+HOPPER_DIMS = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of a decoder layer on one rank."""
+
+    num_queries: int
+    num_kv: int
+    dim: int
+    rotary_dim: int  # values of a head that are rotated
+
+    def __str__(self) -> str:
+        return f"{self.num_queries} query heads on {self.num_kv} KV heads of {self.dim} values, {self.rotary_dim} of them rotated"
+
+
+def hopper_takes(heads: Heads) -> bool:
+    """Whether our CUDA kernels compute these heads; otherwise the backend `hopper` uses the attention of `portable`."""
+    group, rest = divmod(heads.num_queries, heads.num_kv)
+    return not rest and group in HOPPER_GROUPS and heads.dim in HOPPER_DIMS
+
+
+def portable_lack(heads: Heads) -> str:
+    """What our Triton kernels lack for these heads, in words that follow the backend's name; empty if nothing."""
+    group, rest = divmod(heads.num_queries, heads.num_kv)
+    powers = all(16 <= size == 1 << (size.bit_length() - 1) for size in (heads.dim, heads.rotary_dim))
+    if powers and not rest and group <= MAX_GROUP:
+        return ""
+    return f"needs heads and rotated parts of a power of two, 16 or more, and up to {MAX_GROUP} query heads per KV head, not {heads}"

@@ -1,0 +1,107 @@
+"""Checkpoints that differ from the published Instruct ones in names, missing tensors or several indexes, and dummy weights of ranks."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.config import ModelConfig
+from models.parallel import TensorParallel
+from models.scaffold import SHAPES, write_model_folder
+from models.scaffold.shapes import Delta
+from models.weights import init_dummy_weights, load_weights
+from tests.unit.models.harness import PagedRunner, Prompt, Qwen3VL, load, make
+from tests.unit.models.text_checkpoints import write
+
+IDS = list(range(5, 300, 13))
+
+
+def change(folder: Path, rename: Callable[[str], str | None]) -> None:
+    """Renames the checkpoint's tensors by `rename(name)`; drops a tensor for which it returns None."""
+    file = folder / "model.safetensors"
+    tensors = {new: tensor for name, tensor in load_file(file).items() if (new := rename(name)) is not None}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def settings(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@torch.inference_mode()
+def hidden(model: Qwen3VL) -> torch.Tensor:
+    """The final hidden states of IDS, which an embedding model pools."""
+    runner = PagedRunner(model)
+    batch = runner.batch([(runner.start(Prompt(IDS, [], [])), len(IDS))], num_prefill_rows=1, want="all")
+    runner.attention.plan(batch.attention)
+    return model(batch, runner.attention)
+
+
+def test_an_embedding_checkpoint_without_output_matrix_loads(tmp_path: Path) -> None:
+    """Qwen3-VL-Embedding-8B has no `lm_head` although its configuration does not tie it. Red if it is refused."""
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="random", seed=1)
+    expected = hidden(load(tmp_path))
+    for prefix in ("model.", ""):
+        change(tmp_path, lambda name, prefix=prefix: None if name == "lm_head.weight" else prefix + name.removeprefix("model."))
+        model = load(tmp_path)
+        assert hidden(model).equal(expected)
+        assert model.lm_head is model.language_model.embed_tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3, tied"])
+def test_a_text_checkpoint_without_prefix_loads(tmp_path: Path, kind: str) -> None:
+    """Qwen3-Embedding names its tensors `layers.0...`, without `model.`."""
+    write(tmp_path, kind)
+    expected = hidden(load(tmp_path))
+    change(tmp_path, lambda name: name.removeprefix("model."))
+    assert hidden(load(tmp_path)).equal(expected)
+    change(tmp_path, lambda name: None if name == "lm_head.weight" else name)
+    assert hidden(load(tmp_path)).equal(expected)
+
+
+def test_text_config_alone_may_tie_the_embeddings(tmp_path: Path) -> None:
+    write_model_folder(tmp_path, replace(SHAPES["tiny"], tied=True), weights="none", seed=0)
+    for of_model, of_text, expected in ((None, True, True), (None, None, False), (True, False, True), (False, True, False)):
+        text = json.loads((tmp_path / "config.json").read_text())["text_config"] | {"tie_word_embeddings": of_text}
+        settings(tmp_path, tie_word_embeddings=of_model, text_config=text)
+        assert ModelConfig.from_folder(tmp_path).tie_word_embeddings is expected
+
+
+def test_an_index_of_other_files_is_not_followed(tmp_path: Path) -> None:
+    """Red if the alphabet decides which of several indexes is read."""
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="random", seed=1)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    for stem, file in (("consolidated", "consolidated-1.safetensors"), ("model", "model.safetensors")):
+        (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    (tmp_path / "consolidated-1.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    expected = hidden(load(tmp_path))
+    change(tmp_path, lambda name: name)
+    (tmp_path / "consolidated-1.safetensors").unlink()
+    assert hidden(load(tmp_path)).equal(expected)
+    (tmp_path / "model-other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    other = {"weight_map": dict.fromkeys(names, "model-other.safetensors")}
+    (tmp_path / "model.other.safetensors.index.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="several weight indexes"):
+        load_weights(make(ModelConfig.from_folder(tmp_path), TensorParallel.single()), tmp_path, lambda done, total: None)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, is_fp8: bool) -> None:
+    """Ranks that hold the same KV head must cache the same keys. Red if each rank makes up its own."""
+    shape = replace(SHAPES["3.5-tiny"], intermediate=512, delta=Delta(4, 4, 128))
+    write_model_folder(tmp_path, shape, weights="none", seed=0, is_fp8=is_fp8)
+    config = ModelConfig.from_folder(tmp_path, with_head=True)
+    models = [make(config, TensorParallel(rank, 4, None)) for rank in range(4)]
+    for model in models:
+        init_dummy_weights(model, seed=0)
+    slots = [{(slot.name, str(slot.index)): slot.target for slot in model.checkpoint_tensors()} for model in models]
+    keys = [next(target for (name, _), target in each.items() if name.endswith("layers.3.self_attn.k_proj.weight")) for each in slots]
+    assert [keys[0].float().equal(other.float()) for other in keys] == [True, True, False, False]
+    shared = slots[0].keys() & slots[1].keys()
+    assert any(name == "mtp.fc.weight" for name, _ in shared)
+    for key in shared:
+        assert slots[0][key].float().equal(slots[1][key].float()), key
