@@ -55,6 +55,7 @@ WHEN = {
     "max_image_pixels": "Lower if clients are not trusted: a camera has 40 million.",
     "max_request_pixels": "Lower if clients are not trusted.",
     "max_decode_bytes": "Lower if memory is short: an image takes 8 bytes per pixel, and one that exceeds the whole budget is refused.",
+    "grammar_timeout": "Higher for very large schemas.",
     "decode_timeout": "Higher on slow machines with very large images. Of processor time an image has 2 s and 1 s per 4 megapixels.",
     "max_request_downloads": "Higher if there are few requests with many URLs each.",
     "download_connect_timeout": "Higher for slow servers.",

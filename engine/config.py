@@ -1,7 +1,9 @@
 """All settings of the engine: one typed class, from which `flags.py` makes the command line."""
 
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,7 +22,9 @@ CHILD_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # no holes between image sizes
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # unused
     "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers take the cores of other processes
+    "PYNVIMGCODEC_VERBOSITY": "0",  # its errors about nvJPEG2000 and nvTIFF at start are irrelevant; a failed decode is reported by itself
 }
+PACKAGE_ROOT = str(Path(__file__).parents[1])
 
 
 def num_cpus() -> int:
@@ -148,6 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
+    grammar_timeout: Annotated[int, "seconds of CPU time that compiling a grammar or a JSON schema may take"] = 5
     decode_timeout: Annotated[int, "seconds that an image other than a baseline JPEG may take"] = 30
     video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
     max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
@@ -168,9 +173,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
 
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Command line of a child process that runs a module of this project, whatever files are in the working directory. Its environment is
+    `child_environment` or `share_environment`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours, and CHILD_DEFAULTS and `defaults` where ours says nothing."""
-    return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ}
+    """Environment of a child process: ours, with CHILD_DEFAULTS and `defaults` for variables it lacks, and the path to this project."""
+    return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ, **_search_path()}
+
+
+def _search_path() -> dict[str, str]:
+    """PYTHONPATH with the folder of these packages first. Empty entries, which mean the working directory, are left out."""
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([PACKAGE_ROOT, *given]))}
 
 
 def read_variables() -> set[str]:
@@ -189,7 +206,7 @@ def read_api_keys(config: EngineConfig) -> list[str]:
 
 def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
     """For one engine of several: its `tp` of the GPUs that we may use, and no flags of ours."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")} | _search_path()
     if has_gpus:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = listed.split(",") if listed else list(map(str, range((index + 1) * tp)))

@@ -24,7 +24,8 @@ from pathlib import Path
 import msgspec
 
 from engine import tethered
-from engine.config import EngineConfig, read_api_keys, share_environment
+from engine.config import EngineConfig, child_environment, read_api_keys, share_environment
+from engine.supervise import how_it_ended
 from models.backends.choose import Gpu
 
 logger = logging.getLogger(__name__)
@@ -108,12 +109,12 @@ class Fleet:
                 code = await process.wait()
                 was_ready = self._ready.pop(member.index, None) is not None
                 if not self._all_ready.is_set():
-                    raise Ended(code or 1, f"engine {member.index} did not start: code {code}")
+                    raise Ended(code or 1, f"engine {member.index} did not start: it {how_it_ended(code)}")
                 if not self._ready:
-                    raise Ended(1, f"engine {member.index} ended with code {code}, and no other is left")
+                    raise Ended(1, f"engine {member.index} {how_it_ended(code)}, and no other is left")
                 pause = MIN_PAUSE_S if was_ready else min(2 * pause, MAX_PAUSE_S)
-                text = "engine %d ended with code %d: %d of %d serve on; it is started again in %d s"
-                logger.error(text, member.index, code, len(self._ready), self._config.dp, pause)
+                text = "engine %d %s: %d of %d serve on; it is started again in %d s"
+                logger.error(text, member.index, how_it_ended(code), len(self._ready), self._config.dp, pause)
                 await output  # its other processes end: their GPU and port are free then
             await asyncio.sleep(pause)
 
@@ -159,7 +160,9 @@ class Fleet:
         if told := read_api_keys(config):
             os.write(keys, "\n".join(told).encode())
             command += ["--api-key-file", f"/proc/self/fd/{keys}"]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, pass_fds=(fd, keys), process_group=0)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, env=child_environment(), pass_fds=(fd, keys), process_group=0
+        )
         os.close(keys)
         self._listener.close()  # when the proxy has ended, nobody listens
         assert process.stdout is not None
@@ -174,7 +177,7 @@ class Fleet:
                 await asyncio.sleep(POLL_S)
             await _end(process, KILL_GRACE_S)
             raise
-        raise Ended(1, f"the proxy ended with code {code}")
+        raise Ended(1, f"the proxy {how_it_ended(code)}")
 
 
 def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:

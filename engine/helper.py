@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import BinaryIO
 
-from engine.config import child_environment
+from engine.config import child_environment, python_command
 from engine.ipc import die_with_parent, settle_heap
 
 LENGTH_BYTES = 4
@@ -30,11 +30,16 @@ class HelperDied(RuntimeError):
         self.is_killed = returncode == -signal.SIGKILL
 
 
+class ChildStopped(Exception):
+    """The child of a helper was killed or exceeded its wall-clock limit. That depends on the machine's load, not on the question."""
+
+
 class Helper:
     """Starts with the first question, and again after its end. For one question at a time."""
 
     def __init__(self, module: str, *arguments: str, fds: tuple[int, ...] = ()):
-        self._command = (sys.executable, "-m", module, *arguments)
+        self._module = module
+        self._command = python_command(module, *arguments)
         self._fds = fds
         self._process: Process | None = None
 
@@ -76,7 +81,7 @@ class Helper:
                 await _receive(process)
         except (TimeoutError, asyncio.IncompleteReadError) as problem:
             await self.close()
-            raise RuntimeError(f"{self._command[2]} does not start") from problem
+            raise RuntimeError(f"{self._module} does not start") from problem
         except asyncio.CancelledError:
             await self.close()
             raise
@@ -120,22 +125,32 @@ class Turns:
             self._used.clear()
 
 
-def answer_in_child(work: Callable[[], bytes], seconds: float) -> bytes:
-    """Runs in the helper, which may have no threads: to start takes seconds, to fork milliseconds. Raises TimeoutError, or EOFError if the
-    child ended without an answer; afterwards it is gone."""
+def answer_in_child(work: Callable[[], bytes], cpu_seconds: float, wall_seconds: float) -> bytes:
+    """Fork a child and return its answer. Call it in a helper, which must not have threads. The child has ended when this function returns.
+
+    Raises TimeoutError if the child exceeds its limit of CPU time, ChildStopped, or EOFError if the child ends by itself without an answer.
+    """
     receiver, sender = FORK.Pipe(duplex=False)
 
     def run() -> None:
         die_with_parent(signal.SIGKILL)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # its signal ends the process: neither compilers nor templates can be stopped
         sender.send_bytes(work())
 
     child = FORK.Process(target=run)
     child.start()
     sender.close()
     try:
-        if not receiver.poll(seconds):
-            raise TimeoutError
+        if not receiver.poll(wall_seconds):
+            raise ChildStopped
         return receiver.recv_bytes()
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGPROF:
+            raise TimeoutError from None
+        if child.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
+            raise ChildStopped from None
+        raise
     finally:
         child.kill()
         child.join()

@@ -28,12 +28,15 @@ from engine.config import EngineConfig
 from engine.messages import API_ARENA, PROCESSOR_ARENA
 from models.backends.choose import BackendName, DeviceName
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
 LINGER_MS = 500
 COMPILING = "compiling-"
+FAILED = ".failed"
 DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stderr, also if its interpreter is stuck
 
 
@@ -58,7 +61,7 @@ class Status(msgspec.Struct, frozen=True):
     """What a child tells the launcher."""
 
     role: str
-    state: Literal["progress", "ready", "failed"]
+    state: Literal["progress", "ready"]
     text: str = ""
 
 
@@ -205,10 +208,13 @@ class Child:
         self._status.send(Status(self.role, "ready", text))
 
     def failed(self, text: str) -> None:
-        self._status.send(Status(self.role, "failed", text))
+        """Log why this process ends, and write it to a file for the launcher. Unlike a message, a file needs no time to be sent."""
+        logger.error("%s", text)
+        with contextlib.suppress(OSError):  # the disk is full: the log has the reason
+            Path(self.run_dir, self.role + FAILED).write_text(text)
 
     def close(self) -> None:
-        """Lets the last status go out."""
+        """Close the connection to the launcher."""
         self._status.close()
 
     def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import child_environment
-from engine.ipc import DUMP_SIGNAL, Inbox, Runtime, Status
+from engine.config import child_environment, python_command
+from engine.ipc import DUMP_SIGNAL, FAILED, Inbox, Runtime, Status
 from models.backends.hopper.toolkit import cuda_home
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,6 @@ class Supervisor:
         os.set_inheritable(self.lifeline_fd, True)
         self._inbox: Inbox[Status] = Inbox(str(self.run_dir), "launcher", Status)
         self._children: dict[str, subprocess.Popen[bytes]] = {}  # by role
-        self._failures: list[str] = []
         self._well = time.monotonic()  # when the api last said that all is well
 
     def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
@@ -52,7 +50,7 @@ class Supervisor:
         path = self.run_dir / f"{role}.json"
         path.touch(0o600)
         path.write_bytes(msgspec.json.encode(runtime))
-        command = [sys.executable, "-m", module, str(path), *arguments]
+        command = python_command(module, str(path), *arguments)
         inherited = (*runtime.arena_fds, self.lifeline_fd, *fds)
         home = cuda_home() if runtime.backend == "hopper" else None
         environment = child_environment({} if home is None else {"CUDA_HOME": str(home)})
@@ -107,15 +105,18 @@ class Supervisor:
     def _next_status(self) -> Status | None:
         status = self._inbox.recv(timeout=POLL_S)
         if status is not None:
-            if status.state == "failed":
-                self._failures.append(f"{status.role}: {status.text}")
-            elif status.text:
+            if status.text:
                 logger.info("%s: %s", status.role, status.text)
             return status
         for role, child in self._children.items():
             if (code := child.poll()) is not None:
-                raise ChildDied("; ".join(self._failures) or f"{role} ended with code {code}")
+                raise ChildDied("; ".join(self._failures()) or f"{role} {how_it_ended(code)}")
         return None
+
+    def _failures(self) -> list[str]:
+        """Reasons that children gave before they ended."""
+        reasons = [(path.stem, path.read_text()) for path in sorted(self.run_dir.glob(f"*{FAILED}"))]
+        return [f"{role}: {reason}" for role, reason in reasons if reason]
 
     def _terminate(self, roles: list[str]) -> None:
         for role in roles:
@@ -129,6 +130,13 @@ class Supervisor:
                 logger.warning("%s does not stop: killing it", role)
                 child.kill()
                 child.wait()
+
+
+def how_it_ended(code: int) -> str:
+    """Describe the end of a process by its return code."""
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL, probably out of memory)"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _state_of(pid: int) -> str:

@@ -8,11 +8,12 @@ import runpy
 import signal
 import sys
 
+from engine.config import python_command
 from engine.ipc import die_with_parent
 
 
 def command(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "engine.tethered", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments]
+    return python_command("engine.tethered", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments)
 
 
 def main() -> None:

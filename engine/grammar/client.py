@@ -10,7 +10,8 @@ import msgspec
 from engine.helper import Helper, HelperDied, Turns
 from engine.params import Grammar
 
-COMPILE_S, QUICK_S = 5.0, 1.0
+QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
+WALL_FACTOR = 10  # wall-clock time per CPU time: compilers have the lowest priority
 GRACE_S = 10.0  # for a process that ends its compilation in time
 SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
@@ -19,7 +20,8 @@ ENTRY_BYTES = 1 << 12  # beside its data
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
     grammar: Grammar
-    seconds: float
+    cpu_seconds: float
+    wall_seconds: float
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -27,15 +29,20 @@ class Compiled(msgspec.Struct, frozen=True):
 
     data: bytes = b""
     error: str | None = None
-    is_late: bool = False
+    is_late: bool = False  # it exceeds the limit of CPU time
+    is_stopped: bool = False  # the compilation was killed, or exceeded its wall-clock limit: no verdict on the grammar
 
 
 class GrammarError(ValueError):
-    """Its text is for the client."""
+    """The grammar cannot be compiled. Its text is for the client."""
+
+
+class CompilerBusy(RuntimeError):
+    """A compilation was killed or exceeded its wall-clock limit. Another attempt may succeed."""
 
 
 class Lane:
-    """A process for one compilation at a time, which clients take in turns."""
+    """A process for one compilation at a time, which clients take in turns. `seconds` limits its CPU time."""
 
     def __init__(self, model_folder: Path, seconds: float):
         self.helper = Helper("engine.grammar.compile", str(model_folder))
@@ -49,18 +56,19 @@ class Lane:
 
     async def ask(self, grammar: Grammar) -> Compiled:
         """In a turn."""
-        question = msgspec.msgpack.encode(Question(grammar, self._seconds))
+        wall_seconds = WALL_FACTOR * self._seconds
+        question = msgspec.msgpack.encode(Question(grammar, self._seconds, wall_seconds))
         try:
-            return msgspec.msgpack.decode(await self.helper.ask(question, self._seconds + GRACE_S), type=Compiled)
+            return msgspec.msgpack.decode(await self.helper.ask(question, wall_seconds + GRACE_S), type=Compiled)
         except (TimeoutError, HelperDied):
-            return Compiled(error="it cannot be compiled")
+            return Compiled(is_stopped=True)
 
 
 class GrammarCompiler:
-    """Caches results, also refusals."""
+    """Caches results, also refusals, but nothing that depends on the machine's load. `seconds` limits the CPU time of a grammar."""
 
-    def __init__(self, model_folder: Path):
-        self._small, self._large = Lane(model_folder, QUICK_S), Lane(model_folder, COMPILE_S)
+    def __init__(self, model_folder: Path, seconds: float):
+        self._small, self._large = Lane(model_folder, min(QUICK_S, seconds)), Lane(model_folder, seconds)
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._tasks: set[asyncio.Task[Compiled]] = set()
@@ -71,11 +79,13 @@ class GrammarCompiler:
             await self._small.start()
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
-        """The compiled grammar for rank 0. Raises GrammarError, or RuntimeError if no process starts."""
+        """The compiled grammar for rank 0. Raises GrammarError, CompilerBusy, or RuntimeError if no process starts."""
         task = asyncio.create_task(self._compile(grammar, client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         compiled = await asyncio.shield(task)  # the answer has to be read, also if nobody waits
+        if compiled.is_stopped:
+            raise CompilerBusy("the compilation of the grammar was interrupted because the server is busy")
         if compiled.error is not None:
             raise GrammarError(compiled.error)
         return compiled.data
@@ -91,8 +101,10 @@ class GrammarCompiler:
                 async with lane.turns.take(client, len(grammar.text)):
                     if grammar not in self._cache:  # by somebody who asked for the same
                         compiled = await lane.ask(grammar)
-                        if lane is self._large or not compiled.is_late:
+                        if not compiled.is_stopped and (lane is self._large or not compiled.is_late):
                             self._remember(grammar, compiled)
+        if grammar not in self._cache:
+            return Compiled(is_stopped=True)
         self._cache.move_to_end(grammar)
         return self._cache[grammar]
 

@@ -1,6 +1,6 @@
 """A compiler process: `python -m engine.grammar.compile MODEL_FOLDER`. It answers each Question with a Compiled.
 
-Each is compiled in a child that is killed when it takes too long.
+Each grammar is compiled in a child with limits of CPU time, wall-clock time and memory.
 """
 
 import json
@@ -21,7 +21,7 @@ import xgrammar
 from engine.grammar.client import Compiled, Question
 from engine.grammar.schema import check
 from engine.grammar.vocabulary import read_vocabulary
-from engine.helper import answer_in_child, answer_questions
+from engine.helper import ChildStopped, answer_in_child, answer_questions
 from engine.ipc import die_with_parent
 from engine.params import Grammar
 
@@ -32,6 +32,12 @@ PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is fal
 MAX_REASON = 200  # characters: some repeat the grammar
 BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r"[^\"\\\r\n]"))
 PLAIN = r"[^\0-\x1f\"\\\r\n]"
+MAX_DIGITS, MAX_EXPONENT_DIGITS = 20, 3
+DIGIT_RULE = re.compile(r"^(\w+) ::= \(\(\[0-9\]\)\)$", re.MULTILINE)
+DIGITS_RULE = re.compile(r"^(\w+) ::= \(\(\[0-9\] \1\) \| \(\[0-9\]\)\)$", re.MULTILINE)  # in times of day
+UNBOUNDED = re.compile(  # a repetition without end, outside of literals and classes of characters
+    r'"(?:[^"\\]|\\.)*"|(?P<before>\[1-9\] |\[eE\] \w+ )?(?P<rule>\w+|\[0-9\])(?:\*|\{(?P<least>\d+), -1\})|\[(?:[^\]\\]|\\.)*\]'
+)
 EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(\[[^\]\n]*\])?(\.-?\d+)?\s*:", re.MULTILINE)
 LARK_ATTRIBUTES = re.compile(r"^(\s*[?!]?[A-Za-z_]\w*)\[([^\]\n]*)\](?=\s*:)", re.MULTILINE)
@@ -39,7 +45,8 @@ LARK_SCHEMA = re.compile(r"%json\s*(?=\{)")
 ATTRIBUTE = re.compile(r"(\w+)(?:\s*=\s*(?:\"(?:[^\"\\]|\\.)*\"|[^,]*))?\s*(?:,|$)")
 LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 NUM_FOLLOWED = 64
-MAX_TOKEN_S = 0.05  # for one token; usual ones take a hundredth
+MAX_TOKEN_S = 0.05  # CPU time of one token; usual ones take a hundredth
+NUM_MEASUREMENTS = 3
 
 
 def main() -> None:
@@ -52,13 +59,20 @@ def main() -> None:
 
 
 def answer(compiler: xgrammar.GrammarCompiler, question: Question) -> bytes:
-    """A Compiled. No threads run here: it may fork."""
+    """Return an encoded Compiled. No threads run here: it may fork."""
+
+    def work() -> bytes:
+        return msgspec.msgpack.encode(compiled(compiler, question.grammar))
+
     try:
-        return answer_in_child(lambda: msgspec.msgpack.encode(compiled(compiler, question.grammar)), question.seconds)
+        return answer_in_child(work, question.cpu_seconds, question.wall_seconds)
     except TimeoutError:
-        problem = Compiled(error=f"it takes longer than {question.seconds:.0f} s to compile", is_late=True)
+        limit = f"{question.cpu_seconds:g} s CPU time (--grammar-timeout)"
+        problem = Compiled(error=f"the grammar exceeds the compiler's limit of {limit}", is_late=True)
+    except ChildStopped:
+        problem = Compiled(is_stopped=True)
     except EOFError:
-        problem = Compiled(error="it is too deep or too large to compile")
+        problem = Compiled(error="the grammar is too deep or too large to compile")
     return msgspec.msgpack.encode(problem)
 
 
@@ -69,28 +83,38 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
         "regex": compiler.compile_regex,
         "ebnf": lambda text: compiler.compile_grammar(ebnf_of(text)),
         "choice": lambda text: compiler.compile_grammar(choice_grammar(msgspec.json.decode(text, type=list[str]))),
-        "structural_tag": lambda text: compiler.compile_grammar(without_controls(xgrammar.Grammar.from_structural_tag(with_ebnf(text)))),
+        "structural_tag": lambda text: compiler.compile_grammar(xgrammar.Grammar.from_structural_tag(with_ebnf(text))),
     }
     try:
         done = kinds[grammar.kind](grammar.text)
         follow(done)
         return Compiled(done.serialize_json().encode())
     except (RuntimeError, ValueError, TypeError, MemoryError, msgspec.DecodeError) as problem:
-        return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "it takes too much memory")
+        return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "the grammar takes too much memory to compile")
 
 
 def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgrammar.CompiledGrammar:
     """Without white space, which a model could repeat for ever. Raises ValueError."""
     check(schema)
-    return compiler.compile_grammar(
-        without_controls(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":")))
-    )
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":"))
+    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(bounded(grammar)))
 
 
-def without_controls(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
-    """xgrammar's rule for a string of a bounded length lets control characters in, which JSON does not."""
-    text, num_changed = BOUNDED.subn(lambda match: match[1] + PLAIN, str(grammar))
-    return xgrammar.Grammar.from_ebnf(text) if num_changed else grammar
+def bounded(grammar: xgrammar.Grammar) -> str:
+    """EBNF of a schema's grammar, corrected: numbers have at most MAX_DIGITS digits before and after the point, which a model could repeat
+    for ever, and strings of bounded length have no control characters, which JSON forbids."""
+    text = BOUNDED.sub(lambda match: match[1] + PLAIN, str(grammar))
+    text = DIGITS_RULE.sub(rf"\1 ::= [0-9]{{1, {MAX_DIGITS}}}", text)
+    digits = {"[0-9]", *DIGIT_RULE.findall(text)}
+
+    def limit(match: re.Match[str]) -> str:
+        before, least = match["before"] or "", int(match["least"] or 0)
+        if match["rule"] not in digits:
+            return match[0]
+        most = MAX_EXPONENT_DIGITS if "e" in before else MAX_DIGITS - bool(before)
+        return f"{before}{match['rule']}{{{least}, {max(least, most)}}}"
+
+    return UNBOUNDED.sub(limit, text)
 
 
 def ebnf_of(grammar: str) -> str:
@@ -113,17 +137,17 @@ def ebnf_of(grammar: str) -> str:
     return str(xgrammar.Grammar.from_lark(bare, named_grammars=schemas))
 
 
-def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
+def lark_schema(schema: dict[str, object]) -> str:
     """With the white space that guidance asks for, else with none."""
     spaces = schema.pop("x-guidance", {})
     check(schema)
     told = spaces if isinstance(spaces, dict) else {}
     separators = str(told.get("item_separator", ",")), str(told.get("key_separator", ":"))
-    return without_controls(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators))
+    return bounded(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators))
 
 
 def with_ebnf(tag: str) -> str:
-    """A structural tag whose grammars are EBNF."""
+    """A structural tag whose grammars and schemas are EBNF."""
 
     def walked(value: object) -> object:
         if isinstance(value, list):
@@ -132,7 +156,10 @@ def with_ebnf(tag: str) -> str:
             return value
         if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
             return value | {"grammar": ebnf_of(value["grammar"])}
-        return {name: one if name == "json_schema" else walked(one) for name, one in value.items()}
+        if "json_schema" in value:
+            alone = {"type": "structural_tag", "format": value}
+            return {"type": "grammar", "grammar": bounded(xgrammar.Grammar.from_structural_tag(json.dumps(alone)))}
+        return {name: walked(one) for name, one in value.items()}
 
     return json.dumps(walked(json.loads(tag)))
 
@@ -145,7 +172,13 @@ def choice_grammar(choices: list[str]) -> str:
 
 
 def follow(grammar: xgrammar.CompiledGrammar) -> None:
-    """Draws some tokens at random as a worker would. ValueError if that is too slow."""
+    """Raise ValueError if a worker could not follow the grammar fast enough. A slow measurement is repeated: the machine may cause it."""
+    if all(slowest_token(grammar) > MAX_TOKEN_S for _ in range(NUM_MEASUREMENTS)):
+        raise ValueError("the grammar takes too long to follow")
+
+
+def slowest_token(grammar: xgrammar.CompiledGrammar) -> float:
+    """CPU seconds of the first token that takes more than MAX_TOKEN_S, else 0. The same random tokens are sampled in every call."""
     matcher, rng = xgrammar.GrammarMatcher(grammar), random.Random(0)
     vocab_size = grammar.tokenizer_info.vocab_size
     words = xgrammar.allocate_token_bitmask(1, vocab_size)
@@ -154,12 +187,13 @@ def follow(grammar: xgrammar.CompiledGrammar) -> None:
         matcher.fill_next_token_bitmask(words)
         allowed = np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little")[:vocab_size])
         if not len(allowed):
-            return
+            break
         matcher.accept_token(int(rng.choice(allowed)))
-        if time.process_time() - started > MAX_TOKEN_S:
-            raise ValueError("it takes too long to follow")
+        if (seconds := time.process_time() - started) > MAX_TOKEN_S:
+            return seconds
         if matcher.is_terminated():
-            return
+            break
+    return 0.0
 
 
 if __name__ == "__main__":

@@ -90,7 +90,6 @@ def main() -> None:
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
-        child.close()
         os._exit(1)  # a compiler may still be at work
     settle_heap()
     results.send(ready)
@@ -98,7 +97,6 @@ def main() -> None:
     notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
     run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heartbeat)
     heartbeat.stop()
-    child.close()
     os._exit(0)  # tearing down collectives may wait for ranks that are gone
 
 

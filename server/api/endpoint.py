@@ -222,13 +222,14 @@ class GenerationEndpoint(Endpoint):
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
         request, service = job.request, self.service
-        wanted = request.stream_options or StreamOptions()
+        wanted, first = request.stream_options or StreamOptions(), job.submits[0]
         options = ReplyOptions(
             request.model or service.model_names[0], int(time.time()), body.started, body.received, bool(request.stream),
             bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings),
-            job.echo, job.warnings, job.custom_tools, job.submits[0].output.calls != "none",
+            job.echo, job.warnings, job.custom_tools, has_grammar=first.grammar is not None or first.output.must_call,
+            drops_empty=first.output.calls != "none",
         )  # fmt: skip
-        answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
+        answer = stream, service.client, service.metrics, job.num_images, first.deadline
         return Reply(*answer, format=self.format_of(options, job), options=options)
 
     def format_of(self, options: ReplyOptions, job: Job) -> Format:

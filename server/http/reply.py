@@ -27,6 +27,7 @@ from server.http.sse import Choice, Format, ReplyOptions, Usage, stage_times, ti
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
 WRITE_S = 5
+CUT_OFF = "the answer was cut off by the limit of tokens before its grammar was complete: raise max_tokens"
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
@@ -130,7 +131,7 @@ class Reply(Answer):
                 self._record.reason = error.message
                 chunks.append(self._format.error_chunk(error))
             elif is_last:
-                chunks.append(self._format.end(self._total(), self._timings()))
+                chunks.append(self._format.end(self._total(), self._extra()))
             await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": not is_last})
             if is_last:
                 return
@@ -148,7 +149,7 @@ class Reply(Answer):
             chunks.append(self._format.token_chunk(choice, event))
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
-            chunks.append(self._format.finish_chunk(choice, self._timings()))
+            chunks.append(self._format.finish_chunk(choice, self._extra()))
 
     async def _gather(self, events: list[Event]) -> Response | ErrorInfo:
         while True:
@@ -165,7 +166,7 @@ class Reply(Answer):
             events = await self._stream.next()
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
-        arguments = choices, self._total(), self._timings()
+        arguments = choices, self._total(), self._extra()
         is_large = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in choices) > LARGE_LOGPROBS
         document = self._format.document
         body = await asyncio.to_thread(document, *arguments) if is_large else document(*arguments)
@@ -194,12 +195,15 @@ class Reply(Answer):
             if num_tokens > 0:
                 choice.last_time = now
 
-    def _timings(self) -> dict[str, object]:
+    def _extra(self) -> dict[str, object]:
+        """Fields of the document, or of the last event of a stream: warnings about the end, and timings if the client wants them."""
+        is_cut = self._options.has_grammar and any(choice.finish_reason == "length" for choice in self._choices.values())
+        extra: dict[str, object] = {"warnings": [*self._options.warnings, CUT_OFF]} if is_cut else {}
         if not self._options.timings:
-            return {}
+            return extra
         last = max(choice.last_time for choice in self._choices.values())
         generation = max(0.0, last - self._record.first_token) if self._has_first_token else 0.0
-        return {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
+        return extra | {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
 
 
 class GatheredReply(Answer):

@@ -157,6 +157,7 @@ class ReplyOptions:
     echo: dict[str, Any] = field(default_factory=dict)  # of the request
     warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
     custom_tools: frozenset[str] = frozenset()  # which take one text
+    has_grammar: bool = False
     drops_empty: bool = False  # no chunk for a token whose text waits: with tools, the thirty that begin a call
 
 

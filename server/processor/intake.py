@@ -18,7 +18,7 @@ import msgspec
 
 from engine.arena import ArenaFull, ArenaTooSmall
 from engine.config import EngineConfig, num_cpus
-from engine.grammar.client import GrammarCompiler, GrammarError
+from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
 from engine.messages import (
     TIMED_OUT,
     Abort,
@@ -69,7 +69,7 @@ class Intake(Way):
         self._prompts = PromptBuilder(checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
-        self._grammars = GrammarCompiler(model_folder)
+        self._grammars = GrammarCompiler(model_folder, self.config.grammar_timeout)
         self._templates = RequestTemplates(self._prompts.setting)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
@@ -263,7 +263,7 @@ class Intake(Way):
         return ids[:limit] if submit.keeps_beginning else ids[-limit:]
 
     async def _compile(self, request: Request) -> None:
-        """Puts the grammar of the answer, if any, into the arena. RequestError 400."""
+        """Puts the grammar of the answer, if any, into the arena. RequestError 400 or 503."""
         submit = request.submit
         grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template_of(submit.prompt))
         if grammar is None:
@@ -273,6 +273,8 @@ class Intake(Way):
         except GrammarError as error:
             field = submit.grammar_field
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
+        except CompilerBusy as busy:
+            raise overloaded(f"{submit.grammar_field}: {busy}") from None
 
         region = request.grammar = self.tools.room.take(len(data))
         region.append(data)

@@ -11,16 +11,16 @@ import sys
 
 import msgspec
 
-from engine.helper import answer_in_child, answer_questions
+from engine.helper import ChildStopped, answer_in_child, answer_questions
 from engine.ipc import die_with_parent
 from engine.messages import ErrorInfo
 from engine.params import ChatPrompt
-from server.errors import RequestError
+from server.errors import RequestError, overloaded
 from server.processor.template import ChatTemplate, Rendered, Setting
 
 NICENESS = 19  # streams go first
 MEMORY_BYTES = 1 << 30  # beyond it a template fails
-CPU_S, WAIT_S = 2.0, 10.0  # of a processor, and in all on a busy machine
+CPU_S, WAIT_S = 2.0, 10.0  # CPU time and wall-clock time of one template
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -39,7 +39,6 @@ def main() -> None:
 
 def answer(setting: Setting, prompt: ChatPrompt) -> bytes:
     def work() -> bytes:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # the kernel ends this process: no template can be asked to stop
         try:
             return msgspec.msgpack.encode(Answer(ChatTemplate(prompt.template, setting).render(prompt)))
         except RequestError as error:
@@ -48,9 +47,15 @@ def answer(setting: Setting, prompt: ChatPrompt) -> bytes:
             return refusal("it makes a prompt that is too large, or no text")
 
     try:
-        return answer_in_child(work, WAIT_S)
+        return answer_in_child(work, CPU_S, WAIT_S)
+    except ChildStopped:
+        return msgspec.msgpack.encode(Answer(error=interrupted().info))
     except (TimeoutError, EOFError):
-        return refusal(f"it takes longer than {CPU_S:.0f} s, or too much memory")
+        return refusal(f"it exceeds the limit of {CPU_S:.0f} s CPU time, or takes too much memory")
+
+
+def interrupted() -> RequestError:
+    return overloaded("chat_template: rendering was interrupted because the server is busy")
 
 
 def refusal(words: str) -> bytes:

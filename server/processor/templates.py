@@ -7,7 +7,7 @@ import msgspec
 from engine.helper import Helper, HelperDied, Turns
 from engine.params import ChatPrompt
 from server.errors import RequestError
-from server.processor.renderer import WAIT_S, Answer
+from server.processor.renderer import WAIT_S, Answer, interrupted
 from server.processor.template import Rendered, Setting
 
 GRACE_S = 10.0  # for a process that ends its child in time
@@ -28,13 +28,13 @@ class RequestTemplates:
         await self._helper.close()
 
     async def render(self, prompt: ChatPrompt, client: bytes) -> Rendered:
-        """By the template in it. RequestError 400, or RuntimeError if the process does not start."""
+        """By the template in it. RequestError 400 or 503, or RuntimeError if the process does not start."""
         question = msgspec.msgpack.encode(prompt)
         async with self._turns.take(client, len(question)):
             try:
                 answer = msgspec.msgpack.decode(await self._helper.ask(question, WAIT_S + GRACE_S), type=Answer)
             except (TimeoutError, HelperDied):
-                raise RequestError(400, "chat_template: it breaks its process", "chat_template", "invalid_value") from None
+                raise interrupted() from None
         if answer.error is not None:
             raise RequestError.of(answer.error)
         assert answer.rendered is not None

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.serving import ROOT, SMALL
+from tests.unit.engine.test_working_directory import DECOY, NAMES
 
 pytestmark = pytest.mark.packaging
 
@@ -33,7 +34,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_command_serves_the_demo(installed: Path, tmp_path: Path) -> None:
-    """Red if an installed engine lacks a file that a clone has, or its command does not serve."""
+    """Red if an installed engine lacks a file that a clone has, its command does not serve, or files of the working directory run."""
+    for name in NAMES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(DECOY)
     command = installed / "bin" / "mini-vlm"
     environment = dict(os.environ) | {"PYTHONPATH": str(installed)}
     flags = ["serve", "--port", "0", "--device", "cpu", *SMALL]

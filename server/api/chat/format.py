@@ -55,7 +55,7 @@ class OpenAIFormat(Format):
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
         said = [{"index": choice.index, **self.document_choice(choice), **_ids(choice), **_ending(choice)} for choice in choices]
         head = {**self._head, "object": self.document_object, **self.document_head(choices[0])}
-        return encode({**head, "choices": said, "usage": usage_json(usage), **timings, **self._warnings})
+        return encode({**head, "choices": said, "usage": usage_json(usage), **self._warnings, **timings})
 
     def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
         chunk: dict[str, object] = {**self._head, "choices": [choice]}

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.arena import ArenaView, create_memfd
 from engine.config import EngineConfig
-from engine.ipc import Inbox, Outbox, Runtime, Status
+from engine.ipc import FAILED, Inbox, Outbox, Runtime, Status
 from engine.messages import (
     Abort,
     EngineOutputs,
@@ -214,17 +214,17 @@ class Stack:
         texts: dict[str, str] = {}
         while len(texts) < 2:
             status = self._status.recv(timeout=HANG_GUARD_S)
-            assert status is not None and status.state != "failed", f"no start: {status}"
+            assert status is not None, f"no start: {self.failures()}"
             if status.state == "ready":
                 texts[status.role] = status.text
         return texts["api"]
 
-    def failures(self) -> list[Status]:
-        """Failure reports of the processes since the last call."""
-        found = []
-        while (status := self._status.recv_ready()) is not None:
-            found.append(status)
-        return [status for status in found if status.state == "failed"]
+    def failures(self) -> dict[str, str]:
+        """Role -> reason of the processes that failed since the last call."""
+        found = {path.stem: path.read_text() for path in Path(self.run_dir).glob(f"*{FAILED}")}
+        for role in found:
+            Path(self.run_dir, role + FAILED).unlink()
+        return found
 
     def chat(self, content: object, **fields: object) -> httpx.Response:
         body = {"model": "test-model", "messages": [{"role": "user", "content": content}], **fields}

@@ -54,7 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def regex() -> bytes:
     async def compiled() -> bytes:
-        compiler = GrammarCompiler(CHECKPOINT)
+        compiler = GrammarCompiler(CHECKPOINT, 60)
         try:
             return await compiler.compile(REGEX)
         finally:
