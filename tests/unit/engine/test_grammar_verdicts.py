@@ -40,7 +40,7 @@ def compiler_of(small: ScriptedHelper, large: ScriptedHelper) -> GrammarCompiler
     return compiler
 
 
-@pytest.mark.parametrize("failure", [TimeoutError(), HelperDied(), STOPPED], ids=["wall-clock", "helper killed", "child stopped"])
+@pytest.mark.parametrize("failure", [TimeoutError(), HelperDied(-9), STOPPED], ids=["wall-clock", "helper killed", "child stopped"])
 async def test_interrupted_compilation_is_repeated(failure: Compiled | Exception) -> None:
     """Red if a schema stays refused because its compiler was killed or waited too long for a processor once."""
     compiler = compiler_of(ScriptedHelper(failure, Compiled(b"data")), ScriptedHelper(failure))
