@@ -1,40 +1,44 @@
-"""How processes stop: with many signals at once, in the middle of a download, when the launcher is gone and their own end hangs."""
+"""How processes stop: on many signals at once, during a download, and after the launcher's death when their own stop hangs or fails."""
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 SIGNALS = """
-import signal, time
+import signal
 from engine.ipc import StopFlag
-flag = StopFlag()
-signal.signal(signal.SIGALRM, lambda *_: flag.set())
+flag, count = StopFlag(), 0
+def handle(*_):
+    global count
+    flag.set()
+    count += 1
+signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 1e-4, 5e-5)
-end = time.monotonic() + 1
-while time.monotonic() < end:
+while count < 5000:
     pass
 signal.setitimer(signal.ITIMER_REAL, 0)
 assert flag.is_set()
 """
 
 DOWNLOAD = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from engine import serve
+def download():
+    os.kill(os.getpid(), signal.SIGNAL)
+    threading.Event().wait()
 def make_runtime(config, supervisor, listener_fd):
     print(supervisor.run_dir, flush=True)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGNAL)).start()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(time.sleep, 15).result()
+        pool.submit(download).result()
 serve.make_runtime = make_runtime
 sys.exit(serve.main(['--port', '0']))
 """
 
 ORPHAN = """
-import os, threading, time
+import os, threading
 from types import SimpleNamespace
 from engine.ipc import Child
 lifeline, end = os.pipe()
@@ -45,15 +49,14 @@ def stop():
     STOP
 child.on_orphaned(stop, grace=0.3)
 os.close(end)
-time.sleep(15)
+threading.Event().wait()
 """
 
 
-def run(script: str) -> tuple[int, str, float]:
-    """Exit code, output, seconds."""
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=30)
-    return done.returncode, done.stdout.strip(), time.monotonic() - started
+def run(script: str) -> tuple[int, str]:
+    """Exit code and output. A script that hangs fails the test."""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    return done.returncode, done.stdout.strip()
 
 
 def test_a_signal_may_interrupt_the_handler_of_another() -> None:
@@ -63,14 +66,13 @@ def test_a_signal_may_interrupt_the_handler_of_another() -> None:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_download_is_broken_off(name: str) -> None:
-    """Red if a signal waits for the download's threads, or leaves the run directory behind."""
-    code, run_dir, seconds = run(DOWNLOAD.replace("SIGNAL", name))
-    assert code == 0 and seconds < 10
+    """Red if a signal waits for the threads of a download that never ends, or leaves the run directory."""
+    code, run_dir = run(DOWNLOAD.replace("SIGNAL", name))
+    assert code == 0
     assert run_dir and not Path(run_dir).exists()
 
 
 @pytest.mark.parametrize("stop", ["threading.Event().wait()", "raise RuntimeError"])
 def test_an_orphan_ends_whatever_its_stop_does(stop: str) -> None:
-    """Red if a process can outlive its launcher because its own end hangs or fails."""
-    code, _, seconds = run(ORPHAN.replace("STOP", stop))
-    assert code == 1 and seconds < 10
+    """Red if a process can outlive its launcher because its own stop hangs or fails."""
+    assert run(ORPHAN.replace("STOP", stop))[0] == 1
