@@ -1,15 +1,22 @@
-"""What nobody will wait for: deadlines of requests, and how long one may wait for its first step."""
+"""Deadlines of requests, and the longest wait for the first step."""
 
 import random
-import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from engine.scheduler import core
 from engine.scheduler.core import SchedulerCore
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 PROMPT = [20] * 6
+NOW = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: NOW))
 
 
 def simulation(max_queue_seconds: float | None = None, **limits: object) -> Simulation:
@@ -34,16 +41,15 @@ def error_of(sim: Simulation, now: float) -> list[tuple[int, int, int]]:
 def test_a_deadline_ends_a_request_waiting_or_running(num_steps: int) -> None:
     """Red if a request goes on behind its deadline, ends before it, takes others with it, or leaves something behind."""
     sim = simulation()
-    now = time.monotonic()
-    ask(sim, 0, now + 100, n=2)
-    ask(sim, 1, now + 300)
+    ask(sim, 0, NOW + 100, n=2)
+    ask(sim, 1, NOW + 300)
     ask(sim, 2)
     for _ in range(num_steps):
         sim.step()
-    assert error_of(sim, now + 99) == [] and error_of(sim, now + 101) == [(0, 0, 504), (0, 1, 504)]
+    assert error_of(sim, NOW + 99) == [] and error_of(sim, NOW + 101) == [(0, 0, 504), (0, 1, 504)]
     sim.run()
     assert {rid: sim.terminal[rid] for rid in (0, 1, 2)} == {0: "error", 1: "length", 2: "length"}
-    assert error_of(sim, now + 1000) == [], "a request that has ended ends again"
+    assert error_of(sim, NOW + 1000) == [], "a request that has ended ends again"
 
 
 def test_a_request_that_waits_for_too_long_is_told_so() -> None:
@@ -52,8 +58,8 @@ def test_a_request_that_waits_for_too_long_is_told_so() -> None:
     for rid in range(3):
         ask(sim, rid)
     sim.step()
-    assert error_of(sim, time.monotonic() + 9) == []
-    assert error_of(sim, time.monotonic() + 11) == [(1, 0, 503), (2, 0, 503)]
+    assert error_of(sim, NOW + 9) == []
+    assert error_of(sim, NOW + 11) == [(1, 0, 503), (2, 0, 503)]
     sim.run()
     assert sim.terminal == {0: "length", 1: "error", 2: "error"}
 
@@ -65,6 +71,6 @@ def test_a_request_that_awaits_pixels_may_expire() -> None:
     prompt = [PLACEHOLDER] * 4 + [20]
     sim.add(make_request(0, prompt, [(0, 4, b"a")], 2, files={0}), prompt)
     sim.step()
-    assert len(sim.open) == 1 and error_of(sim, time.monotonic() + 11) == [(0, 0, 503)]
+    assert len(sim.open) == 1 and error_of(sim, NOW + 11) == [(0, 0, 503)]
     sim.answer(sim.open[0])
     sim.run()

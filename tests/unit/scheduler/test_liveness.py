@@ -1,18 +1,37 @@
-"""When the scheduler says that the engine is alive: what `/health` is made of."""
+"""When the scheduler reports that the engine is alive: the source of `/health`."""
 
 import random
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engine.ipc import Inbox
 from engine.messages import Activity, Heartbeat, ToScheduler
+from engine.scheduler import core
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
 from engine.worker import heartbeat
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 LATER = 1e9
+
+
+class Clock(SimpleNamespace):
+    """Stand-in for the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of scheduler core and heartbeat."""
+    clock = Clock()
+    monkeypatch.setattr(core, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    return clock
 
 
 def test_an_idle_engine_is_alive() -> None:
@@ -24,30 +43,26 @@ def test_an_idle_engine_is_alive() -> None:
     assert sim.core.alive_at(LATER) == LATER
 
 
-def test_a_request_that_nothing_is_planned_for_is_no_progress() -> None:
-    """Red if a scheduler that plans nothing, although requests wait, looks healthy for ever."""
+def test_a_request_that_nothing_is_planned_for_is_no_progress(clock: Clock) -> None:
+    """Red if a scheduler that plans nothing, although requests wait, looks healthy for ever, or if a further request makes it look alive."""
     sim = Simulation(make_core(), random.Random(0))
     sim.core.state.free_rows.clear()  # stands in for whatever may be wrong
-    before = time.monotonic()
-    sim.add(make_request(0, [20], [], 2), [20])
-    assert sim.core.next_step() is None
-    assert before <= sim.core.alive_at(LATER) <= time.monotonic()
-    sim.add(make_request(1, [20], [], 2), [20])
-    first = sim.core.alive_at(LATER)
-    time.sleep(0.001)
-    sim.add(make_request(2, [20], [], 2), [20])
-    assert sim.core.alive_at(LATER) == first, "whoever asks again makes it look alive"
+    for rid in range(3):
+        sim.add(make_request(rid, [20], [], 2), [20])
+        assert sim.core.next_step() is None
+        assert sim.core.alive_at(LATER) == 1000
+        clock.now += 1
 
 
-def test_a_worker_that_returns_nothing_is_no_progress() -> None:
+def test_a_worker_that_returns_nothing_is_no_progress(clock: Clock) -> None:
     """Red if a step that never ends looks like progress."""
     sim = Simulation(make_core(), random.Random(0))
     sim.add(make_request(0, [20], [], 9, ignore_eos=True), [20])
     assert sim.core.next_step() is not None and sim.core.next_step() is not None
-    assert sim.core.alive_at(LATER) <= time.monotonic()
+    assert sim.core.alive_at(LATER) == 1000
 
 
-def test_waiting_for_the_processor_is_not_the_engines_fault() -> None:
+def test_waiting_for_the_processor_is_not_the_engines_fault(clock: Clock) -> None:
     """Red if a long decode of a file looks like a deadlock, or if what comes after it is not watched."""
     sim = Simulation(make_core(), random.Random(0))
     sim.answers = False
@@ -56,12 +71,13 @@ def test_waiting_for_the_processor_is_not_the_engines_fault() -> None:
     assert sim.core.next_step() is None
     sim._take()
     assert sim.core.alive_at(LATER) == LATER
+    clock.now += 5
     sim.answer(sim.open[0])
-    assert sim.core.alive_at(LATER) <= time.monotonic()
+    assert sim.core.alive_at(LATER) == 1005
 
 
 def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
-    """Red if an engine whose worker is stopped looks healthy because nobody asks it for anything."""
+    """Red if an engine whose worker is stopped looks healthy because it has no requests."""
     workers = Workers("cuda")
     for rank in range(2):
         workers.note(Heartbeat(rank, "idle", 0.0), now=100.0)
@@ -85,21 +101,21 @@ def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity
         assert alive_at(52.0, "step") == 50.0, "a step that does not end is no progress"
 
 
-def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the beat comes from the loop, which an image may hold up, or does not say what that does."""
+def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the beat comes from the worker's loop, which an image may delay, or does not report the loop's activity."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     inbox: Inbox[ToScheduler] = Inbox(str(tmp_path), "scheduler", ToScheduler)
     thread = heartbeat.HeartbeatThread(str(tmp_path), rank=3)
-    before = time.monotonic()
+    clock.now += 7
     thread.note("images")
-    beats = [inbox.recv(timeout=5) for _ in range(20)]
+    beats = [inbox.recv(timeout=60) for _ in range(20)]
     assert all(isinstance(beat, Heartbeat) and beat.rank == 3 for beat in beats)
     last = beats[-1]
-    assert isinstance(last, Heartbeat) and last.activity == "images" and before <= last.since <= time.monotonic()
+    assert isinstance(last, Heartbeat) and (last.activity, last.since) == ("images", 1007)
     thread.begin_compiling()
-    assert "compiling" in {beat.activity for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Heartbeat)}
+    assert "compiling" in {beat.activity for _ in range(20) if isinstance(beat := inbox.recv(timeout=60), Heartbeat)}
     thread.end_compiling()
-    last = next(beat for _ in range(20) if isinstance(beat := inbox.recv(timeout=5), Heartbeat) and beat.activity != "compiling")
+    last = next(beat for _ in range(20) if isinstance(beat := inbox.recv(timeout=60), Heartbeat) and beat.activity != "compiling")
     assert last.activity == "images", "a step that made a kernel goes on as what it was"
     thread.stop()
     inbox.close()
