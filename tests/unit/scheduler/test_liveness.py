@@ -44,7 +44,7 @@ def test_an_idle_engine_is_alive() -> None:
 
 
 def test_a_request_that_nothing_is_planned_for_is_no_progress(clock: Clock) -> None:
-    """Red if a scheduler that plans nothing, although requests wait, looks healthy for ever, or if a further request makes it look alive."""
+    """Red if a scheduler that plans nothing, although requests wait, looks healthy for ever or because of a further request."""
     sim = Simulation(make_core(), random.Random(0))
     sim.core.state.free_rows.clear()  # stands in for whatever may be wrong
     for rid in range(3):

@@ -1,28 +1,43 @@
-"""Triton's interpreter for tests of kernels: files that use it are run again in a process that has it on, see `conftest`."""
+"""Run tests of kernels in Triton's interpreter.
+
+TRITON_INTERPRET must be set before Triton is imported. `test_interpreter.py` therefore runs the tests with the decorator `interpreted`
+in processes of their own: those marked `in_gate` in the gate, all in the suite `kernels`.
+"""
 
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # has to be set before triton is imported, so in a process of its own
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that a test of this file starts")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_gate: Any = pytest.mark.gate if INTERPRETED else ()  # marks the small case of a kernel that the gate runs
 starts_interpreter = pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton")
-UNUSED = ("langsmith_plugin", "schemathesis")  # plugins that take seconds to import
+UNUSED = ("cacheprovider", "langsmith_plugin", "schemathesis")  # plugins that take seconds to import
 
 
-def run_interpreted(files: list[str]) -> None:
-    """Runs the interpreted tests of `files`; AssertionError with their output if one fails, or if a file has none that ran."""
-    without = [option for plugin in ("cacheprovider", *UNUSED) for option in ("-p", f"no:{plugin}")]
+def interpreted(test: Callable[..., None] | None = None, *, gate: bool = False) -> Any:
+    """Decorator: the test runs in the interpreter, in the suite `kernels` and, with `gate`, also in the gate."""
+    if test is None:
+        return lambda test: interpreted(test, gate=gate)
+    marked = pytest.mark.kernels(pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs it")(test))
+    return in_gate(marked) if gate and INTERPRETED else marked
+
+
+def run_interpreted(suite: str, *options: str) -> None:
+    """Run all interpreted tests with the mark `suite`. AssertionError with their output if one fails, or if a file has none that ran."""
+    files = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "@interpreted" in path.read_text()]
+    without = [option for plugin in UNUSED for option in ("-p", f"no:{plugin}")]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-vv", "--noconftest", *without, *files],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "pytest", "-vv", "--noconftest", *without, "-m", suite, *options, *files],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=840,
     )
-    passed = [line for line in run.stdout.splitlines() if " PASSED" in line]
-    all_ran = all(any(f"{os.path.basename(file)}::" in line for line in passed) for file in files)
+    passed = [line for line in run.stdout.splitlines() if "PASSED" in line]
+    all_ran = all(any(f"{file.name}::" in line for line in passed) for file in files)
     assert run.returncode == 0 and all_ran, run.stdout + run.stderr

@@ -9,19 +9,15 @@ import torch
 from models.backends.ops import DeltaHeads, DeltaState, StateRows
 from models.backends.torch.delta import delta_rule_
 from models.backends.torch.ops import TorchOps
-from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 MIXES = {  # tokens of rows, and how many of these are prompts
+    "small": ((17, 1), 1),
     "decode rows": ((1, 1, 1), 0),
     "verify rows": ((3, 1, 0, 2, 8), 0),
     "mixed": ((65, 0, 2, 1, 1), 3),
     "a long chunk": ((130,), 1),
 }
-
-
-@starts_interpreter
-def test_delta_in_the_interpreter(interpreted_files: list[str]) -> None:
-    run_interpreted(interpreted_files)
 
 
 def state_of(heads: int, dim: int, conv_CW: torch.Tensor, drafts: int) -> DeltaState:
@@ -62,7 +58,7 @@ def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts
 
 
 @interpreted
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=in_gate if name == "small" else ()) for name in MIXES])
 def test_any_mix(name: str) -> None:
     """Red if a row reads another one's tokens or state, a chunk's edge is missed, or a head has the keys of another group."""
     from models.backends.portable.delta import delta_rule
@@ -77,8 +73,8 @@ def test_any_mix(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
-    """Red if what holds between two chunks of a step differs by a bit from what a step with the first one leaves, or what comes behind.
-    Three chunks of one prompt, one of another, and a decode row."""
+    """Red if chunks of a prompt in one step give other bits than the same chunks in steps of their own. Three chunks of one prompt, one of
+    another, and a decode row."""
     from models.backends.portable.delta import delta_rule
 
     compute, counts = delta_rule_ if backend == "torch" else delta_rule, (16, 70, 64, 30, 1)
@@ -99,8 +95,8 @@ def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
 @interpreted
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
-    """Red if a row that goes on behind the drafts that were accepted differs from one that was computed token by token and had no others:
-    in its outputs, its state or the inputs of its convolution. Also if drafts follow drafts. Our kernel, by a bit."""
+    """Red if a row that continues after accepted drafts differs in its outputs, its state or the inputs of its convolution from a row that
+    was computed token by token without drafts; also if drafts follow drafts. Our kernel must agree bit by bit."""
     from models.backends.portable.delta import delta_rule
 
     compute, tolerance = (delta_rule_, 1e-5) if backend == "torch" else (delta_rule, 0.0)
@@ -152,9 +148,9 @@ def test_half_precision() -> None:
     assert torch.equal(state.inputs_RWC, copied.inputs_RWC)
 
 
-@interpreted
+@interpreted(gate=True)
 def test_gate() -> None:
-    """Red if a gate is another head's."""
+    """Red if a gate is applied to another head."""
     from models.backends.portable.ops import TritonOps
 
     ops, gates = TritonOps(1), torch.randn(3, 20)

@@ -9,20 +9,15 @@ import pytest
 import torch
 
 from models.parallel import Exchange
-from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 from tests.unit.models.ranks import start_ranks
 
 ROUNDS = {2: 2, 3: 2}  # of so many ranks: each polls, and a test has few cores
 CPU = torch.device("cpu")
 
 
-@starts_interpreter
-def test_exchange_in_the_interpreter(interpreted_files: list[str]) -> None:
-    run_interpreted(interpreted_files)
-
-
 def whole(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Integers, whose sums are the same in every type: the interpreter does not round to the nearest bfloat16."""
+    """Return random integers: their sums are exact in every type, and the interpreter does not round to the nearest bfloat16."""
     return torch.randint(-9, 9, shape, generator=generator).float()
 
 
@@ -61,12 +56,12 @@ def rank_of(rank: int, size: int, folder: Path) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=in_gate), 3])
 def test_every_rank_gets_what_the_others_have(size: int, tmp_path: Path) -> None:
     start_ranks(rank_of, size, tmp_path)
 
 
-@interpreted
+@interpreted(gate=True)
 def test_numbers_of_exchanges_may_wrap(tmp_path: Path) -> None:
     """Red if an engine that has run for days waits for ever."""
     from models.backends.portable.exchange import TritonExchange, inbox_bytes

@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter against plain torch. Red when an index, a weight or a half of a pair is mixed up."""
 
+import itertools
 import math
 
 import pytest
@@ -10,18 +11,17 @@ from models.backends.torch.ops import TorchOps, rms_norm, rotate
 from models.layers.fp8 import BlockScaled, GroupScaled
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import make_taps
-from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
-    run_interpreted(interpreted_files)
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 
 @interpreted
-@pytest.mark.parametrize("is_normed", [True, False])
-@pytest.mark.parametrize("count", [3, 37])
-@pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 32), (6, 2, 16), (3, 1, 16), (16, 8, 16)])
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "count", "is_normed"),
+    [
+        pytest.param(6, 2, 16, 3, True, marks=in_gate), (8, 2, 128, 37, True), (4, 4, 32, 3, False), (3, 1, 16, 37, False),
+        (16, 8, 16, 37, True), (8, 2, 128, 3, False),
+    ],
+)  # fmt: skip
 def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int, is_normed: bool) -> None:
     """Few tokens, and so many that a program has several, the last one fewer."""
     generator, blocks, page = torch.Generator().manual_seed(0), 10, 4
@@ -46,8 +46,7 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
 
 
 @interpreted
-@pytest.mark.parametrize("is_normed", [True, False])
-@pytest.mark.parametrize("count", [3, 37])
+@pytest.mark.parametrize(("count", "is_normed"), [pytest.param(3, True, marks=in_gate), (37, False)])
 def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> None:
     """Red if what is not rotated is lost, or normalised without the rest; if weights are not float32; if a row is as wide as its heads."""
     generator, num_heads, kv_heads, head_dim = torch.Generator().manual_seed(0), 6, 2, 64
@@ -66,16 +65,16 @@ def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> Non
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_rotary_rows(count: int) -> None:
+@interpreted(gate=True)
+def test_rotary_rows() -> None:
     """Red if a pair follows another axis. Positions as far as a context goes, cut from a longer array."""
     from models.backends.portable import text
 
-    positions, axis = torch.randint(0, 262_144, (3, 9))[:, :count], torch.arange(32) % 3
     inv_freq = inverse_frequencies(5e6, 64)
-    found, expected = text.rotary_rows(positions, axis, inv_freq), TorchOps().rotary_rows(positions, axis, inv_freq)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for count in (0, 1, 7):
+        positions, axis = torch.randint(0, 262_144, (3, 9))[:, :count], torch.arange(32) % 3
+        found, expected = text.rotary_rows(positions, axis, inv_freq), TorchOps().rotary_rows(positions, axis, inv_freq)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
@@ -84,7 +83,7 @@ def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torc
 
 
 @interpreted
-@pytest.mark.parametrize("head_dim", [72, 64, 32, 16])
+@pytest.mark.parametrize("head_dim", [72, 64, 32, pytest.param(16, marks=in_gate)])
 def test_rotate(head_dim: int) -> None:
     from models.backends.portable import tower
 
@@ -99,7 +98,7 @@ def test_rotate(head_dim: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("width", "offsets"), [(1152, 1152), (64, 16)])
+@pytest.mark.parametrize(("width", "offsets"), [(1152, 1152), pytest.param(64, 16, marks=in_gate)])
 def test_layer_norm(width: int, offsets: int) -> None:
     from models.backends.portable import tower
 
@@ -111,7 +110,7 @@ def test_layer_norm(width: int, offsets: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("width", [64, 1500])
+@pytest.mark.parametrize("width", [pytest.param(64, marks=in_gate), 1500])
 def test_norm_and_swiglu(width: int) -> None:
     from models.backends.portable import text
 
@@ -132,7 +131,7 @@ def test_norm_and_swiglu(width: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("width", "rows"), [(512, 24), (700, 20), (96, 2)])
+@pytest.mark.parametrize(("width", "rows"), [(512, 24), (700, 20), pytest.param(96, 2, marks=in_gate)])
 def test_gemv(width: int, rows: int) -> None:
     from models.backends.portable import gemv
 
@@ -154,7 +153,7 @@ def test_gemv(width: int, rows: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("num_tokens", "width"), [(3, 512), (1, 1152), (5, 256)])
+@pytest.mark.parametrize(("num_tokens", "width"), [(3, 512), (1, 1152), pytest.param(5, 256, marks=in_gate)])
 def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     """Red if a norm, SwiGLU or attention is rounded otherwise than by `GroupScaled.quantized`, or scales are at another token's place."""
     from models.backends.portable import text
@@ -178,7 +177,10 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("num_tokens", "width", "rows"), [(1, 512, 128), (17, 640, 256), (70, 1536, 128), (140, 256, 128)])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "rows"),
+    [(1, 512, 128), (17, 640, 256), (70, 1536, 128), pytest.param(2, 256, 128, marks=in_gate), (140, 256, 128)],
+)
 def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None:
     """Red if a block's or a group's scale is taken for its neighbour's, or a part of the inputs is left out or counted twice."""
     from models.backends.portable import fp8
@@ -193,20 +195,20 @@ def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("num_out", [128, 2048, 5120, 151_936])
-@pytest.mark.parametrize(("gated", "is_whole"), [(True, True), (False, True), (False, False)])
-def test_tiles_fit_registers(num_out: int, gated: bool, is_whole: bool) -> None:
-    """Red if a program fetches so much at once that it spills, or has a norm of a part of its vector, tuned sizes included."""
+def test_tiles_fit_registers() -> None:
+    """Red if a program fetches so much at once that it spills, or normalises a part of its vector, tuned sizes included."""
     from models.backends.portable.tuned import GEMV_VALUES, gemv_tiles
 
-    for width in (2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600):
+    widths = [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600]
+    kinds = [(True, True), (False, True), (False, False)]
+    for width, num_out, (gated, is_whole) in itertools.product(widths, [128, 2048, 5120, 151_936], kinds):
         tiles = gemv_tiles(num_out, width, gated, is_whole)
-        assert tiles.block >= width or not is_whole, width
+        assert tiles.block >= width or not is_whole, (width, num_out, gated)
         if not is_whole or width <= 8192:  # no model has so wide a residual stream
-            assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0, width
+            assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0, (width, num_out, gated)
 
 
-@interpreted
+@interpreted(gate=True)
 def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     from models.backends.portable import gemv
     from models.backends.portable.tuned import GemvTiles
@@ -218,7 +220,8 @@ def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("size", "axis", "new"), [((40, 32), 0, 64), ((40, 32), 1, 64), ((300, 32), 0, 32), ((32, 50), 1, 32), ((32, 64), 0, 32)]
+    ("size", "axis", "new"),
+    [((40, 32), 0, 64), ((40, 32), 1, 64), ((300, 32), 0, 32), pytest.param((32, 50), 1, 32, marks=in_gate), ((32, 64), 0, 32)],
 )
 def test_resample(size: tuple[int, int], axis: int, new: int) -> None:
     from models.backends.portable import pixels

@@ -12,15 +12,10 @@ from models.backends.torch.linear import linear
 from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
 from models.backends.torch.ops import TorchOps
 from models.layers.fp8 import BlockScaled, GroupScaled
-from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 NUM_EXPERTS, CHOSEN = 8, 2
 MANY = 24  # choices; with more they are sorted
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
-    run_interpreted(interpreted_files)
 
 
 @pytest.fixture
@@ -76,10 +71,15 @@ Skew = Callable[[torch.Tensor, Experts], None]
 
 @interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
-@pytest.mark.parametrize("skew", [evenly, to_one])
-@pytest.mark.parametrize("num_tokens", [1, 3, 12, 13, 70])
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "skew", "is_padded", "has_shared"),  # all pairs of values
+    [
+        (1, evenly, False, False), (1, to_one, True, True), (3, evenly, True, False), (3, to_one, False, True),
+        pytest.param(12, evenly, False, True, marks=in_gate), (12, to_one, True, False),
+        pytest.param(13, evenly, True, True, marks=in_gate), (13, to_one, False, False),
+        (70, evenly, False, False), (70, to_one, True, True),
+    ],
+)  # fmt: skip
 def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool, has_shared: bool) -> None:
     """One choice an expert, several tiles of one expert, experts with none; a single token; padding that would go anywhere."""
     torch.manual_seed(num_tokens)
@@ -94,8 +94,7 @@ def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool,
 
 @interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
-@pytest.mark.parametrize("num_tokens", [2, 40])
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(("num_tokens", "has_shared"), [(2, True), (40, False)])
 def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
     """Red if an expert is counted from another one's matrix, or what belongs to another rank is not zero."""
     torch.manual_seed(0)
@@ -111,7 +110,10 @@ def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(("width", "inner", "chosen", "has_shared"), [(64, 48, 2, False), (96, 80, 3, False), (96, 80, 2, True)])
+@pytest.mark.parametrize(
+    ("width", "inner", "chosen", "has_shared"),
+    [pytest.param(64, 48, 2, True, marks=in_gate), (96, 80, 3, False), (96, 80, 2, True)],
+)
 def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -> None:
     """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
     from models.backends.portable.ops import TritonOps
@@ -141,8 +143,7 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 
 @interpreted
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if an expert's block gets another one's scale, or a token's group another token's."""
     from models.backends.portable import moe
@@ -172,7 +173,7 @@ def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @interpreted
-@pytest.mark.parametrize("num_parts", [0, 1, 8])
+@pytest.mark.parametrize("num_parts", [0, 1, pytest.param(8, marks=in_gate)])
 def test_a_single_token_takes_all_addends(num_parts: int) -> None:
     """Red if one of the parts that experts leave is lost, or added twice, where one token is normalised and multiplied in one kernel."""
     from models.backends.portable.ops import TritonOps

@@ -5,18 +5,17 @@ import torch
 
 from models.backends.ops import Experts
 from models.backends.torch.moe import route as torch_route
-from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
-    run_interpreted(interpreted_files)
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("num_experts", "chosen"), [(8, 2), (128, 8), (60, 4), (5, 3)])
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "chosen", "has_shared", "dtype"),
+    [
+        (8, 2, False, torch.float32), (128, 8, True, torch.float16), (60, 4, False, torch.float16),
+        pytest.param(5, 3, True, torch.float32, marks=in_gate), (5, 3, False, torch.float16),
+    ],
+)  # fmt: skip
 def test_routes(num_experts: int, chosen: int, has_shared: bool, dtype: torch.dtype) -> None:
     """Numbers of experts that are no powers of two; equal logits, of which the first wins; negative ones alone; one that leaves nothing to
     the others. Logits of 32 bits, and of 16."""

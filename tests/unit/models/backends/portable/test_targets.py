@@ -237,7 +237,8 @@ def launch_all(capability: int) -> None:
         launch_experts(capability, is_float8=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90, *(pytest.param(each, marks=pytest.mark.extended) for each in (86, 89, 100, 120))])
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
     launch_all(capability)
     for launch in launches:

@@ -5,16 +5,11 @@ import pytest
 import torch
 
 from models.transfers import Transfers
-from tests.unit.models.backends.portable.interpreter import interpreted, run_interpreted, starts_interpreter
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter(interpreted_files: list[str]) -> None:
-    run_interpreted(interpreted_files)
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 
 @interpreted
-@pytest.mark.parametrize("num_bytes", [0, 128, 4096, 4224, 65_536, 100, 70_000])
+@pytest.mark.parametrize("num_bytes", [0, 128, 4096, pytest.param(4224, marks=in_gate), 65_536, 100, 70_000])
 def test_fetch(num_bytes: int) -> None:
     """Nothing, a line, whole programs and a part of one, up to the most; then what the copy engine takes: odd bytes, and many."""
     from models.backends.portable.transfers import TritonTransfers
@@ -26,7 +21,7 @@ def test_fetch(num_bytes: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("count", [1, 7, 128, 129, 300])
+@pytest.mark.parametrize("count", [1, 7, 128, pytest.param(129, marks=in_gate), 300])
 def test_deliver(count: int) -> None:
     from models.backends.portable.transfers import TritonTransfers
 
