@@ -33,6 +33,7 @@ class HostedEngine:
         self._config, self._owns_process = config, owns_process
         self._supervisor = Supervisor()
         self._is_stopping = threading.Event()
+        self._stopping: asyncio.Task[None] | None = None
         self._in_thread: asyncio.Future[object] | None = None  # whoever waits for the children
         self._tasks: list[asyncio.Task[None]] = []
         self._undo = contextlib.ExitStack()
@@ -62,9 +63,12 @@ class HostedEngine:
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def stop(self) -> None:
-        """Ends every process, once; what waits gets an error."""
-        if self._is_stopping.is_set():
-            return
+        """End every process; every caller waits until all have ended. Cancelling a caller interrupts nothing. Requests get an error."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._end_processes())
+        await asyncio.shield(self._stopping)
+
+    async def _end_processes(self) -> None:
         self._is_stopping.set()
         for task in self._tasks:
             task.cancel()

@@ -45,9 +45,9 @@ class LLM:
         self.close()
 
     def chat(
-        self, messages: Sequence[Any], sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
+        self, messages: str | Sequence[Any], sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
     ) -> list[RequestOutput]:
-        """Of one conversation, or of a list of them. Parts of messages may be pictures: PIL images, bytes, paths, URLs."""
+        """Answer a text, a conversation, or each of a list. Parts of messages may be pictures: PIL images, bytes, paths, URLs."""
         return self._answer(CHAT, conversations_of(messages), sampling_params, use_tqdm, errors, fields)
 
     def generate(

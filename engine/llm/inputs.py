@@ -19,6 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate"
 NATIVE_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 DEFAULT_TOKENS = 16
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
 PICTURE_KEYS = ("image_url", "image_pil", "image", "url", "path")
 VIDEO_KEYS = ("video_url", "video", "url", "path")
@@ -48,13 +49,13 @@ class Ask:
         if self.path == WITH_PICTURES:
             return _native_json(self.prompt, {**told, **self.fields})
         if self.reads_files:
-            return {**told, **self.fields, "messages": [_message_json(message) for message in self.prompt]}
+            return {**told, **self.fields, "messages": [_message_json(message) for message in _messages_of(self.prompt)]}
         return {**told, **self.fields, "input" if self.path == EMBEDDINGS else "prompt": _prompt_json(self.prompt)}
 
 
 def conversations_of(messages: Sequence[Any]) -> list[Any]:
-    """One is a list of one."""
-    return [messages] if _is_conversation(messages) else list(messages)
+    """List of conversations: the given one, or each of the given list. A text is a conversation of one question."""
+    return [messages] if isinstance(messages, str) or _is_conversation(messages) else list(messages)
 
 
 def prompts_of(prompts: Any) -> list[Any]:
@@ -67,6 +68,16 @@ def _is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
+def _messages_of(conversation: Any) -> Sequence[Message]:
+    """Raises ValueError."""
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    if not _is_conversation(conversation):
+        raise ValueError(f"a conversation is a text or a list of messages with a role, not {type(conversation).__name__}")
+    messages: Sequence[Message] = conversation
+    return messages
+
+
 def _message_json(message: Message) -> dict[str, Any]:
     content = message.get("content")
     if content is None or isinstance(content, str):
@@ -76,7 +87,7 @@ def _message_json(message: Message) -> dict[str, Any]:
 
 
 def _part_json(part: Any) -> Any:
-    if isinstance(part, str):
+    if isinstance(part, str) and not _names_picture(part):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
         return {"type": "image_url", "image_url": {"url": picture_url(part)}}
@@ -90,6 +101,19 @@ def _part_json(part: Any) -> Any:
     given = part[key] if isinstance(part[key], Mapping) else {"url": part[key]}
     kind = "video_url" if is_video else "image_url"
     return {"type": kind, kind: {**given, "url": picture_url(given.get("url"), "video" if is_video else "image")}, **others}
+
+
+def _names_picture(text: str) -> bool:
+    """Whether a string among the parts of a message is a URL, or the path of a file, rather than text. Raises FileNotFoundError if it ends
+    like the name of a picture and there is no such file."""
+    if text.lower().startswith(URL_SCHEMES):
+        return len(text.split()) == 1
+    path = Path(text).expanduser()
+    if (path.suffix or os.sep in text) and os.path.isfile(path):
+        return True
+    if text.lower().endswith(PICTURE_SUFFIXES):
+        raise FileNotFoundError(f"there is no picture {text!r}; a text that ends like this is a part {{'type': 'text', 'text': ...}}")
+    return False
 
 
 def picture_url(picture: Any, kind: str = "image") -> str | None:

@@ -28,7 +28,7 @@ class AsyncLLM:
         await self._session.close()
 
     def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **fields: Any
+        self, messages: str | Sequence[Message], sampling_params: SamplingParams | None = None, **fields: Any
     ) -> AsyncIterator[RequestOutput]:
         """The answer so far, whenever it has grown; the last one is finished."""
         return self._session.stream(Ask(CHAT, messages, sampling_params or SamplingParams(), fields))

@@ -156,7 +156,15 @@ async def test_stop_drop_and_words_for_errors(page: Page, engine: Engine) -> Non
     )
     await page.evaluate(broken)
     problem = await page.wait("document.getElementById('problem').textContent")
-    assert problem == "No picture or video: notes.txt. Broken, or of a kind that cannot be read: photo.png."
+    assert problem == "No picture or video: notes.txt. Broken, or of a kind that cannot be read: photo.png. Remove it to send the question."
+    await page.click("#question")
+    await page.type("What is in this picture?")
+    await page.press("Enter")
+    assert await page.evaluate("document.getElementById('send').disabled && document.querySelectorAll('.mine').length === 1")
+    for _ in range(2):
+        await page.click("#attached .rejected button")
+    assert await page.evaluate("!document.getElementById('send').disabled && document.getElementById('problem').hidden")
+    await page.evaluate("setQuestion('')")
     await page.click("#settings summary")
     await page.click("#temperature")
     await page.type("200")
