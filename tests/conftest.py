@@ -21,9 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 MODULE_MARKS = re.compile(r"^pytestmark = (.*(?:\n    .*)*)", re.MULTILINE)
 MARK = re.compile(r"\bmark\.(\w+)")
-# Fixtures whose users run in one process. Groups and files that take longest come first, so that no process is left alone with them.
-GROUPS = {"running_stack": "stack", "demo": "demo", "tiny_engine": "tiny"}
-FIRST = ("tests/test_static.py", "stack", "demo", "tiny", "tests/e2e/", "tests/unit/models/backends/portable/")
+# Users of one of these fixtures run in one process. Those of `SHARED` are servers of `tests/shared.py`.
+SHARED = {"demo": "demo", "chunked": "demo", "tiny_engine": "tiny", "tight": "tiny"}
+GROUPS = {"running_stack": "stack", **SHARED}
+FIRST = ("tests/test_static.py", "stack", "demo", "tiny", "tests/e2e/", "tests/unit/models/backends/portable/")  # what takes longest
+LAST_USES = pytest.StashKey[list[str]]()
 
 SPEED = [HealthCheck.too_slow]  # a verdict on the machine
 settings.register_profile("gate", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SPEED)
@@ -66,10 +68,15 @@ def no_collections() -> Iterator[None]:
     gc.enable()
 
 
+def fixtures_of(item: pytest.Item) -> list[str]:
+    """The fixtures of `GROUPS` that a test uses."""
+    return [name for name in GROUPS if name in getattr(item, "fixturenames", ())]
+
+
 def group_of(item: pytest.Item) -> str:
     """The name of what the tests of one process share."""
-    names = [group for fixture, group in GROUPS.items() if fixture in getattr(item, "fixturenames", ())]
-    return names[0] if names else shared_by(item.nodeid)
+    names = fixtures_of(item)
+    return GROUPS[names[0]] if names else shared_by(item.nodeid)
 
 
 def shared_by(nodeid: str) -> str:
@@ -83,15 +90,17 @@ def shared_by(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by group. For the scheduler of pytest-xdist, which sees only ids, the id of a test names its group."""
+    """Sort tests by group and by the servers that they share. pytest-xdist's scheduler sees only ids, so an id names the test's group."""
     groups = {item: group_of(item) for item in items}
     order = {group: i for i, group in enumerate(dict.fromkeys(groups.values()))}
     first = {group: next((i for i, name in enumerate(FIRST) if group.startswith(name)), len(FIRST)) for group in order}
-    items.sort(key=lambda item: (first[groups[item]], order[groups[item]]))
-    if hasattr(config, "workerinput"):
-        for item in items:
-            if groups[item] in GROUPS.values():
-                item._nodeid = f"{item.nodeid}@{groups[item]}"
+    servers = {item: [list(GROUPS).index(name) for name in fixtures_of(item)] for item in items}
+    items.sort(key=lambda item: (first[groups[item]], order[groups[item]], servers[item]))
+    last_users = {name: item for item in items for name in fixtures_of(item) if name in SHARED}
+    for item in items:
+        item.stash[LAST_USES] = [name for name, user in last_users.items() if user is item]
+        if hasattr(config, "workerinput") and groups[item] in GROUPS.values():
+            item._nodeid = f"{item.nodeid}@{groups[item]}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -103,11 +112,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Close shared servers after the last test of their group."""
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Close each shared server after its last test."""
     yield
-    if nextitem is None or group_of(nextitem) != group_of(item):
-        close_shared()
+    if item.stash[LAST_USES]:
+        close_shared(*item.stash[LAST_USES])
 
 
 def pytest_sessionfinish() -> None:

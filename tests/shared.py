@@ -1,24 +1,25 @@
 """Servers that several tests share: the first test that needs one starts it, and it is closed after the last one (`tests/conftest.py`)."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_running: dict[str, Any] = {}
-_stack = ExitStack()
+_running: dict[str, tuple[AbstractContextManager[Any], Any]] = {}
 
 
 def shared(name: str, start: Callable[[], AbstractContextManager[T]]) -> T:
-    """The server of this name, started now unless it runs already."""
+    """Return the server of this name; start it unless it runs already."""
     if name not in _running:
-        _running[name] = _stack.enter_context(start())
-    server: T = _running[name]
+        context = start()
+        _running[name] = context, context.__enter__()
+    server: T = _running[name][1]
     return server
 
 
-def close_shared() -> None:
-    """Stop all of them. Raises what their ends raise."""
-    _running.clear()
-    _stack.close()
+def close_shared(*names: str) -> None:
+    """Stop these servers, or all of them. Raises what their ends raise."""
+    for name in names or list(_running):
+        if name in _running:
+            _running.pop(name)[0].__exit__(None, None, None)

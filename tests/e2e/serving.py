@@ -1,4 +1,4 @@
-"""Starts the real engine for a test and makes sure that nothing of it is left: `with serve(folder, flags) as engine`."""
+"""Start the real engine for a test and check that nothing of it is left: `with serve(folder, flags) as engine`."""
 
 import base64
 import contextlib
@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,9 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from tests.eventually import HANG_GUARD_S, eventually
+
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 15
 SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cache-memory-bytes", "64M"]
 
 
@@ -42,18 +40,18 @@ class Engine:
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def chat(self, content: object, **fields: Any) -> httpx.Response:
-        """One request; `content` is the user's, greedy and 8 tokens unless `fields` say otherwise."""
+        """Send one request of a user's `content`: greedy and 8 tokens unless `fields` differ."""
         return self.client.post("/v1/chat/completions", json=chat_body(content, **fields))
 
     def text(self, content: object, **fields: Any) -> str:
-        """The answer's text of a request that must succeed."""
+        """Return the text of an answer; the request must succeed."""
         response = self.chat(content, **fields)
         assert response.status_code == 200, response.text
         answer: str = response.json()["choices"][0]["message"]["content"]
         return answer
 
     def stream(self, content: object, **fields: Any) -> list[dict[str, Any]]:
-        """All chunks of a streamed answer."""
+        """Return all chunks of a streamed answer."""
         body = chat_body(content, stream=True, **fields)
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200, response.read()
@@ -62,40 +60,39 @@ class Engine:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def metric(self, name: str) -> float:
-        """The sum over labels of a metric, which may be a second old."""
+        """Return a metric, summed over its labels. Its value may be a second old."""
         return self.metrics(name)[0]
 
     def metrics(self, *names: str) -> list[float]:
-        """Of one moment: see `metric`."""
+        """Return several metrics of one moment."""
         text = self.client.get("/metrics").text
         found = [re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
-        assert all(found), f"one of these is no metric: {names}"
+        assert all(found), f"not all of these are metrics: {names}"
         return [sum(map(float, values)) for values in found]
 
     def log(self) -> str:
         return self.log_path.read_text()
 
     def stop(self) -> None:
-        """Ctrl-C; the engine must end cleanly and leave nothing. Its processor and scheduler have checked themselves until then."""
+        """Send Ctrl-C; the engine must end cleanly and leave nothing. An idle processor and scheduler check themselves before they end."""
         self.client.close()
         self.process.send_signal(signal.SIGINT)
-        code = self.process.wait(STOP_TIMEOUT_S)
+        code = self.process.wait(HANG_GUARD_S)
         assert code == 0, f"exit code {code}\n{self.log()[-4000:]}"
         assert "Traceback" not in self.log(), self.log()[-4000:]
         self.assert_gone()
 
-    def assert_gone(self, timeout: float = STOP_TIMEOUT_S) -> None:
-        """No process of the engine is left, nor its run directory."""
-        deadline = time.monotonic() + timeout
-        while any(is_alive(pid) for pid in self.children):
-            assert time.monotonic() < deadline, "processes are left"
-            time.sleep(0.05)
-        while self.run_dir.exists():
-            assert time.monotonic() < deadline, "the run directory is left"
-            time.sleep(0.05)
+    def pid_of(self, role: str) -> int:
+        """The first child process of this role; see `role_of`."""
+        return next(pid for pid in self.children if role_of(pid) == role)
+
+    def assert_gone(self) -> None:
+        """Wait until no process of the engine is left, nor its run directory."""
+        eventually(lambda: not any(is_alive(pid) for pid in self.children), "the end of all processes")
+        eventually(lambda: not self.run_dir.exists(), "the removal of the run directory")
 
     def kill(self) -> None:
-        """For the end of a failed test, or of one that leaves a process stopped: nobody is left to remove the run directory."""
+        """Kill every process. For the end of a failed test, or of one that leaves a process stopped."""
         for pid in [*self.children, self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -103,31 +100,20 @@ class Engine:
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _await_ready(self) -> str:
-        found: list[str] = []
-
-        def read() -> None:
-            assert self.process.stdout is not None
-            for line in self.process.stdout:
-                match = re.search(r"ready after .*: (http://\S+) serves", line)
-                if match:
-                    found.append(match.group(1))
-
-        self._reader = threading.Thread(target=read, daemon=True)
-        self._reader.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not found:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                log = self.log()
-                self.log_path.unlink()
-                raise AssertionError(f"the engine did not start\n{log[-6000:]}")
-            time.sleep(0.02)
-        return found[0]
+        """The engine's address, or an AssertionError when the engine has ended. pytest's own timeout ends an engine that hangs."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if match := re.search(r"ready after .*: (http://\S+) serves", line):
+                return match.group(1)
+        self.process.wait()
+        log = self.log()
+        self.log_path.unlink()
+        raise AssertionError(f"the engine did not start\n{log[-6000:]}")
 
 
 @contextlib.contextmanager
 def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Engine]:
-    """A running engine that is stopped, and checked to be gone, at the end; `is_small`: with little memory."""
+    """Run an engine; at the end it is stopped and checked to be gone. `is_small`: with little memory."""
     engine = Engine(model, list(flags), SMALL if is_small else ())
     try:
         yield engine
@@ -145,7 +131,7 @@ def chat_body(content: object, **fields: Any) -> dict[str, Any]:
 
 
 def picture(seed: int, height: int, width: int) -> Image.Image:
-    """Smooth random colours: pictures that differ after any resize."""
+    """Return smooth random colours: such pictures differ after any resize."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -169,20 +155,20 @@ def children_of(pid: int) -> list[int]:
 
 
 def role_of(pid: int) -> str:
-    """'api', 'processor', 'scheduler' or 'worker' of a child process."""
+    """Return 'api', 'processor', 'scheduler' or 'worker'."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     module = command[command.index(b"-m") + 1].decode()
     return {"server.http.app": "api", "server.processor.main": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
 
 
 def run_dir_of(pid: int) -> Path:
-    """The engine's private directory, from a child's command line."""
+    """Return the engine's private directory, from a child's command line."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return Path(command[command.index(b"-m") + 2].decode()).parent
 
 
 def is_alive(pid: int) -> bool:
-    """Running, not a zombie."""
+    """Whether a process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

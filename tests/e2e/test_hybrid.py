@@ -1,4 +1,4 @@
-"""A hybrid model behind the API: conversations whose states are found again, thoughts, two end tokens."""
+"""A hybrid model behind the API: cached states of conversations, reasoning, two end tokens."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +37,10 @@ def ask(engine: Engine, messages: list[dict[str, Any]], **fields: Any) -> dict[s
     return answer
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("thinks", [True, False])
 def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> None:
-    """Red if states are kept where a turn that drops the thoughts never finds them: behind `<think>`, or nowhere near the turn's end."""
+    """Red if states are kept where a turn without the earlier reasoning never finds them: after `<think>`, or far from the turn's end."""
     pictures = (image_part(picture(seed + 10 * thinks, 448, 448)) for seed in range(4))
     messages: list[dict[str, Any]] = []
     before = 0
@@ -50,13 +51,13 @@ def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> 
         usage, message = found["usage"], found["choices"][0]["message"]
         assert bool(message.get("reasoning_content")) == thinks
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= 0.95 * before, "of what the turn before had, up to its answer"
+        assert cached >= 0.95 * before, "most of the previous prompt must be cached"
         before = usage["prompt_tokens"]
         messages.append({"role": "assistant", "content": "It is like this.", "reasoning_content": "I look."})
 
 
 def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -> None:
-    """Red if pairs, their times or their order beside a picture are other ones than Qwen3-VL's."""
+    """Red if frame pairs, their times or their order relative to a picture differ from Qwen3-VL's."""
     clip, still = [picture(20 + i, 70, 110) for i in range(5)], picture(2, 200, 120)
     question = text_part("What changes?")
     shown = [{"type": "video"}, {"type": "image"}, question]
@@ -69,8 +70,7 @@ def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -
 
 @pytest.mark.parametrize(("draft", "tp"), DRAFTS)
 def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: str) -> None:
-    """Red if a draft that is refused stays in a state: answers that are guessed from themselves, from others and in part, side by side; or
-    by a head, which knows nothing here."""
+    """Red if a rejected draft token stays in a state: drafts from the answer itself, from other answers, and from the model's head."""
     questions = [f"Count {word}. " * 4 for word in ("up", "down", "stars", "on")]
     asked = [(question, {"temperature": heat, "seed": 3, "max_tokens": 40}) for question in questions for heat in (0, 0.7)]
 
@@ -88,8 +88,9 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: s
     assert proposed > 50 and (accepted > 50 or draft == "mtp"), (proposed, accepted)
 
 
+@pytest.mark.gate
 def test_either_end_token_ends_an_answer(engine: Engine) -> None:
-    """Red if a text's end token is taken for a token like others."""
+    """Red if a text's end token is taken for an ordinary token."""
     for end in (4000, 4002):
         found = ask(engine, [{"role": "user", "content": "Hi"}], ignore_eos=False, logit_bias={str(end): 100}, max_tokens=5)
         assert found["choices"][0]["finish_reason"] == "stop" and found["usage"]["completion_tokens"] == 1

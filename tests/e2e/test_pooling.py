@@ -1,7 +1,6 @@
-"""Embeddings and scores against transformers, on a tiny model whose tokenizer ends a text as Qwen3-VL-Embedding's does."""
+"""Embeddings and scores equal those of transformers, on a tiny model whose tokenizer ends a text as that of Qwen3-VL-Embedding does."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import openai
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.processors import Sequence, TemplateProcessing
 
-from models.scaffold import SHAPES, write_model_folder
 from server.api.pooling.endpoint import EMBED, JUDGE, RERANK
 from tests.e2e.reference import Reference
-from tests.e2e.serving import Engine, image_part, picture, serve, text_part
+from tests.e2e.serving import Engine, image_part, picture, text_part
 
 pytestmark = pytest.mark.e2e
 
@@ -24,26 +20,8 @@ IMAGE = {"type": "image"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("embedder")
-    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=3)
-    file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    ending = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))])
-    tokenizer.post_processor = Sequence([tokenizer.post_processor, ending])
-    tokenizer.save(str(file))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    with serve(folder, "--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64") as engine:
-        yield engine
+def reference(tiny: Path) -> Reference:
+    return Reference(tiny)
 
 
 def embedded(text: str, instruction: str = EMBED) -> list[dict[str, Any]]:
@@ -61,10 +39,10 @@ def unit(hidden: torch.Tensor, size: int | None = None) -> np.ndarray[Any, Any]:
     return part / np.linalg.norm(part)
 
 
-def test_embeddings_of_texts(engine: Engine, reference: Reference) -> None:
+def test_embeddings_of_texts(tiny_engine: Engine, reference: Reference) -> None:
     """Red if the template, the pooled token, the norm or the order of inputs is another, or if a cached prefix changes numbers."""
     texts = ["What is this?", "Something else, much longer. " * 20, "What is this?"]
-    found = post(engine, "/v1/embeddings", input=texts)
+    found = post(tiny_engine, "/v1/embeddings", input=texts)
     assert [entry["index"] for entry in found["data"]] == [0, 1, 2] and found["usage"]["prompt_tokens"] > 300
     for text, entry in zip(texts, found["data"], strict=True):
         expected = unit(reference.last_hidden(embedded(text), [], is_framed=True))
@@ -73,38 +51,40 @@ def test_embeddings_of_texts(engine: Engine, reference: Reference) -> None:
     assert np.abs(bare - np.asarray(found["data"][0]["embedding"])).max() > 1e-3, "the test cannot tell the tokens apart"
 
 
-def test_embeddings_of_messages_with_images(engine: Engine, reference: Reference) -> None:
+@pytest.mark.gate
+def test_embeddings_of_messages_with_images(tiny_engine: Engine, reference: Reference) -> None:
     """Red if an image does not count, or if `dimensions` or the instruction are lost."""
     images = [picture(1, 96, 160), picture(2, 64, 64)]
     parts = [*(image_part(image) for image in images), text_part("Which one?")]
-    found = post(engine, "/v1/embeddings", messages=[{"role": "user", "content": parts}], dimensions=64, instruction="Find the cat")
-    said = [{"role": "system", "content": "Find the cat."}, {"role": "user", "content": [IMAGE, IMAGE, text_part("Which one?")]}]
-    expected = unit(reference.last_hidden(said, images, is_framed=True), 64)
+    found = post(tiny_engine, "/v1/embeddings", messages=[{"role": "user", "content": parts}], dimensions=64, instruction="Find the cat")
+    messages = [{"role": "system", "content": "Find the cat."}, {"role": "user", "content": [IMAGE, IMAGE, text_part("Which one?")]}]
+    expected = unit(reference.last_hidden(messages, images, is_framed=True), 64)
     np.testing.assert_allclose(found["data"][0]["embedding"], expected, atol=2e-5)
     assert len(found["data"][0]["embedding"]) == 64
 
 
-def test_embeddings_through_openais_client(engine: Engine) -> None:
-    """The client asks for base64 and decodes it itself. Red if that is not the same as numbers."""
-    client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
+def test_embeddings_through_openais_client(tiny_engine: Engine) -> None:
+    """Red if base64, which the client requests and decodes itself, differs from numbers."""
+    client = openai.OpenAI(base_url=f"{tiny_engine.url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "", "input": ["a", "b"]}
     found = client.embeddings.create(**asked)
     plain = client.embeddings.create(**asked, encoding_format="float")
     for one, other in zip(found.data, plain.data, strict=True):
         np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-6)
-    ids = engine.client.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
+    ids = tiny_engine.client.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
     assert len(client.embeddings.create(model="", input=[ids, ids]).data) == 2
 
 
 def asked_of(reference: Reference, query: list[Any], document: list[Any], images: list[Any], instruction: str = RERANK) -> float:
-    """P(yes) by transformers."""
+    """Return P(yes) by transformers."""
     content = [text_part(f"<Instruct>: {instruction}"), text_part("<Query>:"), *query, text_part("\n<Document>:"), *document]
-    said = [{"role": "system", "content": JUDGE}, {"role": "user", "content": content}]
-    yes, no = reference.logits_of_words(said, images, ["yes", "no"])
+    messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": content}]
+    yes, no = reference.logits_of_words(messages, images, ["yes", "no"])
     return float(1 / (1 + np.exp(no - yes)))
 
 
-def test_scores(engine: Engine, reference: Reference) -> None:
+@pytest.mark.gate
+def test_scores(tiny_engine: Engine, reference: Reference) -> None:
     """Red if a score is not the reference's, if an image is lost, or if all are alike, as with a wrong template."""
     image = picture(4, 70, 130)
     documents = ["Cats are animals.", {"content": [image_part(image), text_part("A picture.")]}, ""]
@@ -113,39 +93,39 @@ def test_scores(engine: Engine, reference: Reference) -> None:
         asked_of(reference, [text_part("cats")], [IMAGE, text_part("A picture.")], [image]),
         asked_of(reference, [text_part("cats")], [text_part("NULL")], []),
     ]
-    ranked = post(engine, "/rerank", query="cats", documents=documents)["results"]
+    ranked = post(tiny_engine, "/rerank", query="cats", documents=documents)["results"]
     by_index = {result["index"]: result["relevance_score"] for result in ranked}
     np.testing.assert_allclose([by_index[i] for i in range(3)], expected, atol=1e-5)
     assert [result["relevance_score"] for result in ranked] == sorted(by_index.values(), reverse=True)
     assert max(expected) - min(expected) > 1e-3
-    assert len(post(engine, "/v1/rerank", query="cats", documents=documents, top_n=1)["results"]) == 1
-    scored = post(engine, "/score", text_1="cats", text_2=documents)["data"]
+    assert len(post(tiny_engine, "/v1/rerank", query="cats", documents=documents, top_n=1)["results"]) == 1
+    scored = post(tiny_engine, "/score", text_1="cats", text_2=documents)["data"]
     np.testing.assert_allclose([entry["score"] for entry in scored], expected, atol=1e-5)
-    other = post(engine, "/score", text_1=[{"content": [image_part(image)]}], text_2="A picture.", instruction="Is it this one?")
+    other = post(tiny_engine, "/score", text_1=[{"content": [image_part(image)]}], text_2="A picture.", instruction="Is it this one?")
     single = asked_of(reference, [IMAGE], [text_part("A picture.")], [image], "Is it this one?")
     assert other["data"][0]["score"] == pytest.approx(single, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/embeddings", {}, "body"), ("/v1/embeddings", {"input": "x", "messages": [{"role": "user", "content": "x"}]}, "body"),
+def test_bad_requests(tiny_engine: Engine) -> None:
+    """Red if a bad request is answered, or its error does not name the parameter."""
+    message = {"role": "user", "content": "x"}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/embeddings", {}, "body"), ("/v1/embeddings", {"input": "x", "messages": [message]}, "body"),
         ("/v1/embeddings", {"input": []}, "input"), ("/v1/embeddings", {"input": "x", "dimensions": 129}, "dimensions"),
         ("/v1/embeddings", {"input": [5, 4096]}, "input"), ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ("/rerank", {"query": "x", "documents": []}, "documents"), ("/score", {"text_1": ["a", "b"], "text_2": "x"}, "text_1"),
-    ],
-)  # fmt: skip
-def test_bad_requests(engine: Engine, path: str, body: dict[str, Any], param: str) -> None:
-    answer = engine.client.post(path, json=body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    ]  # fmt: skip
+    for path, body, param in cases:
+        answer = tiny_engine.client.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, (path, body, answer.text)
 
 
-def test_a_large_image_in_several_documents(engine: Engine) -> None:
+def test_a_large_image_in_several_documents(tiny_engine: Engine) -> None:
     """Red if the body is given back while a request still reads it."""
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     part = image_part(Image.fromarray(noise))
     assert len(json.dumps(part)) > 400_000
     documents = [{"content": [part, text_part(str(i))]} for i in range(6)]
-    first, again = (post(engine, "/score", text_1="noise", text_2=documents)["data"] for _ in range(2))
+    first, again = (post(tiny_engine, "/score", text_1="noise", text_2=documents)["data"] for _ in range(2))
     np.testing.assert_allclose([entry["score"] for entry in first], [entry["score"] for entry in again], atol=1e-5)
