@@ -1,6 +1,7 @@
 """The import rule and the house numbers, so that they hold next year too. An exception stands here with its reason, or not at all."""
 
 import ast
+import functools
 import re
 import statistics
 import subprocess
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.clock_rules import violations
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine", "server", "models", "bench")
@@ -48,12 +51,31 @@ BROAD_EXCEPT_ALLOWED = {
     "server/processor/main.py": "the process's boundary: told to the launcher and raised again",
     "server/processor/pixels.py": "the boundary to image codecs, which raise anything: becomes the client's 422, the cause is kept",
 }
+# Lines of tests that may use a clock or a sleep, each with its reason: at most five.
+CLOCKS_ALLOWED: dict[str, str] = {}
+NOT_YET_CONVERTED = (
+    "tests/e2e/browser.py",
+    "tests/e2e/states.py",
+    "tests/e2e/test_death.py",
+    "tests/e2e/test_dp.py",
+    "tests/e2e/test_faults.py",
+    "tests/e2e/test_large_images.py",
+    "tests/e2e/test_replicas.py",
+    "tests/gpu/test_guard.py",
+    "tests/gpu/test_memory.py",
+    "tests/unit/engine",
+    "tests/unit/scheduler",
+    "tests/unit/server",
+    "tests/unit/worker",
+    "tests/unit/test_haproxy.py",
+)
 
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -199,3 +221,28 @@ def test_the_scheduler_has_no_number_of_a_gpu() -> None:
     for path in (ROOT / "engine" / "scheduler").rglob("*.py"):
         assert not re.search(r"\bH[12]00\b|[Hh]opper", path.read_text()), relative(path)
         assert not [name for name in imports(path) if name.startswith("models.backends")], relative(path)
+
+
+def test_no_verdict_depends_on_the_machines_speed() -> None:
+    """Red if an assertion contains a clock or a name that holds its time, or if a test sleeps to wait for something: see `eventually`."""
+    lines = {f"{relative(path)}:{line}" for path in TEST_SOURCES for line in violations(tree_of(path))}
+    assert not {line for line in lines - CLOCKS_ALLOWED.keys() if not line.startswith(("tests/eventually.py", *NOT_YET_CONVERTED))}
+    assert len(CLOCKS_ALLOWED) <= 5
+    assert CLOCKS_ALLOWED.keys() <= lines, "entries without a use"
+
+
+def test_what_counts_as_a_verdict_by_speed() -> None:
+    """Red if the rule above misses a way to assert a time, or forbids a clock that only makes a number."""
+    bad = (
+        "assert perf_counter() - started < 1",
+        "took = time.monotonic() - started\n    assert took < 1",
+        "took = time.monotonic() - started\n    best = min(best, took)\n    assert best < 1",
+        "times.append(time.time())\n    assert times[1] - times[0] < 1",
+        "if time.monotonic() > deadline:\n        raise AssertionError",
+        "def slow():\n        return time.process_time()\n    assert slow() < 1",
+        "time.sleep(0.5)",
+        "asyncio.sleep(delay)",
+    )
+    good = ("now = monotonic()\n    assert limiter.look(now + 5)", "asyncio.sleep(0)", "asyncio.sleep(3600)", "assert fake.time() == 3")
+    assert [code for code in bad if not violations(ast.parse(f"def test():\n    {code}"))] == []
+    assert [code for code in good if violations(ast.parse(f"def test():\n    {code}"))] == []

@@ -14,11 +14,10 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from models.demo import CHECKPOINT
-from models.demo.questions import encode
-from models.demo.scenes import Item, Scene
 from models.demo.smalltalk import ABOUT
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.browser import CHROMIUM, Page, open_page
+from tests.e2e.drawing import drawn
 from tests.e2e.serving import Engine, serve
 from tests.unit.server.clips import encode as encode_video
 from tests.unit.server.clips import frames_of
@@ -64,21 +63,6 @@ async def ask(page: Page, question: str) -> None:
     await page.type(question)
     await page.press("Enter")
     await page.wait(DONE)
-
-
-def drawn(folder: Path) -> list[Path]:
-    """A number and a coloured shape as files."""
-    rng = np.random.default_rng(3)
-    scenes = [
-        Scene(200, 120, (Item("number", "472", "blue", "centre"),), 0.2),
-        Scene(160, 160, (Item("shape", "star", "red", "centre"),), 0.2),
-    ]
-    paths = []
-    for i, scene in enumerate(scenes):
-        picture = encode(rng, scene)
-        paths.append(folder / f"{i}.{picture.mime.removeprefix('image/')}")
-        paths[-1].write_bytes(picture.data)
-    return paths
 
 
 @needs_browser
