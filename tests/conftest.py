@@ -21,10 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 MODULE_MARKS = re.compile(r"^pytestmark = (.*(?:\n    .*)*)", re.MULTILINE)
 MARK = re.compile(r"\bmark\.(\w+)")
-# Users of one of these fixtures run in one process. Those of `SHARED` are servers of `tests/shared.py`.
+# Users of one of these fixtures run in one process, sorted by the fixtures. Those of `SHARED` are servers of `tests/shared.py`.
 SHARED = {"demo": "demo", "chunked": "demo", "tiny_engine": "tiny", "tight": "tiny"}
-GROUPS = {"running_stack": "stack", **SHARED}
-FIRST = ("tests/test_static.py", "stack", "demo", "tiny", "tests/e2e/", "tests/unit/models/backends/portable/")  # what takes longest
+GROUPS = {"stack_of": "stack", "running_processes": "processes", "llm": "demo", **SHARED}
+# Groups and files that take longest come first.
+FIRST = ("tests/test_static.py", "stack", "demo", "processes", "tiny", "tests/e2e/", "tests/unit/models/backends/portable/")
 LAST_USES = pytest.StashKey[list[str]]()
 
 SPEED = [HealthCheck.too_slow]  # a verdict on the machine

@@ -111,6 +111,35 @@ class Engine:
         raise AssertionError(f"the engine did not start\n{log[-6000:]}")
 
 
+class Counted:
+    """The growth of an engine's totals inside a `with` block.
+
+    Totals arrive up to a second after an answer. The block's begin and end wait for those of an idle engine after its last step.
+    """
+
+    NAMES = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_restored", "images_skipped", "images_decoded")
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __enter__(self) -> "Counted":
+        steps = self._read()["steps"]
+        self._engine.text("Hello", max_tokens=1)
+        self._before = self._read_after(steps)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.grown = {name: value - self._before[name] for name, value in self._read_after(self._before["steps"]).items()}
+
+    def _read(self) -> dict[str, float]:
+        return dict(zip(self.NAMES, self._engine.metrics(*(f"engine_{name}_total" for name in self.NAMES)), strict=True))
+
+    def _read_after(self, steps: float) -> dict[str, float]:
+        metric = self._engine.metric
+        eventually(lambda: metric("engine_steps_total") > steps and not metric("engine_num_running"), "totals of the last step")
+        return self._read()
+
+
 @contextlib.contextmanager
 def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Engine]:
     """Run an engine; at the end it is stopped and checked to be gone. `is_small`: with little memory."""

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.serving import Engine, image_part, picture, serve, text_part
-from tests.eventually import eventually
+from tests.e2e.serving import Counted, Engine, image_part, picture, serve, text_part
 
 pytestmark = pytest.mark.e2e
 
 NUM_IMAGES = 8
-TOTALS = (
-    *("steps", "computed_tokens", "prompt_tokens"),
-    *("images_encoded", "images_restored", "images_skipped", "images_decoded"),
-)
 NUM_PAGES = 16
 BLOCK = 16
 QUESTION_TOKENS = 24
@@ -28,26 +23,6 @@ def forgetful() -> Iterator[Engine]:
     """The demo model with space for two pictures."""
     with serve("demo", "--image-cache-bytes", "300K") as running:
         yield running
-
-
-class Counted:
-    """The growth of an engine's totals inside a `with` block."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    def _read(self) -> dict[str, float]:
-        return dict(zip(TOTALS, self._engine.metrics(*(f"engine_{name}_total" for name in TOTALS)), strict=True))
-
-    def __enter__(self) -> "Counted":
-        self._before = self._read()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Statistics follow the last answer, when its last step has ended."""
-        steps, metric = self._before["steps"], self._engine.metric
-        eventually(lambda: metric("engine_steps_total") > steps and not metric("engine_num_running"), "statistics of the last step")
-        self.grown = {name: value - self._before[name] for name, value in self._read().items()}
 
 
 def document(first_seed: int, count: int = NUM_IMAGES) -> list[dict[str, Any]]:

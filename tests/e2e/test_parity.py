@@ -9,8 +9,7 @@ from PIL import Image
 
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.reference import Reference
-from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
-from tests.eventually import eventually
+from tests.e2e.serving import Counted, Engine, data_uri, image_part, picture, serve, text_part
 
 pytestmark = pytest.mark.e2e
 
@@ -91,16 +90,16 @@ def answers(engine: Engine, at_once: bool) -> list[str]:
 def assert_parity(engine: Engine, expected: list[str]) -> None:
     """Fresh and batched, then cached and alone; each image and frame pair is encoded once."""
     assert engine.client.post("/flush_cache").status_code == 200
-    before = engine.metric("engine_images_encoded_total")
-    assert answers(engine, at_once=True) == expected, "fresh, batched"
-    encoded = engine.metric("engine_images_encoded_total")
-    assert answers(engine, at_once=False) == expected, "cached, alone"
+    with Counted(engine) as counted:
+        assert answers(engine, at_once=True) == expected, "fresh, batched"
     num_pairs = (len(CLIP) + 1) // 2
-    assert encoded - before == len({seed for _, seeds in conversations() for seed in seeds}) + num_pairs
-    assert engine.metric("engine_images_encoded_total") == encoded, "a cached image was encoded again"
-    engine.text([video_part(LONGER_CLIP), text_part("And now?")])
-    eventually(lambda: engine.metric("engine_images_encoded_total") >= encoded + 2, "the encoding of two frame pairs")
-    assert engine.metric("engine_images_encoded_total") == encoded + 2, "a pair of another clip was encoded again"
+    assert counted.grown["images_encoded"] == len({seed for _, seeds in conversations() for seed in seeds}) + num_pairs
+    with Counted(engine) as counted:
+        assert answers(engine, at_once=False) == expected, "cached, alone"
+    assert counted.grown["images_encoded"] == 0
+    with Counted(engine) as counted:
+        engine.text([video_part(LONGER_CLIP), text_part("And now?")])
+    assert counted.grown["images_encoded"] == 2, "one pair is that of the other clip"
 
 
 @pytest.mark.gate
