@@ -32,7 +32,7 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "stalled", "compiling", "starting"]
+    status: Literal["ok", "stopping", "stalled", "compiling", "starting"]
 
 
 class Status:
@@ -71,11 +71,13 @@ class Status:
         return self._card(name)
 
     async def health(self, response: Response) -> Any:
-        """200 only while the engine makes progress: a wedged engine and one that still starts are 503."""
+        """200 only while the engine makes progress: one that starts, stops or is wedged is 503."""
         client = self._service.client
         if client.healthy:
             return {"status": "ok"}
         response.status_code, response.headers["Retry-After"] = 503, "5"
+        if client.is_stopping:
+            return {"status": "stopping"}
         return {"status": "stalled" if client.started else "compiling" if self._is_compiling() else "starting"}
 
     async def live(self) -> Any:

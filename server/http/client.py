@@ -32,6 +32,7 @@ class Stream:
         self.open = set(answers)  # whose terminal event has not come
         self.address = ""  # of the client
         self._events: list[Event] = []
+        self.num_unread = 0  # events that wait for `next`; one with log-probabilities counts for as many as it has
         self._waiter: asyncio.Future[None] | None = None
         self._disconnected = False
 
@@ -43,6 +44,7 @@ class Stream:
         if self._disconnected:
             raise ClientDisconnect
         events, self._events = self._events, []
+        self.num_unread = 0
         return events
 
     def push(self, event: Event) -> None:
@@ -54,16 +56,13 @@ class Stream:
             if event.error is not None or event.finish_reason is not None:
                 self.open -= ended
             self._events.append(event)
+            self.num_unread += 1 + sum(len(entry.top) for entry in event.logprobs)
             self._wake()
-
-    @property
-    def num_unread(self) -> int:
-        """Events that wait for `next`; one with log-probabilities counts for as many as it has."""
-        return sum(1 + sum(len(entry.top) for entry in event.logprobs) for event in self._events)
 
     def disconnect(self) -> None:
         self._disconnected = True
         self._events.clear()
+        self.num_unread = 0
         self._wake()
 
     def _wake(self) -> None:
@@ -89,6 +88,7 @@ class Client:
         self._heartbeat = 0.0
         self._refusal: ErrorInfo | None = None
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
+        self._token = asyncio.Event()  # set with the next token
 
     @property
     def num_streams(self) -> int:
@@ -97,6 +97,15 @@ class Client:
     @property
     def started(self) -> bool:
         return self._heartbeat > 0.0
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._refusal is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request may be added to those that run or wait."""
+        return len(self._streams) < self._max_requests
 
     @property
     def healthy(self) -> bool:
@@ -136,11 +145,15 @@ class Client:
             self._streams[message.rid] = stream
         return stream
 
+    async def next_token(self) -> None:
+        """Wait until the engine has generated a token, for any request."""
+        await self._token.wait()
+
     def forget(self, images: bool) -> None:
         self._outbox.send(Forget(images))
 
-    def check_open(self) -> None:
-        """RequestError 503 while the server starts, stops, makes no progress or has as many requests as it may have."""
+    def check_alive(self) -> None:
+        """RequestError 503 while the server starts, stops or makes no progress."""
         if not self.started:
             raise overloaded("The engine is still starting.", retry_after=5)
         if self._refusal is not None:
@@ -148,7 +161,11 @@ class Client:
             raise RequestError(refusal.status, refusal.message, code=refusal.code, retry_after=refusal.retry_after)
         if not self.healthy:
             raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
-        if len(self._streams) >= self._max_requests:
+
+    def check_open(self) -> None:
+        """RequestError 503 as `check_alive`, and while the server has as many requests as it may have."""
+        self.check_alive()
+        if not self.has_room:
             raise overloaded("The server has as many requests as it can queue.")
 
     def close(self, stream: Stream) -> None:
@@ -159,6 +176,9 @@ class Client:
             self._outbox.send(Abort(rid))
 
     def dispatch(self, message: Events) -> None:
+        if any(event.num_tokens for event in message.events):
+            self._token.set()
+            self._token = asyncio.Event()
         for event in message.events:
             if event.finish_reason is not None:
                 self._ends.append(time.monotonic())

@@ -19,7 +19,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEADER = "x-request-id"
 KEY = "engine.record"
 SPARING_S = 10.0
-QUIET = frozenset({"/health", "/health/live", "/ping", "/metrics"})  # in the log only if they fail
+POLLS = frozenset({"/health", "/health/live", "/health_generate", "/ping", "/metrics"})  # logged at DEBUG
 
 
 @dataclass(slots=True)
@@ -89,11 +89,12 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if not self._is_silent and (get_route_path(scope) not in QUIET or record.status >= 400):
-                self._write(scope, record, started)
+            level = logging.DEBUG if get_route_path(scope) in POLLS else logging.INFO
+            if not self._is_silent and logger.isEnabledFor(level):
+                self._write(level, scope, record, started)
 
     @staticmethod
-    def _write(scope: Scope, record: Record, started: float) -> None:
+    def _write(level: int, scope: Scope, record: Record, started: float) -> None:
         client = scope.get("client") or ("-", 0)
         words = [f"{record.request_id} {client[0]} {scope['method']} {scope['path'][:200]!r} {record.status or 'left'}"]
         if record.num_prompt:
@@ -104,4 +105,4 @@ class RequestLog:
         words.append(f"{1e3 * (time.monotonic() - started):.0f} ms")
         if record.reason:
             words.append(repr(record.reason))
-        logger.info("%s", ", ".join(words))
+        logger.log(level, "%s", ", ".join(words))

@@ -3,6 +3,7 @@ completion, with pictures where its prompt has their placeholders.
 """
 
 import asyncio
+import contextlib
 import re
 import time
 from typing import Any
@@ -115,17 +116,17 @@ class Native:
         return {"model_path": model, "tokenizer_path": model, "weight_version": "default", **can}
 
     async def health_generate(self) -> Any:
-        """200 when a token has been generated."""
+        """200 when a token has been generated: for this request, or for another one if the queue is full or long."""
         client = self._service.client
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        stream = client.submit([Submit(client.new_rid(), TextPrompt("a"), [], params, OutputOptions(), Stages(time.monotonic()))])
-        try:
-            async with asyncio.timeout(HEALTH_S):
-                event = (await stream.next())[0]
-        except TimeoutError:
-            raise RequestError(503, "No token was generated in time.", code="stalled", retry_after=5) from None
-        finally:
-            client.close(stream)
-        if event.error is not None:
-            raise RequestError(event.error.status, event.error.message, code=event.error.code, retry_after=event.error.retry_after)
+        client.check_alive()
+        with contextlib.ExitStack() as undo:
+            if client.has_room:
+                params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+                submit = Submit(client.new_rid(), TextPrompt("a"), [], params, OutputOptions(), Stages(time.monotonic()))
+                undo.callback(client.close, client.submit([submit]))
+            try:
+                async with asyncio.timeout(HEALTH_S):
+                    await client.next_token()
+            except TimeoutError:
+                raise RequestError(503, "No token was generated in time.", code="stalled", retry_after=5) from None
         return {"status": "ok"}

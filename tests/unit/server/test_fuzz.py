@@ -190,7 +190,7 @@ def test_headers_of_jpegs_are_read_or_not(name: str, edits: list[Edit]) -> None:
         return
     assert plain.height > 0 and plain.width > 0
     try:
-        assert read_header(data) == (plain.height, plain.width)
+        assert read_header(data)[:2] == (plain.height, plain.width)
     except RequestError as error:
         assert error.info.status == 422
     assert Image.MAX_IMAGE_PIXELS is None
