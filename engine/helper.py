@@ -18,6 +18,7 @@ from engine.config import child_environment, python_command
 from engine.ipc import die_with_parent, settle_heap
 
 LENGTH_BYTES = 4
+MAX_CLIENTS = 1024  # whose use of a helper is remembered
 START_S = 120.0  # importing takes seconds on a busy machine
 FORK = multiprocessing.get_context("fork")
 
@@ -112,6 +113,8 @@ class Turns:
             yield
         finally:
             self._used[client] += int(1e3 * (time.monotonic() - started))
+            if len(self._used) > MAX_CLIENTS:  # those that used least are forgotten
+                self._used = Counter(dict(self._used.most_common(MAX_CLIENTS // 2)))
             self._pass_on()
 
     def _pass_on(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from engine.messages import ImageSpan
 
 DIGEST_SIZE = 16
+CHECKED_AT_ONCE = 4096  # blocks: a millisecond
 
 
 class FreeList:
@@ -156,11 +157,20 @@ class BlockPool:
             self._forget(block)
 
     def check(self) -> None:
-        """Asserts the invariant."""
-        assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))
-        assert all(ref >= 0 for ref in self._refs)
-        assert all(self._hashes[block] == digest for digest, block in self._cached.items())
-        assert sum(digest is not None for digest in self._hashes) == len(self._cached)
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """Assert the invariant, CHECKED_AT_ONCE blocks at a time."""
+        num_named = 0
+        for start in range(0, self.num_blocks, CHECKED_AT_ONCE):
+            for block in range(start, min(start + CHECKED_AT_ONCE, self.num_blocks)):
+                digest, ref = self._hashes[block], self._refs[block]
+                assert ref >= 0 and (ref == 0) == (block in self._free)
+                assert digest is None or self._cached[digest] == block
+                num_named += digest is not None
+            yield
+        assert num_named == len(self._cached)
         assert self._snapshot_names == {block: name for name, blocks in self._snapshots.items() for block in blocks}
         assert all(self._refs[block] == 0 and self._hashes[block] is None for block in self._snapshot_names), "a snapshot's block is used"
 

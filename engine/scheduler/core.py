@@ -6,7 +6,7 @@ Each request has one terminal output; its resources return when its last plan ha
 import heapq
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
@@ -193,8 +193,12 @@ class SchedulerCore:
         return self._last_progress if self._requests and not awaits_pixels else now
 
     def check(self) -> None:
-        """Asserts the invariants of the state; with no request left, that everything came back."""
-        self.state.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """Assert the invariants of the state, part by part; with no request left, that everything came back."""
+        yield from self.state.checks()
         if not self._requests:
             assert not self._in_flight and not self.state.running and not self.state.waiting and not self.state.stopping
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0

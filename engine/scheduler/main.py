@@ -6,6 +6,7 @@ inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.dept
 import logging
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,7 @@ class Scheduler:
         self._last_heartbeat = 0.0
         self._quiet_since = 0.0  # but for heartbeats
         self._checked = False
+        self._checks: Iterator[None] = iter(())  # that are not done
 
     def run(self) -> None:
         """Until `stopping` is set."""
@@ -104,17 +106,21 @@ class Scheduler:
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 
     def _receive(self, core: SchedulerCore) -> None:
-        """Waits for a message and takes all that have come. After an idle second the state checks itself once."""
+        """Wait for a message and take all that have come. After an idle second the state checks itself once, in parts: a request that
+        comes meanwhile waits for one of them."""
         message = None
         while core.drafter is not None and (message := self._inbox.recv_ready()) is None and core.drafter.use_spare_time():
             pass
+        for _ in self._checks if message is None else ():
+            if (message := self._inbox.recv_ready()) is not None:
+                break
         message = message or self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:
             if isinstance(message, Heartbeat):
                 self._liveness.note(message, now)
             else:
-                self._quiet_since, self._checked = now, False
+                self._quiet_since, self._checked, self._checks = now, False, iter(())
             match message:
                 case EngineRequest():
                     prediction = None if message.prediction is None else self._ids(message.prediction)
@@ -131,8 +137,7 @@ class Scheduler:
                     raise AssertionError("a worker started twice")
             message = self._inbox.recv_ready()
         if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and not self._checked:
-            core.check()
-            self._checked = True
+            self._checks, self._checked = core.checks(), True
 
     def _ids(self, region: Region) -> npt.NDArray[np.int32]:
         return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)

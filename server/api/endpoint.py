@@ -158,6 +158,7 @@ class Endpoint(ABC):
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
+            body.seed = service.seeds.getrandbits(63)  # in the order of arrival: large bodies are read in threads
             job = await self._parse(body)
             if job.request.model not in (None, "", *service.model_names):
                 raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
@@ -205,7 +206,7 @@ class GenerationEndpoint(Endpoint):
     def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Job:
         """`output` are OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
-        params = sampling_params(request, self.service.checkpoint.sampling, self.service.seeds)
+        params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
         options = OutputOptions(
             stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
@@ -249,8 +250,12 @@ class GatheringEndpoint(Endpoint):
         """The document, of the choices' events in their order."""
 
 
-def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seeds: random.Random) -> SamplingParams:
-    """What the request says, else what the checkpoint recommends; without a seed, the next of `seeds`."""
+def json_response(document: bytes) -> Response:
+    return Response(document, media_type="application/json")
+
+
+def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
+    """What the request says, else what the checkpoint recommends; `seed` if the request has none."""
 
     def told(name: str) -> Any:
         value = getattr(request, name)
@@ -262,7 +267,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
         top_p=told("top_p"),
         top_k=max(0, told("top_k")),
         min_p=told("min_p"),
-        seed=request.seed if request.seed is not None else seeds.getrandbits(63),
+        seed=request.seed if request.seed is not None else seed,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         presence_penalty=request.presence_penalty or 0.0,

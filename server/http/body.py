@@ -44,6 +44,7 @@ class Body:
         self.rid = client.new_rid()
         self.credentials = b""  # of whoever sent it
         self.client = b""  # tells that one apart from others
+        self.seed = 0  # of its requests, if they have none
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._client = client
 
@@ -62,7 +63,7 @@ class Body:
     def replaced(self, region: Region, scanner: Scanner) -> "Body":
         """Another body of the same request, as if it had come instead. This one stays the owner's."""
         other = Body(region, scanner, self._client, self.started)
-        other.received, other.credentials, other.client = self.received, self.credentials, self.client
+        other.received, other.credentials, other.client, other.seed = self.received, self.credentials, self.client, self.seed
         return other
 
     def give_up(self) -> None:

@@ -26,6 +26,7 @@ from server.http.sse import Choice, Format, ReplyOptions, Usage, stage_times, ti
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
+LARGE_NUMBERS = 1 << 14  # the same for numbers, and characters of a text
 WRITE_S = 5
 CUT_OFF = "the answer was cut off by the limit of tokens before its grammar was complete: raise max_tokens"
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
@@ -221,4 +222,6 @@ class GatheredReply(Answer):
                     return event.error
                 found[self._stream.choices[event.rid, event.index]] = event
         self._record.num_prompt = sum(event.num_prompt_tokens for event in found.values())
-        return self._show([found[number] for number in range(len(found))])
+        ordered = [found[number] for number in range(len(found))]
+        size = sum(len(event.pooled) // 4 + len(event.prompt_ids) + len(event.text) for event in ordered)
+        return await asyncio.to_thread(self._show, ordered) if size > LARGE_NUMBERS else self._show(ordered)

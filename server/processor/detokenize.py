@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders
 
+NUM_AT_ONCE = 1 << 14  # ids
+
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -41,6 +43,12 @@ class TokenTable:
         """The bytes also of special tokens; empty for an id without a token."""
         special = self.specials.get(token_id)
         return special.encode() if special is not None else self.bytes[token_id] if token_id < len(self.bytes) else b""
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens included. Other threads run in between."""
+        decoder = _new_utf8_decoder("replace")
+        pieces = [decoder.decode(b"".join(map(self.spelling, ids[i : i + NUM_AT_ONCE]))) for i in range(0, len(ids), NUM_AT_ONCE)]
+        return "".join((*pieces, decoder.decode(b"", final=True)))
 
 
 def _decode_whole(data: bytes) -> str | None:

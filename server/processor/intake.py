@@ -12,7 +12,7 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,7 @@ from engine.messages import (
     MediaRef,
     Payload,
     Submit,
+    TextPrompt,
     TokenPrompt,
     VideoRef,
 )
@@ -40,7 +41,7 @@ from server.processor.detokenize import TokenTable
 from server.processor.grammar import GrammarLoads, answer_grammar
 from server.processor.image import Image
 from server.processor.inspect import Allowance
-from server.processor.prompt import MAX_TOKENS, PromptBuilder, too_long
+from server.processor.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Medium, Request, Way, release_all
 from server.processor.room import wire
@@ -53,6 +54,14 @@ LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
 JSON_KINDS = ("json_object", "json_schema")
 DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and a gigabyte or two each
+
+
+class Encoded(NamedTuple):
+    """A prompt, its prediction if drafts are made of it, and its text if that is asked for."""
+
+    ids: list[int]
+    predicted: list[int]
+    echo: str
 
 
 @dataclass
@@ -170,26 +179,26 @@ class Intake(Way):
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
         is_large = size >= LARGE_MESSAGES_BYTES or _own_template(submit) is not None
-        ids, predicted = ([], []) if is_large else self._encode(submit)
+        encoded = None if is_large else self._encode(submit)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
                     group.create_task(_load(medium, i, ref, allowance))
                 group.create_task(self._compile(request))
-                if is_large:
-                    ids, predicted = await self._encode_beside(submit)
+                if encoded is None:
+                    encoded = await self._encode_beside(submit)
         except BaseExceptionGroup as failures:
             if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
+        ids, predicted, echo = encoded
         ids = self._truncate(submit, ids)
-        if submit.output.echo:
-            for answer in request.answers:
-                answer.echo = self._prompts.text_of(submit.prompt)
+        for answer in request.answers:
+            answer.echo = echo
         prompt = self._prompts.expand(ids, [medium.visual for medium in media])
         num_prompt = len(prompt.ids)
         if submit.is_counted_only:
-            request.counted = prompt.ids.tolist()
+            request.counted = [] if isinstance(submit.prompt, TokenPrompt) else prompt.ids.tolist()
         elif num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
         region = request.prompt = self._put(prompt.ids)
@@ -226,21 +235,27 @@ class Intake(Way):
         region.append(ids.tobytes())
         return region
 
-    async def _encode_beside(self, submit: Submit) -> tuple[list[int], list[int]]:
+    async def _encode_beside(self, submit: Submit) -> Encoded:
         """In a thread, after a process has rendered the request's own template."""
         prompt = _own_template(submit)
         rendered = None if prompt is None else await self._templates.render(prompt, submit.client)
         return await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit, rendered)
 
-    def _encode(self, submit: Submit, rendered: Rendered | None = None) -> tuple[list[int], list[int]]:
-        """The prompt and, if drafts are made of it, the prediction."""
+    def _encode(self, submit: Submit, rendered: Rendered | None = None) -> Encoded:
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
-            return submit.prompt.ids, []
+            return Encoded(submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids))
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
         ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None, rendered)
         is_used = bool(submit.prediction) and self.config.draft == "suffix"
-        return ids, self._prompts.predicted(submit.prediction, limit) if is_used else []
+        predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
+        return Encoded(ids, predicted, self._echo(submit.prompt) if submit.output.echo else "")
+
+    def _echo(self, prompt: Prompt) -> str:
+        """A completion's prompt as the client would read it."""
+        if isinstance(prompt, TokenPrompt):
+            return self._tokens.text_of(prompt.ids)
+        return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     def _max_tokens(self, request: Request) -> int:
         """A model that has lost its way goes on within a string of its JSON for ever."""
@@ -304,7 +319,7 @@ class Intake(Way):
             request.is_in_scheduler = True
             self.scheduler.send(prepared)
         event = Event(rid, error=prepared) if isinstance(prepared, ErrorInfo) else None
-        if event is None and request.counted:
+        if isinstance(prepared, EngineRequest) and request.submit.is_counted_only and not request.is_ended:
             echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
             event = Event(rid, echo, finish_reason="stop", num_prompt_tokens=num_tokens, prompt_ids=request.counted)
         self._tell_api(event, request.submit.body)

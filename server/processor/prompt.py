@@ -104,10 +104,10 @@ class PromptBuilder:
         return (isinstance(prompt, ChatPrompt) and prompt.template) or self._template.source
 
     def size(self, prompt: Prompt) -> int:
-        """Bytes of JSON or text: `encode` takes time in proportion."""
+        """Bytes of JSON or text, or token ids: `encode` takes time in proportion."""
         if isinstance(prompt, ChatPrompt):
             return len(prompt.messages) + len(prompt.tools or b"")
-        return len(prompt.text) if isinstance(prompt, TextPrompt) else 0
+        return len(prompt.text) if isinstance(prompt, TextPrompt) else len(prompt.ids)
 
     def encode(
         self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False, rendered: Rendered | None = None
@@ -123,6 +123,8 @@ class PromptBuilder:
             if not ids:
                 raise RequestError(400, "The chat template makes an empty prompt of these messages.", PROMPT)
         elif isinstance(prompt, TokenPrompt):
+            if len(prompt.ids) > limit and not are_videos:
+                raise too_long(limit, str(len(prompt.ids)))
             ids = self._shortened(prompt.ids) if are_videos else prompt.ids
         else:
             ids = [*self._frame[0], *self._encode_text(prompt.text, limit)]
@@ -165,12 +167,6 @@ class PromptBuilder:
                     raise RequestError(400, words, "bad_words", "invalid_value")
                 found[ids] = None
         return tuple(found)
-
-    def text_of(self, prompt: Prompt) -> str:
-        """A completion's prompt as the client would read it."""
-        if isinstance(prompt, TokenPrompt):
-            return str(self.tokenizer.decode(prompt.ids, skip_special_tokens=False))
-        return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     def _check_size(self, text: str, limit: int) -> None:
         """RequestError 400 as soon as pieces of an unusually long text have too many tokens; cuts between them may make some more."""

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import msgspec
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from engine.messages import ChatPrompt, Event, TextPrompt, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
@@ -12,10 +12,10 @@ from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detok
 from server.api.chat.conversation import read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, Tool
-from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, submits_of
+from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, json_response, submits_of
 from server.api.grammar import check_strict_tools, read_grammar
 from server.http.body import Body
-from server.http.sse import Format
+from server.http.sse import Format, encode
 
 
 class ChatEndpoint(GenerationEndpoint):
@@ -80,7 +80,7 @@ class TokenizeEndpoint(GatheringEndpoint):
 
     def answer(self, job: Job, events: list[Event]) -> Response:
         ids, limit = events[0].prompt_ids, self.service.client.stats.max_model_len
-        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
+        return json_response(encode({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}))
 
 
 class DetokenizeEndpoint(GatheringEndpoint):
@@ -94,7 +94,7 @@ class DetokenizeEndpoint(GatheringEndpoint):
         return counted(request, body, TokenPrompt(request.tokens), "tokens")
 
     def answer(self, job: Job, events: list[Event]) -> Response:
-        return JSONResponse({"prompt": events[0].text})
+        return json_response(encode({"prompt": events[0].text}))
 
 
 ROUTES: dict[str, type[Endpoint]] = {

@@ -28,6 +28,7 @@ EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high":
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
+MAX_IDS = 1 << 20  # that one request may ask the text of
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -337,7 +338,7 @@ class TokenizeRequest(GenerationRequest):
 class DetokenizeRequest(GenerationRequest):
     """The body of `POST /detokenize`."""
 
-    tokens: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)

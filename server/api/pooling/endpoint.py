@@ -15,17 +15,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from engine.messages import ChatPrompt, Event, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from server.api.chat.conversation import read_conversation
 from server.api.chat.parts import Message
 from server.api.chat.schema import ChatRequest
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job, submits_of
+from server.api.endpoint import Endpoint, GatheringEndpoint, Job, json_response, submits_of
 from server.api.pooling import schema
 from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
 from server.http.body import Body
+from server.http.sse import encode
 from server.http.validate import bad_value, check
 
 EMBED = "Represent the user's input."
@@ -96,13 +97,16 @@ class EmbeddingsEndpoint(PoolingEndpoint):
         return job
 
     def show(self, job: Job, values: list[Floats], head: dict[str, object]) -> Response:
-        entries = []
-        for index, hidden in enumerate(values):
-            vector = hidden[: int(str(job.echo["dimensions"]))].astype(np.float64)
-            unit = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
-            shown: object = pybase64.b64encode_as_string(unit.tobytes()) if job.echo["format"] == "base64" else unit.tolist()
-            entries.append({"object": "embedding", "index": index, "embedding": shown})
-        return JSONResponse({"object": "list", "data": entries, **head})
+        """Each vector is written alone, so that other threads run in between."""
+        entries = b",".join(self._entry(job, index, hidden) for index, hidden in enumerate(values))
+        return json_response(b'{"object":"list","data":[' + entries + b"]," + encode(head)[1:])
+
+    @staticmethod
+    def _entry(job: Job, index: int, hidden: Floats) -> bytes:
+        vector = hidden[: int(str(job.echo["dimensions"]))].astype(np.float64)
+        unit = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
+        shown: object = pybase64.b64encode_as_string(unit.tobytes()) if job.echo["format"] == "base64" else unit.tolist()
+        return encode({"object": "embedding", "index": index, "embedding": shown})
 
     def _prompt_of(self, entry: str | list[int], request: EmbeddingRequest) -> list[Any]:
         """Token ids are a whole prompt."""
@@ -134,7 +138,7 @@ class RerankEndpoint(PoolingEndpoint):
             if document is not None:
                 result["document"] = {"text": document}
         results.sort(key=lambda result: -result["relevance_score"])
-        return JSONResponse({"id": f"rerank-{secrets.token_hex(16)}", "results": results[: int(str(job.echo["top_n"]))], **head})
+        return json_response(encode({"id": f"rerank-{secrets.token_hex(16)}", "results": results[: int(str(job.echo["top_n"]))], **head}))
 
 
 class ScoreEndpoint(PoolingEndpoint):
@@ -154,7 +158,7 @@ class ScoreEndpoint(PoolingEndpoint):
     def show(self, job: Job, values: list[Floats], head: dict[str, object]) -> Response:
         scores = [{"index": i, "object": "score", "score": probability_of_yes(logits)} for i, logits in enumerate(values)]
         identity = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
-        return JSONResponse({**identity, "data": scores, **head})
+        return json_response(encode({**identity, "data": scores, **head}))
 
 
 ROUTES: dict[str, type[Endpoint]] = {

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import random
 import re
 import tracemalloc
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.validate import check, read_object
 
-SEEDS = random.SystemRandom()
+SEED = 5
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
 VOCAB_SIZE = 5000
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -242,20 +241,16 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_defaults_come_from_the_checkpoint() -> None:
     """Red if a silent request stops using generation_config.json, or if a given value loses against it."""
-    params = sampling_params(parse(), DEFAULTS, SEEDS)
+    params = sampling_params(parse(), DEFAULTS, SEED)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.7, 0.8, 20, 0.0, None)
     params = sampling_params(
-        parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS, SEEDS
+        parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS, SEED
     )
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed, params.max_tokens) == (0, 0.5, 0, 0.1, 7, 6)
-    assert sampling_params(parse(), DEFAULTS, SEEDS).seed != sampling_params(parse(), DEFAULTS, SEEDS).seed
-    runs = [
-        [sampling_params(parse(**fields), DEFAULTS, seeds).seed for fields in ({}, {"seed": 7}, {})] for seeds in map(random.Random, (1, 1))
-    ]
-    assert runs[0] == runs[1] and runs[0][1] == 7 and runs[0][0] != runs[0][2]
+    assert [sampling_params(parse(**fields), DEFAULTS, 5).seed for fields in ({}, {"seed": 7})] == [5, 7]
     recommended = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.2, repetition_penalty=1.05)
     for fields, expected in (({}, (0.2, 1.05)), ({"min_p": 0, "repetition_penalty": 1}, (0, 1))):
-        params = sampling_params(parse(**fields), recommended, SEEDS)
+        params = sampling_params(parse(**fields), recommended, SEED)
         assert (params.min_p, params.repetition_penalty) == expected
 
 
@@ -265,13 +260,13 @@ def test_what_changes_logits_reaches_the_sampler() -> None:
         "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"7": -100, "8": 0.5}, "min_tokens": 3,
         "logprobs": True,
     }  # fmt: skip
-    params = sampling_params(parse(**fields), DEFAULTS, SEEDS)
+    params = sampling_params(parse(**fields), DEFAULTS, SEED)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 0.5, 1.1)
     assert (params.logit_bias, params.min_tokens, params.logprobs) == (((7, -100), (8, 0.5)), 3, 0)
-    assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS, SEEDS).logprobs == 20
-    assert sampling_params(parse(logprobs=False), DEFAULTS, SEEDS).logprobs is None
+    assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS, SEED).logprobs == 20
+    assert sampling_params(parse(logprobs=False), DEFAULTS, SEED).logprobs is None
     most = sampling_params(
-        parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS, SEEDS
+        parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS, SEED
     )
     assert len(most.logit_bias) + len(most.stop_token_ids) + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
 
