@@ -86,6 +86,7 @@ class Endpoint(ABC):
     streams: Any = None  # the data of an event, if answers may be streamed
     last_data = ""  # what the last event holds instead
     fails: Any = ErrorAnswer
+    copies_payloads = False  # `read` copies images, and not only the JSON
 
     def __init__(self, service: Service):
         self.service = service
@@ -195,7 +196,8 @@ class Endpoint(ABC):
         def read() -> Job:
             return self.read(read_object(data), body)
 
-        return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
+        size = body.region.used if self.copies_payloads else len(data)
+        return await asyncio.to_thread(read) if size > LARGE_JSON_BYTES else read()
 
 
 class GenerationEndpoint(Endpoint):

@@ -62,6 +62,7 @@ class ResponsesEndpoint(ChatEndpoint):
     last_data = ""
     format = ResponseFormat
     prompt_field = "input"
+    copies_payloads = True  # of what is stored
 
     async def prepare(self, body: Body) -> Body:
         return await whole_body(self.service, body)
