@@ -1,5 +1,6 @@
 """Several answers to one request: one encode, one prefill, a block more for each further answer; and who comes first of all requests."""
 
+import itertools
 import random
 
 import msgspec
@@ -24,21 +25,20 @@ def ask(sim: Simulation, rid: int, num_prompt: int, max_tokens: int, n: int = NU
     sim.add(msgspec.structs.replace(wire, n=n, priority=priority), prompt[:num_prompt])
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("budget", [8, 13, 64])
-@pytest.mark.parametrize("num_prompt", range(1, 18))
-def test_answers_share_the_prompt(prefix_cache: bool, budget: int, num_prompt: int) -> None:
-    """Red if a further answer encodes an image, or computes more of the prompt than the block that it ends in; also with the prefix cache
-    off, whatever the prompt's length, in chunks or whole."""
-    sim = simulation(prefix_cache=prefix_cache, max_num_batched_tokens=budget, max_num_mixed_tokens=budget)
-    ask(sim, 0, num_prompt, max_tokens=6)
-    sim.run()
-    counters = sim.core.state.counters
-    rest = num_prompt - (num_prompt - 1) // BLOCK * BLOCK
-    assert counters.computed_tokens == num_prompt + (NUM_ANSWERS - 1) * rest + NUM_ANSWERS * 5
-    assert counters.images_encoded == (num_prompt > 4) and rest <= BLOCK
-    assert len(sim.received) == NUM_ANSWERS and len({tuple(tokens) for tokens in sim.received.values()}) == NUM_ANSWERS
-    assert counters.cached_prompt_tokens == 0
+def test_answers_share_the_prompt() -> None:
+    """Red if a further answer encodes an image, or computes more of the prompt than the block that it ends in: with and without the prefix
+    cache, for any length of the prompt, in chunks or whole."""
+    for case in itertools.product([True, False], [8, 13, 64], range(1, 18)):
+        prefix_cache, budget, num_prompt = case
+        sim = simulation(prefix_cache=prefix_cache, max_num_batched_tokens=budget, max_num_mixed_tokens=budget)
+        ask(sim, 0, num_prompt, max_tokens=6)
+        sim.run()
+        counters = sim.core.state.counters
+        rest = num_prompt - (num_prompt - 1) // BLOCK * BLOCK
+        assert counters.computed_tokens == num_prompt + (NUM_ANSWERS - 1) * rest + NUM_ANSWERS * 5, case
+        assert counters.images_encoded == (num_prompt > 4) and rest <= BLOCK, case
+        assert len(sim.received) == NUM_ANSWERS and len({tuple(tokens) for tokens in sim.received.values()}) == NUM_ANSWERS, case
+        assert counters.cached_prompt_tokens == 0, case
 
 
 def test_answers_of_one_token_share_the_prompt() -> None:

@@ -1,7 +1,5 @@
-"""Drafts change how many steps an answer takes, and nothing else: right, wrong and partly right ones beside prompts, for everything that a
-request may ask of its tokens."""
+"""Draft tokens change the number of steps and nothing else: right, wrong and partly right ones, with every sampling parameter."""
 
-import asyncio
 import itertools
 import json
 import random
@@ -14,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xgrammar
 
-from engine.grammar.client import GrammarCompiler
+from engine.grammar.compile import compiled as compile_grammar
+from engine.grammar.vocabulary import read_vocabulary
 from engine.messages import MAX_DRAFTS
 from engine.params import Grammar
 from engine.scheduler.request import Request
@@ -27,7 +27,6 @@ from models.qwen3_vl import Qwen3VL
 from models.weights import init_dummy_weights
 from tests.unit.models import harness, qwen3_5_checkpoints
 from tests.unit.scheduler.simulation import Key, key_of
-from tests.unit.worker.hybrid import load_hybrid
 from tests.unit.worker.in_process import Engine, Picture, load_model, make_picture
 from tests.unit.worker.test_graphs import SIZES
 
@@ -36,7 +35,16 @@ ANY: dict[str, Any] = {"temperature": 1.0}
 REGEX = Grammar("regex", r"[a-f]{3}-[0-9]{2,4}!( [a-z]+)*\.")
 
 
-@pytest.fixture(scope="module", params=["attention", "made-up states", "Qwen3.5"])
+KINDS = ("attention", "Qwen3.5")
+
+
+def in_gate_on(kind: str) -> pytest.MarkDecorator:
+    """Run a test with this kind of model in the gate and with the other one in the suite `nightly`."""
+    cases = [pytest.param(one, marks=() if one == kind else pytest.mark.nightly) for one in KINDS]
+    return pytest.mark.parametrize("model", cases, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
     if request.param == "Qwen3.5":
         folder: Path = tmp_path_factory.mktemp("hybrid")
@@ -46,21 +54,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         shutil.copy(CHECKPOINT / "generation_config.json", folder)
         yield harness.load(folder)
     else:
-        made_up = load_model(CHECKPOINT) if request.param == "attention" else load_hybrid(CHECKPOINT)
+        made_up = load_model(CHECKPOINT)
         init_dummy_weights(made_up, seed=0)
         yield made_up
 
 
 @pytest.fixture(scope="module")
 def regex() -> bytes:
-    async def compiled() -> bytes:
-        compiler = GrammarCompiler(CHECKPOINT, 60)
-        try:
-            return await compiler.compile(REGEX)
-        finally:
-            await compiler.close()
-
-    return asyncio.run(compiled())
+    data = compile_grammar(xgrammar.GrammarCompiler(read_vocabulary(CHECKPOINT), cache_enabled=False), REGEX).data
+    assert data
+    return data
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -68,17 +71,10 @@ def text(length: int, seed: int) -> list[int]:
     return [rng.randrange(300) for _ in range(length)]
 
 
-any_limits = pytest.mark.parametrize(
-    ("limits", "share"),
-    [
-        ({}, 0.0),
-        ({}, 0.8),
-        pytest.param({"graphs": True, "sizes": SIZES}, 0.0, marks=pytest.mark.extended),
-        ({"graphs": True, "sizes": SIZES}, 0.8),
-        ({"num_blocks": 26, "prefix_cache": False}, 0.0),
-        pytest.param({"num_blocks": 26, "prefix_cache": False}, 0.8, marks=pytest.mark.extended),
-    ],
-)
+GRAPHS: dict[str, Any] = {"graphs": True, "sizes": SIZES}
+FEW_BLOCKS: dict[str, Any] = {"num_blocks": 26, "prefix_cache": False}
+LIMITS: list[tuple[dict[str, Any], float]] = [({}, 0.0), ({}, 0.8), (GRAPHS, 0.0), (GRAPHS, 0.8), (FEW_BLOCKS, 0.0), (FEW_BLOCKS, 0.8)]
+IN_GATE = (("attention", FEW_BLOCKS, 0.8), ("Qwen3.5", GRAPHS, 0.8))
 
 
 def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
@@ -135,7 +131,14 @@ def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
     return engine
 
 
-@any_limits
+@pytest.mark.parametrize(
+    ("model", "limits", "share"),
+    [
+        pytest.param(kind, *case, marks=() if (kind, *case) in IN_GATE else pytest.mark.nightly) for kind in KINDS for case in LIMITS
+    ],
+    indirect=["model"],
+    scope="module",
+)
 def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]) -> None:
     """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that
     holds is refused; if a graph takes the tokens of a row for those of several."""
@@ -150,6 +153,7 @@ def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], pl
     assert (engine.core.state.counters.preemptions > 0) == ("num_blocks" in limits)
 
 
+@in_gate_on("attention")
 def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
     """Red if a row with k right drafts takes more than one step for k + 1 tokens."""
     engine = Engine(model)
@@ -159,6 +163,7 @@ def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
     assert engine.tokens[0] == free and engine.core.state.num_steps == 1 + -(-(OUTPUT - 1) // (MAX_DRAFTS + 1))
 
 
+@in_gate_on("Qwen3.5")
 def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
     """Red if blocks or states behind drafts, right and wrong ones, are published with what was refused in them."""
     turns, plain = [text(40, 20)], Engine(model, prefix_cache=False)
@@ -176,6 +181,7 @@ def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
     assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > 40
 
 
+@in_gate_on("attention")
 def test_rows_of_a_step_differ(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if the tests above stop to mix rows of one and of several tokens with prompts and images."""
     seen: set[tuple[int, bool]] = set()
@@ -194,6 +200,8 @@ def test_rows_of_a_step_differ(model: Qwen3VL, regex: bytes, free: list[int], pl
     assert {count for count, _ in seen} == set(range(1, MAX_DRAFTS + 2)) and len([has_images for _, has_images in seen if has_images]) > 4
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", KINDS, indirect=True, scope="module")
 def test_unseeded_answers_have_the_same_distribution(model: Qwen3VL) -> None:
     """Red if drafts make a token more or less likely: what is drawn behind a draft that comes every time, by chi-squared."""
     num_answers = 400

@@ -27,8 +27,9 @@ from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, make_picture
-from tests.unit.worker.test_drafts import any_limits, ask_everything, regex, text  # noqa: F401 - a fixture
-from tests.unit.worker.test_graphs import SIZES
+from tests.unit.worker.test_drafts import FEW_BLOCKS, GRAPHS, LIMITS, ask_everything, regex, text  # noqa: F401 - a fixture
+
+NIGHTLY = pytest.mark.nightly
 
 OUTPUT = 30
 
@@ -72,7 +73,7 @@ class Both:
         return tokens
 
 
-@pytest.fixture(scope="module", params=["dense", "sparse"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("sparse", marks=NIGHTLY)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder: Path = tmp_path_factory.mktemp("head")
     demo = json.loads((CHECKPOINT / "config.json").read_text())  # whose grammars count its tokens
@@ -115,8 +116,9 @@ def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
 @pytest.mark.parametrize(
     ("limits", "chosen"),
     [
-        ({}, (0, 1, 2, 3)),
-        ({"graphs": True, "sizes": SIZES}, (0, 1, 2, 3)),
+        pytest.param({}, (0, 1, 2, 3), marks=NIGHTLY),
+        (GRAPHS, (2, 3)),
+        pytest.param(GRAPHS, (0, 1, 2, 3), marks=NIGHTLY),
         ({"max_num_batched_tokens": 12, "max_num_mixed_tokens": 8}, (0, 1)),
     ],
 )
@@ -161,7 +163,9 @@ def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
     return engine
 
 
-@any_limits
+@pytest.mark.parametrize(
+    ("limits", "share"), [pytest.param(*case, marks=() if case == (FEW_BLOCKS, 0.8) else NIGHTLY) for case in LIMITS]
+)
 def test_its_drafts_change_nothing(
     both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811
 ) -> None:

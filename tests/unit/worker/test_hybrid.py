@@ -1,7 +1,7 @@
-"""Hybrid models through the engine, a made-up one and Qwen3.5: what rows, chunks, preemption, forks, graphs and prefix cache do."""
+"""Qwen3.5, a hybrid model, through the engine: rows, chunks, preemption, forks, graphs and the prefix cache change no answer."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,27 +12,23 @@ from engine.scheduler import policy, request
 from engine.worker.memory import plan_memory
 from models.cache import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
 from models.qwen3_vl import Qwen3VL
-from models.scaffold import SHAPES, write_model_folder
 from models.state import RowStates, Snapshots
 from tests.unit.models import harness, qwen3_5_checkpoints
-from tests.unit.worker.hybrid import load_hybrid
 from tests.unit.worker.in_process import Engine, Picture, make_picture
 from tests.unit.worker.test_graphs import SIZES
+
+NIGHTLY = pytest.mark.nightly
 
 BLOCK = 16
 Parts = list[list[int] | Picture]
 SAME = 0.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5  # MKL: without it the last bit depends on where memory lies
 
 
-@pytest.fixture(scope="module", params=["made up", "Qwen3.5"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3VL:
     folder: Path = tmp_path_factory.mktemp("hybrid")
-    if request.param == "made up":
-        write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
-        yield load_hybrid(folder)
-    else:
-        qwen3_5_checkpoints.write(folder)
-        yield harness.load(folder)
+    qwen3_5_checkpoints.write(folder)
+    return harness.load(folder)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -68,17 +64,19 @@ def alone(model: Qwen3VL) -> list[list[int]]:
     return results
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("chunk", "prefix_cache"),
+    [(7, False), (16, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((1, True), (1, False), (7, True), (64, True)))],
+)
 def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
     """Red if the state is lost between two chunks of a row, or if a chunk finds another row's or another layer's."""
     engine = Engine(model, prefix_cache=prefix_cache, max_num_batched_tokens=8 + chunk, max_num_mixed_tokens=chunk)
     assert ask(engine, prompts()) == alone
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=NIGHTLY)])
 def test_preempted_equals_alone(model: Qwen3VL, alone: list[list[int]], prefix_cache: bool) -> None:
-    """Red if a row that is given to somebody else, or begun anew after a preemption, goes on from the state that is left in it."""
+    """Red if a row that gets another request, or is restarted after a preemption, continues from the state that is left in it."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_num_mixed_tokens": 12}
     engine = Engine(model, num_blocks=12, prefix_cache=prefix_cache, **limits)
     assert ask(engine, prompts(), num_steps_between=0) == alone
@@ -97,8 +95,9 @@ def logprobs_of(engine: Engine, rid: int) -> list[float]:
     return [entry.logprob for entry in engine.logprobs[rid]]
 
 
-@pytest.mark.parametrize("chained", [True, False])
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(
+    ("graphs", "chained"), [(False, False), (True, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((False, True), (True, False)))]
+)
 def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, chained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a row that goes on from a snapshot differs by a bit from one that was computed in steps with the same ends: behind images,
     behind the first question, and where two questions part. With these chunks in one step, by more than products of other sizes do."""

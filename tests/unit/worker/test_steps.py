@@ -1,10 +1,9 @@
-"""Whatever way a step is cut, batched, cached or interrupted, the tokens are the same: real scheduler core, real runner, tiny model."""
+"""Chunking, batching, caching and preemption do not change tokens: real scheduler core, real runner, tiny model."""
 
 import dataclasses
 import io
 import random
-import subprocess
-import sys
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,13 @@ import torch
 from PIL import Image, ImageOps
 
 from engine.worker.jpeg import apply_orientation
+from models.backends.torch import jpeg
 from models.backends.torch.jpeg import PillowDecoder
 from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker.in_process import CPU, Engine, Picture, load_model, make_picture
+
+NIGHTLY = pytest.mark.nightly
 
 Prompt = list[list[int] | Picture]
 
@@ -58,7 +60,7 @@ def alone(model: Qwen3VL) -> list[list[int]]:
     return results
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=NIGHTLY) for size in (1, 64, 256))])
 def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
     """Red if a chunk boundary inside text or an image shifts a position, a page or an image row."""
     for prompt, expected in zip(prompts(), alone, strict=True):
@@ -67,7 +69,7 @@ def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int
         assert engine.run()[0] == expected
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 8192])
+@pytest.mark.parametrize("chunk", [16, *(pytest.param(size, marks=NIGHTLY) for size in (64, 8192))])
 def test_batched_equals_alone(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
     """Red if rows of one step leak into each other."""
     engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=max(1, chunk // 2))
@@ -77,7 +79,7 @@ def test_batched_equals_alone(model: Qwen3VL, alone: list[list[int]], chunk: int
     assert list(engine.run().values()) == alone
 
 
-@pytest.mark.parametrize("chunk", [64, 8192])
+@pytest.mark.parametrize("chunk", [64, pytest.param(8192, marks=NIGHTLY)])
 def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
     """Red if a prefix hit or a cached embedding is not what it stands for; the second round computes little and encodes nothing."""
     engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
@@ -88,8 +90,9 @@ def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int)
     assert engine.core.state.counters.images_encoded == 5
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("chunk", [16, 8192])
+@pytest.mark.parametrize(
+    ("chunk", "prefix_cache"), [(16, False), (8192, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((16, True), (8192, False)))]
+)
 def test_answers_that_fork_equal_one_alone(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
     """Red if an answer that goes on behind another one's blocks reads what is not there yet, or writes where others read."""
     engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=max(1, chunk // 2), prefix_cache=prefix_cache)
@@ -100,7 +103,7 @@ def test_answers_that_fork_equal_one_alone(model: Qwen3VL, alone: list[list[int]
     assert engine.core.state.counters.images_encoded == 5
 
 
-@pytest.mark.parametrize("host_tokens", [0, 70, 130, 1000])
+@pytest.mark.parametrize("host_tokens", [0, 130, *(pytest.param(count, marks=NIGHTLY) for count in (70, 1000))])
 def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list[int]], host_tokens: int) -> None:
     """Red if recomputation after a preemption, or encoding again or restoring after an eviction, gives other tokens."""
     engine = Engine(model, num_blocks=30, image_tokens=100, host_tokens=host_tokens, max_num_batched_tokens=96, max_num_mixed_tokens=48)
@@ -143,17 +146,6 @@ def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
         drawn.append((tokens[0], tokens[1]))
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
-
-
-def test_each_image_is_encoded_when_its_chunk_comes(model: Qwen3VL) -> None:
-    """Red if images are encoded ahead of their chunk or twice: 8 images, small chunks, counted step by step."""
-    engine = Engine(model, max_num_batched_tokens=24, max_num_mixed_tokens=24)
-    pictures = [make_picture(100 + i, 128, 128) for i in range(8)]
-    engine.add(0, [part for picture in pictures for part in (picture, [5])], max_tokens=1)
-    progress = []
-    while engine.step():
-        progress.append(engine.core.state.counters.images_encoded)
-    assert progress[0] <= 2 and progress[-1] == 8 and progress == sorted(progress)
 
 
 def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL, alone: list[list[int]]) -> None:
@@ -238,13 +230,14 @@ def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
         assert np.array_equal(apply_orientation(decoded, orientation).numpy(), np.asarray(expected))
 
 
-def test_the_worker_has_no_limit_of_its_own_on_pixels() -> None:
-    """Red if Pillow's guard, below --max-image-pixels, refuses in the worker what the server has accepted."""
-    code = "import sys, models.backends.torch.jpeg; sys.exit(sys.modules['PIL.Image'].MAX_IMAGE_PIXELS is not None)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_worker_has_no_limit_of_its_own_on_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if Pillow's limit, below --max-image-pixels, rejects in the worker what the server has accepted."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    runpy.run_path(jpeg.__file__)
+    assert Image.MAX_IMAGE_PIXELS is None
 
 
-@pytest.mark.parametrize("chunk", [64, 8192])
+@pytest.mark.parametrize("chunk", [64, pytest.param(8192, marks=NIGHTLY)])
 def test_hits_that_end_anywhere_inside_an_image(model: Qwen3VL, chunk: int) -> None:
     """Red if the rest of an image is spliced from a wrong offset, or with wrong positions, after a prefix hit that ends inside it."""
     picture = make_picture(9, 256, 256)  # 64 tokens, 4 blocks
