@@ -82,9 +82,9 @@ class Pace:
         self._timeout = timeout
         self._bytes_per_s = max(MIN_BYTES_PER_S, num_promised / (MAX_TIMEOUTS * timeout))
 
-    def patience(self, num_bytes: int) -> float:
-        """Seconds until more than so many bytes must be here. TimeoutError if they are late."""
-        left = self._started + self._timeout + num_bytes / self._bytes_per_s - time.monotonic()
+    def patience(self, num_bytes: int, now: float) -> float:
+        """Seconds from `now` until more than `num_bytes` must be here. Raises TimeoutError if they are late."""
+        left = self._started + self._timeout + num_bytes / self._bytes_per_s - now
         if left <= 0:
             raise TimeoutError
         return min(left, self._timeout)
@@ -103,7 +103,7 @@ async def read_body(
     if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
-    pace = Pace(started, config.body_timeout, length or 0)
+    pace = Pace(asyncio.get_running_loop().time(), config.body_timeout, length or 0)
     with contextlib.ExitStack() as undo:
         try:
             capacity = FIRST_CAPACITY if length is None else length
@@ -132,7 +132,7 @@ async def read_body(
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
     """What the server has read. Returns whether there is more."""
-    async with asyncio.timeout(pace.patience(region.used)):
+    async with asyncio.timeout(pace.patience(region.used, asyncio.get_running_loop().time())):
         message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
@@ -149,11 +149,11 @@ async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max
 async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int, pace: Pace) -> None:
     """The last `rest` bytes, from the socket into the region, which has room for them."""
     region, scanner = body.region, body.scanner
-    end = region.used + rest
+    end, loop = region.used + rest, asyncio.get_running_loop()
     with direct.take_over(rest):
         while region.used < end:
             piece = region.room[: min(DIRECT_PIECE_BYTES, end - region.used)]
-            await direct.fill(piece, lambda filled: pace.patience(region.used + filled))
+            await direct.fill(piece, lambda filled: pace.patience(region.used + filled, loop.time()))
             region.used += len(piece)
             scanner.feed(bytes(piece))
             check_text_bytes(scanner.num_text_bytes)

@@ -1,70 +1,84 @@
-"""Who gets in: keys, names of the server, and metrics apart."""
+"""Who gets in: API keys, names of the server, and the separate port for metrics."""
 
+import asyncio
+import resource
 from pathlib import Path
 
 import httpx
 import pytest
 
 from engine.flags import parse_args
+from tests.unit.server.in_process import client_of, serving, virtual
 from tests.unit.server.stack import Stack
 
 
-def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tmp_path: Path) -> None:
-    """Red if one of the keys is not compared, or a comment, a beginning or both keys together open the server, or if the page needs one."""
+@virtual
+async def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tmp_path: Path) -> None:
+    """Fails if one of the keys is not compared, if a comment, a beginning or both keys together open the server, or if the page needs a
+    key."""
     file = tmp_path / "keys"
     file.write_text("# of clients\nfirst\n\n  sécond  \n")
-    stack = Stack(model_folder, api_key="own", api_key_file=str(file))
-    try:
+    with serving(model_folder, api_key="own", api_key_file=str(file)) as api:
         for key in ("own", "first", "sécond"):
             for headers in ({"Authorization": f"bearer {key}".encode()}, {"x-api-key": key.encode()}):
-                assert stack.http.get("/v1/models", headers=headers).status_code == 200
-        for wrong in ("", "# of clients", "of clients", "firs", "own first", "own\nfirst", "None"):
-            response = stack.http.get("/v1/models", headers={"x-api-key": wrong.encode().replace(b"\n", b",")})
-            assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
-        page = stack.http.get("/")  # which asks for the key itself
+                assert (await api.http.get("/v1/models", headers=headers)).status_code == 200, key
+        for wrong in ("", "# of clients", "of clients", "firs", "own first", "own,first", "None"):
+            response = await api.http.get("/v1/models", headers={"x-api-key": wrong})
+            assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer"), wrong
+        page = await api.http.get("/")  # it asks for the key itself
         assert page.status_code == 200 and "wants an API key" in page.text and 'id="key"' in page.text
-        assert "first" not in stack.http.get("/server_info", headers={"x-api-key": "own"}).text
-    finally:
-        stack.close()
+        assert "first" not in (await api.http.get("/server_info", headers={"x-api-key": "own"})).text
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "there is no file"), ("# none\n\n", "there is no key")])
-def test_a_file_without_a_key_starts_nothing(tmp_path: Path, content: str | None, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a server that is meant to be closed is open because its secret was not there."""
+def test_a_file_without_a_key_stops_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a server that is meant to be closed is open because its secret was not there."""
     file = tmp_path / "keys"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(SystemExit):
-        parse_args(["--api-key-file", str(file)])
-    assert f"--api-key-file: {words}" in capsys.readouterr().err
+    for content, words in ((None, "there is no file"), ("# none\n\n", "there is no key")):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(SystemExit):
+            parse_args(["--api-key-file", str(file)])
+        assert f"--api-key-file: {words}" in capsys.readouterr().err
 
 
-def test_names_of_the_server(model_folder: Path) -> None:
-    """Red if a page whose name was made to lead here may call, or if probes, which use an address, may not."""
-    stack = Stack(model_folder, allowed_hosts="llm.example.org, *.inner.example, LOCALHOST")
-    try:
+@virtual
+async def test_names_of_the_server(model_folder: Path) -> None:
+    """Fails if a page whose name was made to lead here may call, or if probes, which use an address, may not."""
+    with serving(model_folder, allowed_hosts="llm.example.org, *.inner.example, LOCALHOST") as api:
         for host in ("llm.example.org", "LLM.example.org:8000", "a.inner.example", "localhost:1"):
-            assert stack.http.get("/v1/models", headers={"Host": host}).status_code == 200, host
+            assert (await api.http.get("/v1/models", headers={"Host": host})).status_code == 200, host
         for host in (
             "evil.example", "llm.example.org.evil.example", "inner.example", "xinner.example", "127.0.0.1:8000", "localhost@evil.example",
         ):  # fmt: skip
             for path in ("/v1/models", "/", "/metrics", "/nowhere"):
-                response = stack.http.get(path, headers={"Host": host})
+                response = await api.http.get(path, headers={"Host": host})
                 assert (response.status_code, response.json()["error"]["code"]) == (421, "host_not_allowed"), host
-        assert stack.http.get("/health", headers={"Host": "10.0.0.1"}).status_code == 200
-    finally:
-        stack.close()
+        assert (await api.http.get("/health", headers={"Host": "10.0.0.1"})).status_code == 200
 
 
-def test_metrics_on_a_port_of_their_own(model_folder: Path) -> None:
-    """Red if Prometheus needs the key of clients, if clients see metrics, or if the other port shows more than them."""
+@virtual
+async def test_the_metrics_port_serves_metrics_only(model_folder: Path) -> None:
+    """Fails if clients see metrics that have a port of their own, or if that port shows more than them."""
+    with serving(model_folder, api_key="own", metrics_port=0) as api:
+        assert (await api.http.get("/metrics")).status_code == 401
+        assert (await api.http.get("/metrics", headers={"x-api-key": "own"})).status_code == 404
+        client = client_of(api.api.build_metrics())
+        found = {path: (await client.get(path)).status_code for path in ("/metrics", "/v1/models", "/", "/server_info", "/health")}
+        assert found == {"/metrics": 200, "/v1/models": 404, "/": 404, "/server_info": 404, "/health": 404}
+        await asyncio.gather(client.aclose(), api.http.aclose())
+
+
+def test_the_api_as_a_process(model_folder: Path) -> None:
+    """Fails if the process opens a port without its guard or its limits (Prometheus needs no key, and a long head is refused there too), or
+    if a process keeps the soft limit of open files that it was started with."""
     stack = Stack(model_folder, api_key="own", metrics_port=0)
     try:
-        stack.chat("hello")
+        assert stack.http.get("/v1/models").status_code == 401
+        assert stack.http.get("/v1/models", headers={"x-api-key": "own"}).status_code == 200
         assert "engine_responses_total" in httpx.get(stack.metrics_url).text
-        assert stack.http.get("/metrics").status_code == 401
-        assert stack.http.get("/metrics", headers={"x-api-key": "own"}).status_code == 404
-        for path in ("/v1/models", "/", "/server_info", "/health"):
-            assert httpx.get(stack.metrics_url.replace("/metrics", path)).status_code == 404
+        assert httpx.get(stack.metrics_url, headers={"X": "x" * 70_000}).status_code == 431
+        for process in stack.processes.values():
+            soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            assert soft == hard
     finally:
         stack.close()

@@ -1,168 +1,140 @@
-"""Large bodies that go past the HTTP parser: what comes after them on the same connection, and what happens when they break off."""
+"""Large bodies that bypass the HTTP parser: the next request on the connection, bodies that break off, and bodies that come slowly."""
 
+import asyncio
+import base64
 import json
-import os
-import select
-import socket
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import MIB, Stack, hold_silently
-from tests.unit.server.test_stack import image, uri
+from server.http.body import MIN_BYTES_PER_S, Pace
+from server.http.direct import DirectReader
+from tests.unit.server.in_process import MIB, Wire, hold, serving, settle, virtual
+from tests.unit.server.raw_http import GET_HEALTH, JPEG, body_of, head_of, large_image, packets, request_of, text_body
 
-JPEG = PLAIN["4:2:0"]
-
-
-def large_image(num_bytes: int) -> bytes:
-    """A JPEG with `num_bytes` of noise in its comments."""
-    comment = b"\xff\xfe\xff\xff" + os.urandom(65_533)
-    return JPEG[:2] + comment * (num_bytes // len(comment)) + JPEG[2:]
+TIMEOUT_S = 30
 
 
-def body_of(*images: bytes) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": [image(uri(data)) for data in images]}]}).encode()
+@pytest.fixture
+def num_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each body that was read directly."""
+    found: list[int] = []
+    take_over = DirectReader.take_over
+    monkeypatch.setattr(DirectReader, "take_over", lambda self, num_bytes: found.append(num_bytes) or take_over(self, num_bytes))
+    return found
 
 
-def head_of(length: int) -> bytes:
-    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
-
-
-def connect(stack: Stack) -> socket.socket:
-    host, port = stack.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
-
-
-def from_elsewhere(stack: Stack) -> socket.socket:
-    """A client of another address of this machine."""
-    host, port = stack.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20, source_address=("127.0.0.2", 0))
-
-
-def read_answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
-    """Status and JSON of the next answer on the connection."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += connection.recv(1)
-    length = int(data.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    body = b""
-    while len(body) < length:
-        body += connection.recv(length - len(body))
-    return int(data.split()[1]), json.loads(body)
-
-
-@pytest.mark.parametrize("cut", [10, 100_000, 3_000_000])
-def test_large_bodies_and_small_ones_share_a_connection(stack: Stack, cut: int) -> None:
-    """Red if a byte is lost where the reader takes over or hands back, also with the next request right behind the body."""
-    images = [large_image(size) for size in (1_000_000, 2_000_000, 300_000)]
+@virtual
+async def test_large_bodies_and_small_ones_share_a_connection(model_folder: Path, num_direct: list[int]) -> None:
+    """Fails if a byte is lost where the reader takes over or hands back, also if the next request follows the body in the same packet, or
+    if a client that offers HTTP/2, as Java's always does, gets its body dropped."""
+    images = [large_image(size) for size in (500_000, 900_000, 300_000)]
     large, small = body_of(*images), body_of(JPEG)
-    messages = head_of(len(large)) + large + head_of(len(small)) + small
-    with connect(stack) as connection:
-        for _ in range(2):
-            connection.sendall(messages[:cut])
-            assert stack.http.get("/health").status_code == 200
-            connection.sendall(messages[cut:])
-            assert [read_answer(connection)[0] for _ in range(2)] == [200, 200]
-            request = stack.scheduler.requests[-2]
-            assert [span.source.region.length for span in request.images] == [len(data) for data in images]
-            assert stack.scheduler.requests[-1].images[0].source.region.length == len(JPEG)
-
-
-def test_a_refused_body_is_read_to_its_end(stack: Stack) -> None:
-    """Red if a client that sends too much text cannot read why, or its connection is unusable afterwards."""
-    text = json.dumps({"messages": [{"role": "user", "content": "x" * (12 * MIB)}]}).encode()
-    small = body_of(JPEG)
-    with connect(stack) as connection:
-        connection.sendall(head_of(len(text)) + text)
-        status, error = read_answer(connection)
-        assert status == 413 and "besides its images" in str(error)
-        connection.sendall(head_of(len(small)) + small)
-        assert read_answer(connection)[0] == 200
-
-
-@pytest.mark.parametrize("share", [0.2, 0.9])
-def test_a_client_that_leaves_in_a_large_body(stack: Stack, share: float) -> None:
-    """Red if the region of a body that breaks off is not given back: `clean` would find the arena in use."""
-    body = body_of(large_image(4_000_000))
-    connection = connect(stack)
-    connection.sendall(head_of(len(body)) + body[: int(share * len(body))])
-    connection.close()
-    assert stack.chat("still there?").status_code == 200
-
-
-@pytest.fixture(scope="module")
-def impatient(model_folder: Path) -> Iterator[Stack]:
-    """A server that waits a second for a body."""
-    running = Stack(model_folder, body_timeout=1)
-    yield running
-    running.close()
-
-
-def is_answered(connection: socket.socket, seconds: float) -> bool:
-    return bool(select.select([connection], [], [], seconds)[0])
-
-
-@pytest.mark.parametrize("num_sent", [0, 1_000_000])
-def test_a_body_that_pauses_is_given_up(impatient: Stack, num_sent: int) -> None:
-    """Red if a client that sends no more keeps the memory that it was promised."""
-    body = body_of(large_image(4_000_000))
-    with connect(impatient) as connection:
-        connection.sendall(head_of(len(body)) + body[:num_sent])
-        status, error = read_answer(connection)
-        assert status == 408 and "too slowly" in str(error)
-        impatient.settle()
-
-
-@pytest.mark.parametrize("length", [100_000, 4_000_000])
-def test_a_body_that_drips_is_given_up(impatient: Stack, length: int) -> None:
-    """Red if a byte now and then is enough to keep it, read by the parser or directly."""
-    body, sent, started = body_of(large_image(length)), 0, time.monotonic()
-    with connect(impatient) as connection:
-        connection.sendall(head_of(len(body)))
-        while not is_answered(connection, 0.1) and time.monotonic() - started < 10:
-            connection.sendall(body[sent : sent + 1])
-            sent += 1
-        assert read_answer(connection)[0] == 408 and time.monotonic() - started < 5
-        impatient.settle()
-
-
-@pytest.mark.parametrize(("length", "pause"), [(2_000_000, 0.07), (700_000, 0.3)])
-def test_a_body_that_comes_steadily_may_take_longer(impatient: Stack, length: int, pause: float) -> None:
-    """Red if the timeout bounds the whole body, or a piece that is read at once: the client is slow, but not that slow."""
-    body = body_of(large_image(length))
-    with connect(impatient) as connection:
-        connection.sendall(head_of(len(body)))
-        for start in range(0, len(body), 100_000):
-            connection.sendall(body[start : start + 100_000])
-            time.sleep(pause)
-        assert read_answer(connection)[0] == 200
-
-
-@pytest.mark.parametrize("is_large", [False, True])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_an_offer_to_upgrade_changes_nothing(stack: Stack, is_large: bool, is_cut: bool) -> None:
-    """Red if a client that would like HTTP/2, as Java's always does, gets its body dropped; in one packet with its headers or not."""
-    body = body_of(large_image(1_000_000) if is_large else JPEG)
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
-    head = head_of(len(body))[:-2] + offer
-    with connect(stack) as connection:
-        for _ in range(2):
-            connection.sendall(head if is_cut else head + body)
-            time.sleep(0.1 * is_cut)
-            connection.sendall(body if is_cut else b"")
-            assert read_answer(connection)[0] == 200
+    heads = head_of(len(large)), head_of(len(large))[:-2] + offer
+    expected = [[base64.b64encode(data) for data in images], [base64.b64encode(JPEG)]]
+    with serving(model_folder) as api:
+        for head in heads:
+            messages = head + large + request_of(small)
+            for cut in (10, len(head), 100_000, 1_900_000, len(messages) - len(small) - 20):
+                api.media.clear()
+                wire = await api.ask(*packets(messages[:cut]))
+                wire.send(*packets(messages[cut:]), *packets(messages))
+                await settle()
+                assert wire.statuses == [200] * 4 and api.media == expected * 2, cut
+                wire.leave()
+    assert len(num_direct) == 20 and min(num_direct) > MIB
 
 
-def test_a_client_that_leaves_with_two_requests_under_way(stack: Stack) -> None:
-    """Red if the engine works on for the first of them."""
-    stack.scheduler.script = hold_silently
-    body = body_of(JPEG)
-    count = len(stack.scheduler.requests)
-    connection = connect(stack)
-    connection.sendall(head_of(len(body)) + body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    stack.wait_until(lambda: len(stack.scheduler.requests) > count)
-    connection.close()
-    stack.wait_until(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
+@virtual
+async def test_a_refused_body_is_read_to_its_end(model_folder: Path, num_direct: list[int]) -> None:
+    """Fails if a client that sends too much text cannot read why, or if its connection is unusable afterwards."""
+    with serving(model_folder) as api:
+        wire = await api.ask(*packets(request_of(text_body("x" * (12 * MIB)))), request_of(body_of(JPEG)))
+        ((status, error), (following, _)) = wire.answers
+    assert (status, following, len(num_direct)) == (413, 200, 1) and b"besides its images" in error
+
+
+@virtual
+async def test_a_client_that_leaves_during_a_large_body(model_folder: Path) -> None:
+    """Fails if the region of a body that breaks off is not given back: `serving` would find the arena in use."""
+    body = body_of(large_image(4_000_000))
+    with serving(model_folder) as api:
+        for share in (0.01, 0.2, 0.9):
+            wire = await api.ask(*packets(head_of(len(body)) + body[: int(share * len(body))]))
+            assert not api.api.arena.is_empty()
+            wire.leave()
+            await settle()
+            assert api.api.arena.is_empty() and not api.submits
+
+
+def test_the_pace_of_a_body() -> None:
+    """Fails if a pause or a drip is tolerated for longer than the timeout, if a steady client is refused however long its body takes, or
+    if a rate that is fair for a small body lets a large one keep its memory for hours."""
+
+    def seconds_until_late(num_promised: int, bytes_per_s: float) -> float:
+        pace, seconds = Pace(1000.0, TIMEOUT_S, num_promised), 0.0
+        while seconds * bytes_per_s < num_promised:
+            try:
+                assert 0 < pace.patience(int(seconds * bytes_per_s), 1000.0 + seconds) <= TIMEOUT_S
+            except TimeoutError:
+                return seconds
+            seconds += 0.25
+        return float("inf")
+
+    assert Pace(1000.0, TIMEOUT_S, 4 * MIB).patience(3 * MIB, 1000.0) == TIMEOUT_S  # far ahead
+    assert seconds_until_late(4 * MIB, 0) == seconds_until_late(1000, 0) == TIMEOUT_S
+    assert TIMEOUT_S <= seconds_until_late(4 * MIB, 1) <= TIMEOUT_S + 1
+    assert seconds_until_late(4 * MIB, MIN_BYTES_PER_S) == float("inf")
+    assert seconds_until_late(100 * MIB, MIN_BYTES_PER_S) < 2 * TIMEOUT_S
+    assert seconds_until_late(100 * MIB, 100 * MIB / (10 * TIMEOUT_S)) == float("inf")
+
+
+async def drip(wire: Wire, body: bytes, num_bytes: int, pause: float) -> float:
+    """Send so many bytes of a body after each pause until there is an answer. Returns the seconds that passed."""
+    wire.send(head_of(len(body)))
+    loop = asyncio.get_running_loop()
+    started, sent = loop.time(), 0
+    while not wire.received and loop.time() - started < 1000:
+        wire.send(body[sent : sent + num_bytes])
+        sent += num_bytes
+        await asyncio.sleep(pause)
+    return loop.time() - started
+
+
+@virtual
+async def test_a_slow_body_is_given_up(model_folder: Path, num_direct: list[int]) -> None:
+    """Fails if a client that pauses, or sends a byte now and then, keeps the memory that it was promised, whether the parser reads its body
+    or it is read directly; or if a steady client is refused."""
+    small, large, steady = body_of(large_image(100_000)), body_of(large_image(4_000_000)), body_of(large_image(2_000_000))
+    with serving(model_folder, body_timeout=TIMEOUT_S) as api:
+
+        async def answer(body: bytes, num_bytes: int, pause: float) -> tuple[int, float]:
+            wire = api.connect()
+            seconds = await drip(wire, body, num_bytes, pause)
+            ((status, text),) = wire.answers
+            assert status == 200 or "too slowly" in json.loads(text)["error"]["message"]
+            return status, seconds
+
+        for body in (small, large):
+            for num_bytes, pause in ((0, 1.0), (1, 1.0), (1_000, 1.0)):
+                status, seconds = await answer(body, num_bytes, pause)
+                assert status == 408 and TIMEOUT_S <= seconds < TIMEOUT_S + 8, (len(body), num_bytes)
+        wire = await api.ask(*packets(head_of(len(large)) + large[:3_000_000]))  # far ahead of its pace
+        await asyncio.sleep(2 * TIMEOUT_S + 1)
+        assert wire.statuses == [408]
+        status, seconds = await answer(steady, 40_000, 1.0)
+        assert status == 200 and seconds > 2 * TIMEOUT_S
+    assert len(num_direct) > 2
+
+
+@virtual
+async def test_a_client_that_leaves_with_two_requests(model_folder: Path) -> None:
+    """Fails if the engine goes on with the first of them."""
+    with serving(model_folder) as api:
+        api.script = hold
+        wire = await api.ask(request_of(body_of(JPEG)) + GET_HEALTH)
+        assert len(api.submits) == 1 and not wire.received
+        wire.leave()
+        await settle()
+        assert api.aborted == [api.submits[0].rid] and not api.client.num_streams

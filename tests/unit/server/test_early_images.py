@@ -9,12 +9,10 @@ import pytest
 from engine.messages import Region
 from server.http.body import Body
 from server.http.scan import Scanner
-from tests.unit.server.pictures import PLAIN
+from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer
 from tests.unit.server.stack import MIB, Stack, hold
-from tests.unit.server.test_direct import body_of, connect, head_of, large_image, read_answer
 from tests.unit.server.test_stack import image, uri
 
-JPEG = PLAIN["4:2:0"]
 NUM_IMAGES = 4
 
 

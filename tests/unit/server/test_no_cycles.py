@@ -1,28 +1,23 @@
-"""What a connection leaves behind: nothing that only the garbage collector finds, which comes once in thousands of them."""
+"""A connection leaves nothing that only the garbage collector finds, which runs once in thousands of connections."""
 
-import asyncio
 import gc
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-from uvicorn.server import ServerState
 
-from engine.config import EngineConfig
-from server.http.connection import ConnectionLimiter
 from server.http.direct import DirectProtocol, DirectReader, direct_reader
+from tests.unit.server.in_process import HttpServer, settle, virtual
+from tests.unit.server.raw_http import packets
 
 LARGE = 1_000_000
 
 
 @pytest.fixture
 def garbage() -> Iterator[list[object]]:
-    """What the collector has found, when it is asked."""
+    """Objects that the collector has found, once it is asked."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -33,7 +28,7 @@ def garbage() -> Iterator[list[object]]:
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body as far as the parser has it, and what is left directly, unless it is refused: then half of that."""
+    """Read what the parser has of the body, and the rest directly; only half of the rest for /refuse."""
     reader = direct_reader(scope)
     assert reader is not None
     rest = int(dict(scope["headers"]).get(b"content-length", 0)) - len((await receive())["body"])
@@ -47,39 +42,21 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-@asynccontextmanager
-async def listening() -> AsyncIterator[int]:
-    config = Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
-    config.load()
-    of_uvicorn: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-    limiter = ConnectionLimiter(EngineConfig())
-    server = await asyncio.get_running_loop().create_server(lambda: DirectProtocol(limiter, **of_uvicorn), "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[1]
-
-
-async def talk(port: int, path: str, num_bytes: int, num_sent: int) -> None:
-    """A connection with two requests of so many bytes, of whose bodies so many are sent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for _ in range(2 if num_sent == num_bytes else 1):
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n".encode() + b"x" * num_sent)
-        if num_sent == num_bytes:
-            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-        else:
-            await asyncio.sleep(0.1)
-    writer.close()
-    await asyncio.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    ("path", "num_bytes", "num_sent"),
-    [("/", 0, 0), ("/", 10, 10), ("/", LARGE, LARGE), ("/refuse", LARGE, LARGE), ("/", LARGE, LARGE // 2)],
-    ids=["no body", "a small one", "a large one", "a refused one", "one that breaks off"],
-)
-async def test_a_connection_leaves_no_cycle(garbage: list[object], path: str, num_bytes: int, num_sent: int) -> None:
-    """Red if a connection, its requests or what their bodies were read into wait for the collector: megabytes did."""
-    async with listening() as port:
-        await talk(port, path, num_bytes, num_sent)
+@virtual
+async def test_a_connection_leaves_no_cycle(garbage: list[object]) -> None:
+    """Fails if a connection, its requests or the buffers of their bodies wait for the collector: megabytes did."""
+    server = HttpServer(application)
+    for path, num_bytes, num_sent in (
+        ("/", 0, 0), ("/", 10, 10), ("/", LARGE, LARGE), ("/refuse", LARGE, LARGE), ("/", LARGE, LARGE // 2),
+    ):  # fmt: skip
+        wire, is_whole = server.connect(), num_sent == num_bytes
+        for _ in range(1 + is_whole):
+            wire.send(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n".encode(), *packets(b"x" * num_sent))
+            await settle()
+        assert wire.answers == [(200, b"ok")] * 2 * is_whole
+        wire.leave()
+        del wire
+        await settle()
         gc.collect()
         left = [thing for thing in garbage if isinstance(thing, DirectProtocol | DirectReader | RequestResponseCycle | bytearray)]
-        assert not left
+        assert not left, (path, num_bytes, num_sent)

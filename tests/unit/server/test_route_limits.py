@@ -1,123 +1,107 @@
-"""The proxy as a process, attacked: it has the api's limits, tells no secret, and holds a bounded part of bodies."""
+"""The proxy under attack: it has the api's limits, reveals no secret, and holds a bounded part of the bodies."""
 
+import asyncio
+import errno
 import json
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
+import aiohttp
 import pytest
+from aiohttp import web
+from yarl import URL
 
-from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text
-from tests.unit.server.test_direct import head_of, read_answer
-from tests.unit.server.test_unread import STREAM, ask_without_reading, is_over
+from engine.config import EngineConfig
+from server.http.connection import ConnectionLimiter
+from server.http.shares import Shares
+from server.route import SCANNED_BYTES, Body
+from tests.eventually import HANG_GUARD_S
+from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("patient_proxy")
 SECRET = "sekret"
-KEY = b"Authorization: Bearer " + SECRET.encode() + b"\r\n"
-WRITE_S = 2
+KEY = b"Authorization: Bearer " + SECRET.encode()
+MIB = 1 << 20
 
 
-@dataclass
-class Running:
-    """A proxy before one api."""
-
-    stack: Stack
-    process: "subprocess.Popen[str]"
-    log: Path
-    url: str
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", int(self.url.rsplit(":", 1)[1])), timeout=20)
-
-    def ask(self, data: bytes) -> tuple[int, dict[str, object]]:
-        with self.connect() as connection:
-            connection.sendall(data)
-            return read_answer(connection)
+async def exchange(url: str, data: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of the answer to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+    writer.write(data)
+    async with asyncio.timeout(HANG_GUARD_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        body = await reader.readexactly(length)
+    writer.close()
+    return int(head.split()[1]), json.loads(body)
 
 
-@pytest.fixture(scope="module")
-def running(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("proxy")
-    (folder / "keys").write_text(SECRET + "\n")
-    stack = Stack(model_folder, api_key=SECRET, api_arena_bytes=64 * MIB)
-    stack.http.headers["x-api-key"] = SECRET
-    flags = ["--port", "0", "--backends", stack.url, "--api-key-file", str(folder / "keys"), "--write-timeout", str(WRITE_S)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "server.route", *flags], stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    yield Running(stack, process, folder / "log", process.stdout.readline().split()[2])
-    process.terminate()
-    process.wait()
-    stack.close()
+async def test_the_proxy_refuses_in_its_own_words(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a bad head is echoed, if a key stands in the log, or if a body is awaited from a client that has no key."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        assert not request.body_exists
+        return web.json_response({"error": {}}, status=401)
+
+    async with routed(Replica("a", refuse), api_keys=[SECRET]) as running:
+        for data, status in (
+            (b"GET /v1/models HTTP/1.1\r\n" + KEY + b"\0\r\n\r\n", 400),
+            (b"GET /v1/models HTTP/1.1\r\n" + KEY + b"\r\nX: " + b"x" * 70_000, 431),
+            (b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n" + KEY + b"\r\n\r\n", 400),
+            (b"POST /v1/models HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n" + KEY + b"\r\n\r\n0\r\n\r\n", 501),
+        ):
+            answered, error = await exchange(running.url, data)
+            assert answered == status and error["error"].keys() == {"message", "type", "param", "code"}
+            assert SECRET not in json.dumps(error)
+        post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
+        assert (await exchange(running.url, post))[0] == 401
+    assert SECRET not in caplog.text and "Traceback" not in caplog.text
 
 
-def with_key(data: bytes) -> bytes:
-    return data.replace(b"\r\n", b"\r\n" + KEY, 1)
+async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
+    """Fails if each of many clients has megabytes held before any key is found, or if a byte is lost when there is no room."""
+    shares, data = Shares(4 * MIB, small_bytes=0), b" " * (1 << 16)
+
+    async def pieces() -> AsyncIterator[dict[str, object]]:
+        for _ in range(8):
+            yield {"type": "http.request", "body": data, "more_body": True}
+        yield {"type": "http.request", "body": b"", "more_body": False}
+
+    bodies = []
+    for number in range(100):
+        claim = shares.claim(f"10.0.0.{number}").__enter__()
+        bodies.append(Body(cast(Any, pieces().__anext__), claim))
+        assert await bodies[-1].find_image() == b""
+    held = [len(body.held) for body in bodies]
+    assert held[0] == SCANNED_BYTES and max(held[50:]) == len(data)
+    assert sum(body.claim.num_bytes for body in bodies) == shares.held.total() <= shares.max_bytes
+    for body in bodies:
+        assert sum([len(piece) async for piece in body.all()]) == 8 * len(data)
+    assert not shares.held
 
 
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer " + SECRET.encode() + b"\0\r\n\r\n", 400),
-        (b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer " + SECRET.encode() + b"\r\nX: " + b"x" * 70_000, 431),
-        (b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n" + KEY + b"\r\n", 400),
-        (b"POST /v1/models HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n" + KEY + b"\r\n0\r\n\r\n", 501),
-        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n", 401),
-    ],
-)
-def test_what_is_refused_is_told_in_our_words(running: Running, data: bytes, status: int) -> None:
-    """Red if a bad head is echoed, or a key stands in the log, or a body is awaited of somebody who has no key."""
-    answered, error = running.ask(data)
-    assert answered == status and set(error["error"]) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
-    assert SECRET not in json.dumps(error)
-    log = running.log.read_text()
-    assert SECRET not in log and "Traceback" not in log
+async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a proxy that can open no more files takes its replicas for dead, and refuses what it could serve."""
+    async with routed(Replica("a")) as running:
+        proxy = running.proxy
+
+        def fail(*arguments: object, **options: object) -> None:
+            raise aiohttp.ClientConnectorError(cast(Any, None), OSError(errno.EMFILE, "Too many open files"))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(proxy._session, "request", fail)
+            patch.setattr(proxy._session, "get", fail)
+            async with running.client.post(running.url, data=b"{}") as answer:
+                assert answer.status == 503 and "as many connections" in await answer.text()
+            await proxy._poll(proxy.balancer.backends[0])
+        assert proxy.balancer.backends[0].healthy and proxy.balancer.backends[0].num_in_flight == 0
+        assert await running.ask() == "a"
 
 
-def resident(process: "subprocess.Popen[str]") -> int:
-    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * 4096
-
-
-def test_bodies_without_an_image_are_held_within_a_budget(running: Running) -> None:
-    """Red if each of many clients has megabytes held before any key is found: 250 took 1,148 MiB."""
-    before, clients = resident(running.process), [running.connect() for _ in range(250)]
-    for client in clients:
-        client.sendall(with_key(head_of(4 * MIB)))
-
-    def send(client: socket.socket) -> None:
-        client.settimeout(2)
-        try:
-            client.sendall(b" " * (4 * MIB - 1))
-        except (TimeoutError, ConnectionError):
-            return
-
-    threads = [threading.Thread(target=send, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert resident(running.process) - before < 250 * MIB
-    for client in clients:
-        client.close()
-    deadline = time.monotonic() + 20
-    while running.stack.chat("x").status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def test_unread_answers_end_here_too(running: Running) -> None:
-    """Red if a client that reads nothing is kept by the proxy."""
-    stack = running.stack
-    stack.wait_until(lambda: [stack.chat("x").status_code for _ in range(5)] == [200] * 5)  # nothing of the test before is left
-    stack.scheduler.script = answer_ids([65 + i % 26 for i in range(8000)], step=2)
-    url, stack.url = stack.url, running.url
-    try:
-        unread = [ask_without_reading(stack, with_key(STREAM)) for _ in range(4)]
-        assert all([is_over(connection, 15) for connection in unread])
-    finally:
-        stack.url = url
-        stack.scheduler.script = answer_text
+def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a proxy accepts more clients than it can open files for: each takes a connection to a replica too."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
+    assert ConnectionLimiter(EngineConfig(), 64, 2).max_connections == (1000 - 64 - 64) // 2
+    assert ConnectionLimiter(EngineConfig(max_connections=5), 64, 2).max_connections == 5
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    assert ConnectionLimiter(EngineConfig(), 64, 2).max_connections == 1

@@ -265,9 +265,7 @@ def test_what_changes_logits_reaches_the_sampler() -> None:
     assert (params.logit_bias, params.min_tokens, params.logprobs) == (((7, -100), (8, 0.5)), 3, 0)
     assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS, SEED).logprobs == 20
     assert sampling_params(parse(logprobs=False), DEFAULTS, SEED).logprobs is None
-    most = sampling_params(
-        parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS, SEED
-    )
+    most = sampling_params(parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS, SEED)
     assert len(most.logit_bias) + len(most.stop_token_ids) + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
 
 

@@ -1,15 +1,15 @@
 """Clients that ask and do not read: what they hold, for how long, and what others get meanwhile."""
 
-import json
-import re
+import asyncio
+import contextlib
+import functools
 import socket
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from engine.config import EngineConfig
 from engine.messages import Event, Submit
@@ -17,141 +17,162 @@ from server.http import client as client_module
 from server.http import connection as connection_module
 from server.http.client import Client
 from server.http.connection import ConnectionLimiter, LimitedProtocol
-from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text
-from tests.unit.server.test_direct import connect, head_of, read_answer
+from server.http.direct import DirectProtocol
+from server.http.listen import SEND_BYTES, make_server
+from server.http.reply import WRITE_S
+from tests.eventually import eventually, eventually_async
+from tests.unit.server.in_process import HIGH_WATER, MIB, HttpServer, say, serving, settle, virtual
+from tests.unit.server.raw_http import GET_HEALTH, connect, request_of, text_body
+from tests.unit.server.stack import Stack, answer_ids
 
-WRITE_S = 3
-NUM_UNREAD = 30
-SEND_BUFFER = 2 * (1 << 16)  # SEND_BYTES, as the kernel counts it
-
-
-def body(**fields: object) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}).encode()
-
-
-GET = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = head_of(len(body())) + body()
-STREAM = head_of(len(body(stream=True))) + body(stream=True)
+PIECE_BYTES, NUM_PIECES = 10_000, 100
+LONG = say(*["token "] * 3000)
+STREAM = request_of(text_body(stream=True))
 
 
-@pytest.fixture(scope="module")
-def strict(model_folder: Path) -> Iterator[Stack]:
-    """A server with few connections, few places for requests and little time."""
-    running = Stack(model_folder, max_connections=40, max_queued_requests=24, write_timeout=WRITE_S, idle_timeout=60)
-    yield running
-    running.close()
+async def answer_at_length(scope: Scope, receive: Receive, send: Send) -> None:
+    """Application whose answers no buffer holds."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (PIECE_BYTES * NUM_PIECES))]})
+    for number in range(NUM_PIECES):
+        await send({"type": "http.response.body", "body": b"x" * PIECE_BYTES, "more_body": number < NUM_PIECES - 1})
 
 
-@pytest.fixture(autouse=True)
-def clean(strict: Stack) -> Iterator[None]:
-    strict.scheduler.script = answer_text
-    yield
-    strict.recover()
+@virtual
+async def test_a_client_that_does_not_read_is_closed() -> None:
+    """Fails if a client that reads nothing keeps its connection, if its answers fill the memory, or if a client that reads slowly, but all
+    the time, is taken for one."""
+    server = HttpServer(answer_at_length, EngineConfig(write_timeout=30, idle_timeout=1000))
+    unread, slow = server.connect(), server.connect()
+    for wire in (unread, slow):
+        wire.reads = False
+        wire.send(GET_HEALTH * 3)
+    for second in range(0, 600, 20):
+        assert unread.is_aborted == (second >= 40)
+        assert max(wire.get_write_buffer_size() for wire in (unread, slow)) < HIGH_WATER + 2 * PIECE_BYTES
+        slow.read(500)
+        await asyncio.sleep(20)
+    slow.reads = True
+    while slow.get_write_buffer_size():
+        slow.read(HIGH_WATER)
+        await settle()
+    assert slow.answers == [(200, b"x" * PIECE_BYTES * NUM_PIECES)] * 3
 
 
-def ask_without_reading(stack: Stack, data: bytes) -> socket.socket:
-    host, port = stack.url.partition("//")[2].split(":")
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    connection.connect((host, int(port)))
-    connection.sendall(data)
-    return connection
+@virtual
+async def test_unread_connections_make_room() -> None:
+    """Fails if clients that read nothing keep others out, or if those that read have to make room."""
+    server = HttpServer(answer_at_length, EngineConfig(max_connections=4, write_timeout=1000))
+    wires = [server.connect(f"10.0.0.{number}") for number in range(4)]
+    for wire in wires:
+        wire.reads = False
+        wire.send(GET_HEALTH)
+    for _ in range(5):
+        await asyncio.sleep(1)
+        for wire in wires[:2]:
+            wire.read(100)
+    for number in range(3):
+        wire = await server.ask(b"GET /v1/models HTTP/1.1\r\n\r\n", address=f"10.0.1.{number}")
+        assert wire.statuses == ([200], [200], [503])[number]
+        wire.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n")  # keeps its place
+        await settle()
+    assert [wire.is_aborted for wire in wires] == [False, False, True, True]
 
 
-def kernel_bytes(stack: Stack) -> list[int]:
-    """What the kernel holds of the answers of each of the server's connections."""
-    port = int(stack.url.rsplit(":", 1)[1])
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[4].split(":")[0], 16) for row in rows if int(row[1].split(":")[1], 16) == port and row[3] != "0A"]
+@virtual
+async def test_places_are_free_when_generation_ends(model_folder: Path) -> None:
+    """Fails if an answer that is not read counts as a running request."""
+    with serving(model_folder, max_queued_requests=2) as api:
+        api.script = LONG
+        wires = [api.connect() for _ in range(3)]
+        for wire in wires:
+            wire.reads = False
+            wire.send(STREAM)
+            await settle()
+        assert len(api.submits) == 3 and api.client.num_streams == 0 and len(api.client.replies) == 3
+        assert all(wire.get_write_buffer_size() > HIGH_WATER for wire in wires)
+        for wire in wires:
+            wire.leave()
+        await settle()
+        assert not api.client.replies
 
 
-def is_over(connection: socket.socket, seconds: float) -> bool:
-    """Whether the server ends the connection within so many seconds: a byte now and then does not reach it then."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            connection.send(b"\r")
-        except OSError:  # also of TLS
-            return True
-        time.sleep(0.1)
-    return False
+@virtual
+async def test_a_deadline_covers_the_writing(model_folder: Path) -> None:
+    """Fails if a client that reads a byte now and then keeps its answer for longer than it may take."""
+    with serving(model_folder, request_timeout=20, write_timeout=300) as api:
+        api.script = LONG
+        wire = api.connect()
+        wire.reads = False
+        wire.send(STREAM)
+        await settle()
+        for _ in range(20 + WRITE_S - 1):
+            assert not wire.is_closed
+            wire.read(1)
+            await asyncio.sleep(1)
+        await asyncio.sleep(60)
+        assert wire.is_aborted
 
 
-def open_streams(stack: Stack) -> float:
-    found = re.search(r"^engine_open_streams\{.*\} (\S+)$", stack.http.get("/metrics").text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+def test_streams_of_a_process_that_are_not_read(stack: Stack) -> None:
+    """Fails if an unread answer holds a place in the engine, or more of the kernel's memory than it may."""
+    stack.scheduler.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
+    count = len(stack.scheduler.requests)
+    with contextlib.ExitStack() as undo:
+        for _ in range(4):
+            undo.enter_context(connect(stack, receive_bytes=2048)).sendall(STREAM)
+        eventually(lambda: len(stack.scheduler.requests) == count + 4, "every request")
+        eventually(lambda: stack.http.get("/load").json() == {"server_load": 0}, "no request in the engine")
+        port = int(stack.url.rsplit(":", 1)[1])
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        unsent = [int(row[4].split(":")[0], 16) for row in rows if int(row[1].split(":")[1], 16) == port and row[3] != "0A"]
+        assert len(unsent) >= 4 and max(unsent) <= 2 * SEND_BYTES  # as the kernel counts them
 
 
-def status_of(stack: Stack) -> int:
-    """Of a good request."""
-    with connect(stack) as connection:
-        connection.sendall(POST)
-        return read_answer(connection)[0]
+async def test_the_kernel_tells_what_a_client_reads() -> None:
+    """Fails if the number of acknowledged bytes is read from the wrong place of TCP_INFO."""
+    config, made = EngineConfig(write_timeout=30), list[DirectProtocol]()
+    limiter = ConnectionLimiter(config)
+    server = make_server(answer_at_length, limiter, config, grace=1)
+    server.config.load()
+    of_uvicorn: dict[str, Any] = {"config": server.config, "server_state": server.server_state, "app_state": {}}
 
+    def make() -> DirectProtocol:
+        made.append(DirectProtocol(limiter, **of_uvicorn))
+        return made[-1]
 
-@pytest.mark.parametrize("pipelined", [GET * 40 + POST, POST * 40, GET * 200])
-def test_others_are_served_and_the_unread_end(strict: Stack, pipelined: bytes) -> None:
-    """Red if clients that read nothing hold all connections, or all places for requests, or stay."""
-    unread = [ask_without_reading(strict, pipelined) for _ in range(NUM_UNREAD)]
-    time.sleep(WRITE_S)
-    strict.wait_until(lambda: [status_of(strict) for _ in range(5)] == [200] * 5, 10 * WRITE_S)
-    strict.wait_until(lambda: open_streams(strict) <= 1, 10 * WRITE_S)
-    assert max(kernel_bytes(strict)) <= SEND_BUFFER
-    assert pipelined == POST * 40 or all([is_over(connection, 2 * WRITE_S) for connection in unread])
-    for connection in unread:
-        connection.close()
-
-
-def test_places_are_free_when_generation_ends(strict: Stack) -> None:
-    """Red if an answer that nobody reads counts as a request that runs."""
-    strict.scheduler.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
-    unread = [ask_without_reading(strict, STREAM) for _ in range(4)]
-    count = len(strict.scheduler.requests)
-    strict.wait_until(lambda: len(strict.scheduler.requests) >= count and open_streams(strict) == 0)
-    assert all([is_over(connection, 2 * WRITE_S) for connection in unread])
-
-
-def test_a_slow_reader_gets_all_of_its_answer(strict: Stack) -> None:
-    """Red if the time limit is one of the whole answer: this client takes three times as long, and reads all the time."""
-    strict.scheduler.script = answer_ids([65 + i % 26 for i in range(2400)])
-    connection, text, started = ask_without_reading(strict, STREAM), b"", time.monotonic()
-    connection.settimeout(10)
-    while b"[DONE]" not in text:
-        text += connection.recv(1500)
-        if time.monotonic() - started < 3 * WRITE_S:
-            time.sleep(0.05)
-    assert time.monotonic() - started > 3 * WRITE_S and text.count(b'"delta"') > 2400
-    connection.close()
-
-
-def test_a_deadline_covers_the_writing(model_folder: Path) -> None:
-    """Red if a client that reads a byte now and then keeps its answer for longer than it may take."""
-    running = Stack(model_folder, request_timeout=1, write_timeout=300)
-    running.scheduler.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
-    try:
-        with ask_without_reading(running, STREAM) as connection:
-            assert is_over(connection, 40)
-    finally:
-        running.close()
+    loop = asyncio.get_running_loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    async with await loop.create_server(make, sock=listener):
+        client.connect(listener.getsockname())
+        client.setblocking(False)
+        await loop.sock_sendall(client, GET_HEALTH)
+        await eventually_async(lambda: made and made[0].look(100.0) and made[0] in limiter.waiting, "an unread answer")
+        assert not made[0].transport.is_closing()
+        await loop.sock_recv(client, 1 << 16)
+        await eventually_async(lambda: made[0].look(120.0) and made[0] not in limiter.waiting, "progress of the client")
+        await eventually_async(lambda: made[0].look(120.0) and made[0] in limiter.waiting, "an unread answer")
+        assert made[0].look(149.0) and not made[0].transport.is_closing()
+        made[0].look(151.0)
+        assert made[0].transport.is_closing()
+        client.close()
 
 
 class Slow:
-    """A connection that has so many bytes to be read, for a limiter."""
+    """A connection with so many unsent bytes, for a limiter."""
 
     def __init__(self, address: str, size: int):
         self.address, self.size, self.is_gone = address, size, False
-        self.transport = SimpleNamespace(abort=self._abort)
-
-    def _abort(self) -> None:
-        self.is_gone = True
+        self.transport = SimpleNamespace(abort=functools.partial(setattr, self, "is_gone", True))
 
     def look(self, now: float) -> int:
         return self.size
 
 
 def test_unsent_bytes_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if large answers to many clients fill the memory, or if others than those of the greediest address pay for it."""
+    """Fails if large answers to many clients fill the memory, or if others than those of the greediest address pay for it."""
     monkeypatch.setattr(connection_module, "MAX_UNSENT_BYTES", 10 * MIB)
     limiter = ConnectionLimiter(EngineConfig())
     greedy, modest = [Slow("a", 3 * MIB) for _ in range(4)], Slow("b", 4 * MIB)
@@ -161,7 +182,7 @@ def test_unsent_bytes_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unread_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if what the engine makes for clients that do not read fills the memory."""
+    """Fails if what the engine makes for clients that do not read fills the memory."""
     monkeypatch.setattr(client_module, "MAX_UNREAD_EVENTS", 100)
     client = Client(cast(Any, SimpleNamespace(send=lambda _: None)), cast(Any, None), 10)
     client.check_open = lambda: None  # type: ignore[method-assign]

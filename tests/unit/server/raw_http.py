@@ -1,0 +1,67 @@
+"""Requests as bytes, and clients of a running stack that speak HTTP themselves."""
+
+import json
+import os
+import socket
+
+from tests.unit.server.pictures import PLAIN
+from tests.unit.server.stack import Stack
+from tests.unit.server.test_stack import image, uri
+
+JPEG = PLAIN["4:2:0"]
+CHUNKED = b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def large_image(num_bytes: int) -> bytes:
+    """A JPEG with `num_bytes` of noise in its comments."""
+    comment = b"\xff\xfe\xff\xff" + os.urandom(65_533)
+    return JPEG[:2] + comment * (num_bytes // len(comment)) + JPEG[2:]
+
+
+def body_of(*images: bytes) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": [image(uri(data)) for data in images]}]}).encode()
+
+
+def text_body(text: str = "x", **fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def head_of(length: int, path: str = "/v1/chat/completions") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def request_of(body: bytes) -> bytes:
+    return head_of(len(body)) + body
+
+
+def packets(data: bytes, size: int = 1 << 18) -> list[bytes]:
+    """As an event loop reads them."""
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def chunked(body: bytes, size: int, path: bytes = b"/v1/chat/completions") -> bytes:
+    """A request whose body comes in chunks of `size` bytes."""
+    return b"POST " + path + CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [*packets(body, size), b""])
+
+
+def connect(stack: Stack, receive_bytes: int = 1 << 16) -> socket.socket:
+    """A client whose kernel holds so many bytes that it has not read."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.settimeout(60)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def read_answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
+    """Status and JSON of the next answer on the connection."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(1)
+    length = int(data.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    body = b""
+    while len(body) < length:
+        body += connection.recv(length - len(body))
+    return int(data.split()[1]), json.loads(body)
