@@ -81,11 +81,13 @@ def group_of(item: pytest.Item) -> str:
 
 
 def shared_by(nodeid: str) -> str:
-    """The group in a test's id, or else what its file shares with others: the GPU, the fixed ports of Ray's HAProxy, or nothing."""
+    """The group in a test's id, or else what its file shares: the GPU, the fixed ports of Ray's HAProxy, the clients' engine."""
     name, _, group = nodeid.rpartition("@")
     if name and re.fullmatch(r"\w+", group):
         return group
     path = PurePosixPath(nodeid.partition("::")[0])
+    if "clients" in path.parts and "schemathesis" not in path.name:
+        return "clients"
     return "gpu" if "gpu" in path.parts else "replicas" if "replicas" in path.name else str(path)
 
 
