@@ -36,7 +36,7 @@ from bench.report import table, write_result
 ROLES = ("launcher", "api", "processor", "scheduler", "worker")
 PHASES = ("upload", "media", "tower", "prefill", "decode")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
-START_S, END_S, NOTICE_S, RECOVER_S = 300.0, 15.0, 10.0, 15.0
+START_S, END_S, CLIENT_S, NOTICE_S, RECOVER_S = 300.0, 15.0, 2.0, 10.0, 15.0
 INTO_PHASE_S = 0.4  # after the request was begun
 READY = re.compile(r"ready after .*: (http://\S+) serves")
 
@@ -144,7 +144,7 @@ async def case(role: str, phase: str, name: str, pause: float, flags: Sequence[s
             await asyncio.wait_for(process.wait(), limit)
         seconds, code = time.monotonic() - started, process.returncode
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(client), 2)
+            await asyncio.wait_for(asyncio.shield(client), CLIENT_S)
         outcome = client.result() if client.done() else "waits for ever"
         left = [pid for pid in pids.values() if is_running(pid)]
         deadline = time.monotonic() + END_S

@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.eventually import HANG_GUARD_S, eventually_async
+
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 FLAGS = (
     "--headless",
@@ -27,7 +29,6 @@ FLAGS = (
     "--disable-extensions",
     "--remote-debugging-port=0",
 )
-TIMEOUT_S = 30
 
 
 class Page:
@@ -46,7 +47,7 @@ class Page:
         number = next(self._ids)
         self._replies[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        reply = await asyncio.wait_for(self._replies[number], TIMEOUT_S)
+        reply = await asyncio.wait_for(self._replies[number], HANG_GUARD_S)
         assert "error" not in reply, (method, reply["error"])
         return dict(reply["result"])
 
@@ -58,11 +59,14 @@ class Page:
 
     async def wait(self, expression: str) -> Any:
         """The first truthy value of a JavaScript expression; a node is an empty dict."""
-        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
-        while (value := await self.evaluate(expression)) in (None, False, 0, ""):
-            assert asyncio.get_running_loop().time() < deadline, f"never came true: {expression}"
-            await asyncio.sleep(0.02)
-        return value
+        found: list[Any] = []
+
+        async def look() -> bool:
+            found.append(await self.evaluate(expression))
+            return found[-1] not in (None, False, 0, "")
+
+        await eventually_async(look, expression)
+        return found[-1]
 
     async def open(self, url: str, script: str = "") -> None:
         """Loads a page and waits until it is there; `script` runs before the page's own."""
@@ -103,7 +107,7 @@ class Page:
         """A PNG of the window in this size and colour scheme."""
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        await asyncio.sleep(0.3)
+        await self.evaluate("Promise.all(document.getAnimations().map(animation => animation.finished)).then(() => true)")
         shot = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -142,7 +146,7 @@ async def open_page(url: str, script: str = "") -> AsyncIterator[Page]:
                 await page.open(url, script)
                 yield page
                 await page.close()
-            await asyncio.wait_for(process.wait(), TIMEOUT_S)
+            await asyncio.wait_for(process.wait(), HANG_GUARD_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -150,13 +154,15 @@ async def open_page(url: str, script: str = "") -> AsyncIterator[Page]:
 
 
 async def _tab_of(session: aiohttp.ClientSession, profile: Path) -> str:
-    """The address at which the first tab listens, once the browser has written its port down."""
-    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
-    while True:
-        assert asyncio.get_running_loop().time() < deadline, "the browser did not start"
-        await asyncio.sleep(0.05)
-        with contextlib.suppress(FileNotFoundError, IndexError, aiohttp.ClientError, StopIteration):
+    """Return the address at which the first tab listens, once the browser has written its port to a file."""
+    found: list[str] = []
+
+    async def look() -> bool:
+        with contextlib.suppress(FileNotFoundError, IndexError, aiohttp.ClientError):
             port = (profile / "DevToolsActivePort").read_text().splitlines()[0]
             async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-                tabs = await response.json()
-            return str(next(iter([tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"])))
+                found.extend(str(tab["webSocketDebuggerUrl"]) for tab in await response.json() if tab["type"] == "page")
+        return bool(found)
+
+    await eventually_async(look, "the first tab of the browser")
+    return found[0]

@@ -42,7 +42,6 @@ async def main(folder: Path) -> None:
             await page.click("#draw-shape")
             await ask(page, "What shape is in picture 4?")
             await show(page, BOXES)
-            await asyncio.sleep(0.3)
             await take(page, folder, "4-boxes")
             await show(page, MARKED)
             await page.evaluate("setStatus('cannot be reached', false); showProblem('The server cannot be reached. Is it still running?')")

@@ -1,30 +1,26 @@
-"""Any process may be killed at any time: clients get an error, everything ends within 15 s, nothing is left."""
+"""Any process may be killed at any time: clients get an error, everything ends, nothing is left."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.serving import SMALL, Engine, chat_body, is_alive, role_of
+from tests.e2e.serving import SMALL, Engine, chat_body
+from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.faults
-
-DEADLINE_S = 15
-NOTICED_S = 10
-
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
 def ask_for_long(engine: Engine) -> tuple[list[str], threading.Thread]:
-    """Begins a request that would run for minutes: how it ended, once its thread has."""
+    """Begin a request that would run for minutes. Return the list that gets its outcome, and the thread of its client."""
     body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     outcome: list[str] = []
 
@@ -43,32 +39,26 @@ def ask_for_long(engine: Engine) -> tuple[list[str], threading.Thread]:
 
 
 def await_running(engine: Engine) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not engine.metric("vllm:num_requests_running"):
-        assert time.monotonic() < deadline, "no request runs"
-        time.sleep(0.05)
+    eventually(lambda: engine.metric("vllm:num_requests_running"), "a running request")
 
 
-@pytest.mark.parametrize("victim", ["api", "worker", "launcher"])  # the others: `test_faults.py`
+@pytest.mark.parametrize("victim", ["api", pytest.param("worker", marks=pytest.mark.gate), "launcher"])  # the others: `test_faults.py`
 def test_sigkill(tiny: Path, victim: str) -> None:
-    """Red if a death leaves a client waiting, a process, shared memory or a run directory behind, or exits with 0."""
+    """Red if a death leaves a client waiting, or a process, shared memory or a run directory behind, or if the engine exits with 0."""
     before = shared_memory()
     engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
     try:
         outcome, client = ask_for_long(engine)
-        target = engine.process.pid if victim == "launcher" else next(pid for pid in engine.children if role_of(pid) == victim)
-        killed = time.monotonic()
-        os.kill(target, signal.SIGKILL)
-        code = engine.process.wait(DEADLINE_S)
-        client.join(DEADLINE_S)
-        engine.assert_gone(timeout=max(0.1, killed + DEADLINE_S - time.monotonic()))
+        os.kill(engine.process.pid if victim == "launcher" else engine.pid_of(victim), signal.SIGKILL)
+        code = engine.process.wait(HANG_GUARD_S)
+        client.join()
+        engine.assert_gone()
     finally:
         engine.kill()
     assert code != 0
     assert outcome and outcome[0] != "completed"
     if victim != "api":
-        assert outcome[0] == "error", "the api process must answer its clients before it goes"
-    assert not any(is_alive(pid) for pid in engine.children)
+        assert outcome[0] == "error", "the api process must answer its clients before it ends"
     assert shared_memory() <= before
     engine.log_path.unlink()
 
@@ -78,10 +68,10 @@ def test_the_launcher_dies_while_the_api_is_stopped(tiny: Path) -> None:
     engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
     try:
         outcome, client = ask_for_long(engine)
-        os.kill(next(pid for pid in engine.children if role_of(pid) == "api"), signal.SIGSTOP)
+        os.kill(engine.pid_of("api"), signal.SIGSTOP)
         engine.process.kill()
-        client.join(DEADLINE_S)
-        engine.assert_gone(DEADLINE_S)
+        client.join()
+        engine.assert_gone()
     finally:
         engine.kill()
     assert outcome == ["error"]
@@ -89,20 +79,19 @@ def test_the_launcher_dies_while_the_api_is_stopped(tiny: Path) -> None:
 
 
 def test_several_signals_are_a_clean_stop(tiny: Path) -> None:
-    """Red if a stop on purpose exits non-zero or leaves anything when signals of both kinds come at once; `serve` sends one Ctrl-C."""
+    """Red if the engine exits non-zero or leaves anything when signals of both kinds come at once; `serve` sends one Ctrl-C."""
     before = shared_memory()
     engine = Engine(tiny, [], SMALL)
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
         engine.process.send_signal(sig)
-        time.sleep(0.01)
-    assert engine.process.wait(DEADLINE_S) == 0, engine.log()
+    assert engine.process.wait(HANG_GUARD_S) == 0, engine.log()
     engine.assert_gone()
     assert shared_memory() <= before
     engine.log_path.unlink()
 
 
 def read_stream(engine: Engine, num_tokens: int, ended: list[str]) -> None:
-    """Streams a long answer; how it ended."""
+    """Stream a long answer and note its end."""
     body = chat_body("Hello", max_tokens=num_tokens, ignore_eos=True, stream=True)
     with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=60) as response:
         lines = [line for line in response.iter_lines() if line]
@@ -111,7 +100,7 @@ def read_stream(engine: Engine, num_tokens: int, ended: list[str]) -> None:
 
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, num_signals: int) -> None:
-    """Red if SIGTERM cuts a stream, takes new requests meanwhile, looks healthy, or a second one has to wait."""
+    """Red if SIGTERM cuts a stream, accepts new requests meanwhile, looks healthy, or if a second one has to wait."""
     engine = Engine(tiny, ["--max-model-len", "8192"], SMALL)
     try:
         ended: list[str] = []
@@ -120,14 +109,13 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
         client.start()
         await_running(engine)
         engine.process.send_signal(signal.SIGTERM)
-        while not ended and engine.client.get("/health").status_code != 503:
-            time.sleep(0.01)
+        eventually(lambda: ended or engine.client.get("/health").status_code == 503, "an unhealthy engine")
         if not ended:
             assert engine.chat("Hello").status_code == 503
         if num_signals == 2:
             engine.process.send_signal(signal.SIGTERM)
-        assert engine.process.wait(DEADLINE_S) == 0, engine.log()
-        client.join(DEADLINE_S)
+        assert engine.process.wait(HANG_GUARD_S) == 0, engine.log()
+        client.join()
         engine.assert_gone()
     finally:
         engine.kill()
@@ -138,23 +126,17 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
 
 @pytest.mark.parametrize("victim", ["worker", "scheduler", "processor"])
 def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
-    """Red if an engine of which a process is stopped looks healthy, also while nobody asks it for anything, or takes requests meanwhile."""
+    """Red if an engine with a stopped process looks healthy, also while it is idle, or accepts requests meanwhile."""
     engine = Engine(tiny, [])
     try:
-        stopped = next(pid for pid in engine.children if role_of(pid) == victim)
+        stopped = engine.pid_of(victim)
         assert httpx.get(f"{engine.url}/health").status_code == 200
         os.kill(stopped, signal.SIGSTOP)
-        deadline = time.monotonic() + NOTICED_S
-        while httpx.get(f"{engine.url}/health").status_code == 200:
-            assert time.monotonic() < deadline, "nobody noticed"
-            time.sleep(0.2)
+        eventually(lambda: httpx.get(f"{engine.url}/health", timeout=HANG_GUARD_S).status_code != 200, "an unhealthy engine")
         refusal = engine.chat("Hello")
         assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "stalled")
         os.kill(stopped, signal.SIGCONT)
-        deadline = time.monotonic() + DEADLINE_S
-        while httpx.get(f"{engine.url}/health").status_code != 200:
-            assert time.monotonic() < deadline, "what goes on is not seen to"
-            time.sleep(0.2)
+        eventually(lambda: httpx.get(f"{engine.url}/health", timeout=HANG_GUARD_S).status_code == 200, "a healthy engine")
         assert engine.chat("Hello").status_code == 200
     finally:
         engine.kill()
@@ -162,32 +144,32 @@ def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker", "api"])
-def test_a_wedge_ends_the_engine_and_says_where_it_stood(tiny: Path, victim: str) -> None:
-    """Red if a supervisor is never given the chance to start it again, if nobody learns where it hung, or if clients wait on."""
+def test_a_wedge_ends_the_engine_and_its_log_has_all_stacks(tiny: Path, victim: str) -> None:
+    """Red if a supervisor never gets to restart a stalled engine, if the log lacks the stacks of its processes, or if clients wait on."""
     engine = Engine(tiny, ["--wedge-timeout", "2"])
     try:
         outcome, client = ask_for_long(engine)
-        stopped = next(pid for pid in engine.children if role_of(pid) == victim)
+        stopped = engine.pid_of(victim)
         os.kill(stopped, signal.SIGSTOP)
-        assert engine.process.wait(2 * DEADLINE_S) == 1
-        client.join(DEADLINE_S)
+        assert engine.process.wait(HANG_GUARD_S) == 1
+        client.join()
         engine.assert_gone()
     finally:
         engine.kill()
     log = engine.log()
     assert "the engine has made no progress for 2 s" in log and f"process {stopped}, is in state T (stopped)" in log
-    assert log.count("most recent call first") >= 3, "where the others stood"
+    assert log.count("most recent call first") >= 3, "the stacks of the others"
     assert outcome and outcome[0] != "completed"
     engine.log_path.unlink()
 
 
 @pytest.mark.parametrize("has_log", [True, False])
 def test_a_full_disk_under_stdout_is_one_line(tiny: Path, tmp_path: Path, has_log: bool) -> None:
-    """Red if an engine that cannot say where it listens ends with a traceback, leaves anything, or serves unseen; also without a log."""
+    """Red if an engine that cannot write its address ends with a traceback, leaves anything, or serves unseen; also without a log."""
     command = [sys.executable, "-m", "engine.serve", "--model", str(tiny), "--port", "0", *SMALL]
     with open("/dev/full", "w") as full:
         log = subprocess.PIPE if has_log else full
-        done = subprocess.run(command, stdout=full, stderr=log, text=True, timeout=120, env={**os.environ, "TMPDIR": str(tmp_path)})
+        done = subprocess.run(command, stdout=full, stderr=log, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     if has_log:
         assert done.stderr.count("cannot write to stdout: No space left on device") == 1
