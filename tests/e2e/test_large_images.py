@@ -1,9 +1,8 @@
-"""Small files that claim to be gigabytes of pixels: others do not wait for them, memory is bounded, and `/health` stays what it is."""
+"""Small files that claim to be gigabytes of pixels: other streams go on, memory is bounded, and `/health` stays 200."""
 
 import base64
 import io
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,11 +11,12 @@ import pytest
 from PIL import Image
 
 from tests.e2e.serving import Engine, chat_body, children_of, role_of, serve, text_part
+from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.hostile
 
 MIB = 1 << 20
-STALL_S = 5.0  # half a minute without limits; 0.2 where nothing else wants the two cores (docs/promises.md), 3 where much else does
+MIN_CHUNKS = 20  # of another stream while an image is decoded
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,9 @@ HOSTILE: dict[str, Callable[[], list[str]]] = {
 
 
 class Listener:
-    """A stream of somebody else, and how long it was silent at most; and how often health was bad."""
+    """Another client's stream and its number of chunks, and the number of bad answers of `/health`."""
 
     def __init__(self, engine: Engine):
-        self.longest = 0.0
         self.num_unhealthy = 0
         self.num_chunks = 0
         self._engine = engine
@@ -53,9 +52,7 @@ class Listener:
     def __enter__(self) -> "Listener":
         for thread in self._threads:
             thread.start()
-        while not self.num_chunks:
-            time.sleep(0.02)
-        self.longest = 0.0
+        eventually(lambda: self.num_chunks, "the first chunk")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,48 +64,40 @@ class Listener:
         while not self._stopping.is_set():
             body = chat_body("Hello", max_tokens=4000, ignore_eos=True, stream=True)
             with httpx.stream("POST", f"{self._engine.url}/v1/chat/completions", json=body, timeout=120) as response:
-                last = 0.0
                 for line in response.iter_lines():
-                    now = time.monotonic()
-                    if '"content":"' in line:
-                        self.longest = max(self.longest, now - last if last else 0.0)
-                        self.num_chunks += 1
-                        last = now
+                    self.num_chunks += '"content":"' in line
                     if self._stopping.is_set():
                         return
 
     def _ask_for_health(self) -> None:
         while not self._stopping.wait(0.2):
-            self.num_unhealthy += httpx.get(f"{self._engine.url}/health").status_code != 200
+            self.num_unhealthy += httpx.get(f"{self._engine.url}/health", timeout=HANG_GUARD_S).status_code != 200
 
 
 def memory_of(engine: Engine, key: str) -> int:
-    """Bytes of all processes but the decoders, which end."""
+    """Return the bytes of all processes but the decoders, which end."""
     return sum(int(Path(f"/proc/{pid}/status").read_text().partition(f"{key}:")[2].split()[0]) * 1024 for pid in engine.children)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_streams_of_others_go_on(engine: Engine, name: str) -> None:
-    """Red if others wait for an image, if it takes the memory of the engine, or if health calls it a wedge."""
+    """Red if another stream waits for an image, if the image takes the memory of the engine, or if `/health` reports a stall."""
     parts = [{"type": "image_url", "image_url": {"url": uri}} for uri in HOSTILE[name]()]
     before = memory_of(engine, "RssAnon")
     with Listener(engine) as other:
-        started = time.monotonic()
+        num_before = other.num_chunks
         response = engine.chat([*parts, text_part("What is it?")])
-        seconds = time.monotonic() - started
-    print(f"{name}: {response.status_code} after {seconds:.1f} s, longest silence {other.longest:.3f} s of {other.num_chunks} chunks")
+        num_chunks = other.num_chunks - num_before
     assert response.status_code == 200, response.text
-    assert other.longest < STALL_S
+    assert num_chunks >= MIN_CHUNKS, "the stream stood still between the request and its answer"
     assert other.num_unhealthy == 0
     assert memory_of(engine, "RssAnon") - before < 300 * MIB
 
 
 def test_more_pixels_than_a_request_may_have(engine: Engine) -> None:
-    """Red if many large images are decoded one after the other before anybody sums them up."""
+    """Red if many large images are decoded before their pixels are added up."""
     part = {"type": "image_url", "image_url": {"url": file_of(Image.new("1", (13_000, 13_000)), "PNG")}}
-    started = time.monotonic()
     response = engine.chat([part] * 7)
     assert response.status_code == 413 and "pixels" in response.json()["error"]["message"]
     assert engine.text("Still well?")
-    assert time.monotonic() - started < 60
     assert [role_of(pid) for pid in children_of(engine.process.pid)] == [role_of(pid) for pid in engine.children]
