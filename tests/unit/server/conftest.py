@@ -1,8 +1,9 @@
 """Model folders and running stacks that the tests of the server share."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -11,9 +12,7 @@ from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.detokenize import TokenTable
 from tests.unit.server.loading import Loading
-from tests.unit.server.stack import Stack
-
-StackOf = Callable[..., Stack]
+from tests.unit.server.stack import Stack, StackOf
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +76,11 @@ def stack(running_stack: Stack) -> Iterator[Stack]:
     running_stack.reset()
     yield running_stack
     running_stack.recover()
+
+
+@pytest.fixture(scope="session")
+def client(running_stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")

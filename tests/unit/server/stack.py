@@ -52,6 +52,7 @@ class FakeScheduler:
         self.loads: list[LoadGrammar] = []
         self.reads_grammars = True  # at once, as rank 0 does
         self.num_beats = 0
+        self._sending = threading.Lock()
         self._arena = arena
         self.max_model_len = max_model_len
         self._stopping = threading.Event()
@@ -80,11 +81,11 @@ class FakeScheduler:
         return self.bytes_at(request.images[index].source.region)
 
     def send(self, outputs: list[RequestOutput], released: list[int]) -> None:
-        self._processor.send(EngineOutputs(outputs, released))
+        self._send(EngineOutputs(outputs, released))
 
     def want(self, rid: int, *indexes: int) -> None:
         """Asks for pixels of these images; the answers come into `pixels`."""
-        self._processor.send(EngineOutputs([], [], wanted=[WantedPixels(rid, index) for index in indexes]))
+        self._send(EngineOutputs([], [], wanted=[WantedPixels(rid, index) for index in indexes]))
 
     def bytes_at(self, region: Region) -> bytes:
         return bytes(self._arena.view(region.offset, region.length))
@@ -93,7 +94,11 @@ class FakeScheduler:
         self.num_beats += 1
         drafts = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
         stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)  # type: ignore[arg-type]
-        self._processor.send(EngineOutputs([], [], stats, time.monotonic() - age))
+        self._send(EngineOutputs([], [], stats, time.monotonic() - age))
+
+    def _send(self, message: EngineOutputs | GrammarLoaded) -> None:
+        with self._sending:  # tests send from their own thread
+            self._processor.send(message)
 
     def _run(self) -> None:
         last = 0.0
@@ -105,7 +110,7 @@ class FakeScheduler:
             if isinstance(load, LoadGrammar):
                 self.loads.append(load)
                 if self.reads_grammars:
-                    self._processor.send(GrammarLoaded(load.ticket))
+                    self._send(GrammarLoaded(load.ticket))
             message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
                 self.arrivals.append(time.monotonic())
@@ -299,3 +304,6 @@ class Stack:
             if fd >= 0:
                 os.close(fd)
         shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+StackOf = Callable[..., Stack]  # the fixture `stack_of`

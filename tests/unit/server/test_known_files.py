@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from engine.messages import EngineRequest, ErrorInfo, RequestOutput
+from tests.eventually import eventually
 from tests.unit.server.pictures import DECODED, PLAIN, save
 from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_image import shown
@@ -43,7 +44,7 @@ class Asking:
         self._thread = threading.Thread(target=lambda: self._responses.append(stack.chat(content(files))))
         self._responses: list[httpx.Response] = []
         self._thread.start()
-        stack.wait_until(lambda: len(stack.scheduler.requests) > count)
+        eventually(lambda: len(stack.scheduler.requests) > count)
         self.request: EngineRequest = stack.scheduler.requests[-1]
 
     def end(self, output: RequestOutput | None = None) -> httpx.Response:
@@ -72,7 +73,7 @@ def test_pixels_are_made_when_they_are_wanted(stack: Stack) -> None:
     assert [span.source.encoding for span in asking.request.images] == ["file"] * 3
     assert num_decoded(stack) == before
     stack.scheduler.want(asking.request.rid, 2, 1)
-    stack.wait_until(lambda: len(stack.scheduler.pixels) == 2)
+    eventually(lambda: len(stack.scheduler.pixels) == 2)
     for pixels in stack.scheduler.pixels:
         source = pixels.source
         assert source is not None and (pixels.rid, pixels.error, source.encoding) == (asking.request.rid, None, "rgb")
@@ -91,13 +92,13 @@ def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
         count = len(stack.scheduler.requests)
         client = RawClient(stack)
         client.send(json.dumps({"messages": [{"role": "user", "content": content(LARGE)}]}).encode())
-        stack.wait_until(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
+        eventually(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
         rid = stack.scheduler.requests[-1].rid
         assert stack.scheduler.requests[-1].images[0].source.encoding == "file"
         stack.scheduler.want(rid, 0, 1, 2, 3)
         time.sleep(pause)
         client.leave()
-        stack.wait_until(lambda rid=rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
+        eventually(lambda rid=rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
 
 
 def test_the_scheduler_wants_pixels_of_a_request_that_has_gone(stack: Stack) -> None:
@@ -132,7 +133,7 @@ def test_room_for_pixels_is_waited_for(model_folder: Path) -> None:
         stack.settle()
         assert not stack.scheduler.pixels
         assert others[0].end().status_code == 200
-        stack.wait_until(lambda: len(stack.scheduler.pixels) == 1)
+        eventually(lambda: len(stack.scheduler.pixels) == 1)
         assert stack.scheduler.pixels[0].error is None
         assert others[1].end().status_code == asking.end().status_code == 200
         stack.settle()
@@ -148,7 +149,7 @@ def test_no_room_for_pixels_is_a_503(model_folder: Path) -> None:
             assert stack.chat(content([data])).status_code == 200
         asking = Asking(stack, LARGE[:2])
         stack.scheduler.want(asking.request.rid, 0, 1)
-        stack.wait_until(lambda: len(stack.scheduler.pixels) == 2)
+        eventually(lambda: len(stack.scheduler.pixels) == 2)
         errors = [pixels.error for pixels in stack.scheduler.pixels if pixels.error is not None]
         assert [(error.status, error.retry_after) for error in errors] == [(503, 1)]
         assert asking.end(RequestOutput(asking.request.rid, [], error=errors[0])).status_code == 503

@@ -17,11 +17,6 @@ from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
 WORDS = ("one", "two and", "three or more")
 
 
-@pytest.fixture(scope="module")
-def client(running_stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.fixture
 def interleaved(stack: Stack, tokenizer: Tokenizer) -> None:
     """A token of every answer a step, until each has said its words."""

@@ -10,19 +10,18 @@ from tokenizers import Tokenizer
 
 from engine.messages import EngineRequest, RequestOutput
 from engine.stats import Stages
-from tests.unit.server.stack import FakeScheduler, Stack
+from tests.unit.server.stack import FakeScheduler, Stack, StackOf
 from tests.unit.server.test_stack import ids_of
 
 TEXT = "one two three four five six seven eight"
 
 
-@pytest.fixture(scope="module")
-def drafting(model_folder: Path) -> Iterator[Stack]:
-    stack = Stack(model_folder, draft="suffix", api_key="first", api_key_file=None)
+@pytest.fixture
+def drafting(stack_of: StackOf, model_folder: Path) -> Iterator[Stack]:
+    stack = stack_of(model_folder, draft="suffix", api_key="first")
     stack.http.headers["Authorization"] = "Bearer first"
     yield stack
     stack.recover()
-    stack.close()
 
 
 def predicted(stack: Stack) -> list[int] | None:

@@ -19,6 +19,7 @@ from engine.messages import (
     RequestOutput,
 )
 from engine.stats import Stages
+from tests.eventually import eventually
 from tests.unit.server.pictures import DECODED, PLAIN, png_header, save
 from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, hold, hold_silently
 from tests.unit.server.test_stack import image, uri
@@ -59,14 +60,14 @@ def test_a_client_that_leaves_aborts_its_request(stack: Stack, stream: bool, say
     client = RawClient(stack)
     client.send(hello(stream))
     count = len(stack.scheduler.requests)
-    stack.wait_until(lambda: bool(stack.scheduler.held) or len(stack.scheduler.requests) > count)
+    eventually(lambda: bool(stack.scheduler.held) or len(stack.scheduler.requests) > count)
     if stream and says_something:
         assert b"200 OK" in client.socket.recv(1000)
     before = num_responses(stack)
     client.leave()
-    stack.wait_until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
+    eventually(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
     has_status = stream and says_something  # and was counted when its headers went out
-    stack.wait_until(lambda: num_responses(stack) == before + (not has_status))
+    eventually(lambda: num_responses(stack) == before + (not has_status))
 
 
 def num_responses(stack: Stack) -> float:
@@ -186,11 +187,11 @@ def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
     stack.scheduler.script = hold_silently
     client, count = RawClient(stack), len(stack.scheduler.requests)
     client.send(json.dumps({"messages": [{"role": "user", "content": [image(uri(data, "image/png")) for data in files[:1]]}]}).encode())
-    stack.wait_until(lambda: len(stack.scheduler.requests) > count)
+    eventually(lambda: len(stack.scheduler.requests) > count)
     response = stack.chat([image(uri(data, "image/png")) for data in files[1:3]])
     assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
     client.leave()
-    stack.wait_until(lambda: len(stack.scheduler.aborted) == 1)
+    eventually(lambda: len(stack.scheduler.aborted) == 1)
 
 
 def test_a_slow_reader_loses_nothing(stack: Stack) -> None:
@@ -218,7 +219,7 @@ def test_health_tells_starting_and_stalled_from_healthy(model_folder: Path) -> N
     """Red if `/health` is 200 before the engine lives or while it is wedged, or if a request is taken before it can be served."""
     stack = Stack(model_folder, is_started=False, port=free_port())
     try:
-        stack.wait_until(lambda: _is_open(stack.config.port), 20)
+        eventually(lambda: _is_open(stack.config.port))
         assert (stack.http.get("/health").status_code, stack.http.get("/health/live").status_code) == (503, 200)
         assert stack.http.get("/health").json() == {"status": "starting"}
         mark = Path(stack.run_dir, f"{COMPILING}worker-0")
@@ -227,10 +228,10 @@ def test_health_tells_starting_and_stalled_from_healthy(model_folder: Path) -> N
         mark.unlink()
         assert stack.chat("x").status_code == 503
         stack.scheduler.beat(age=100.0)
-        stack.wait_until(lambda: stack.http.get("/health").json() == {"status": "stalled"})
+        eventually(lambda: stack.http.get("/health").json() == {"status": "stalled"})
         assert stack.http.get("/health").status_code == 503
         stack.scheduler.beat()
-        stack.wait_until(lambda: stack.http.get("/health").status_code == 200)
+        eventually(lambda: stack.http.get("/health").status_code == 200)
     finally:
         stack.close()
 
@@ -272,7 +273,7 @@ def _check_queue_limit(stack: Stack, headers: dict[str, bytes]) -> None:
         assert first.status_code == 200
         response = http.post("/v1/chat/completions", json=body)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    stack.wait_until(lambda: len(stack.scheduler.aborted) == 1)
+    eventually(lambda: len(stack.scheduler.aborted) == 1)
 
 
 @pytest.mark.parametrize("ending", ["signal", "orphan"])
@@ -295,7 +296,7 @@ def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, endin
     for i, (name, stream) in enumerate((("streaming", True), ("silent stream", True), ("document", False))):
         threads.append(threading.Thread(target=ask, args=(name, stream)))
         threads[-1].start()
-        stack.wait_until(lambda count=i + 1: len(stack.scheduler.requests) == count)  # type: ignore[misc]
+        eventually(lambda count=i + 1: len(stack.scheduler.requests) == count)  # type: ignore[misc]
     time.sleep(0.1)
     if ending == "signal":
         stack.processes["api"].send_signal(signal.SIGTERM)

@@ -20,11 +20,6 @@ from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_tex
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 
-@pytest.fixture(scope="module")
-def client(running_stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
-
-
 def prompt_text(stack: Stack, tokenizer: Tokenizer) -> str:
     return str(tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False))
 

@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from tests.eventually import eventually
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_direct import large_image
@@ -388,7 +389,7 @@ def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
     known = len(stack.scheduler.requests)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{stack.url}/v1/embeddings", json={"input": ["a", "b", "c"]}, timeout=1)
-    stack.wait_until(lambda: len(stack.scheduler.aborted) == 3 == len(stack.scheduler.requests) - known)
+    eventually(lambda: len(stack.scheduler.aborted) == 3 == len(stack.scheduler.requests) - known)
 
 
 # ---- traces --------------------------------------------------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def test_a_span_for_every_request(model_folder: Path, monkeypatch: pytest.Monkey
     try:
         stack.http.headers["traceparent"] = f"00-{trace_id}-b7ad6b7169203331-01"
         assert stack.chat("x", stream=True).status_code == stack.http.get("/v1/models").status_code == 200
-        stack.wait_until(lambda: bool(bodies), 15)
+        eventually(lambda: bool(bodies))
     finally:
         stack.close()
         collector.shutdown()

@@ -13,26 +13,19 @@ from engine.messages import (
     RequestOutput,
 )
 from engine.stats import Stages
-from tests.unit.server.stack import FakeScheduler, Stack, answer_ids
+from tests.eventually import eventually
+from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 OUTPUT = "Hm, ein 🙂.\n</think>\n\nGrüße!"
 THOUGHTS, ANSWER = "Hm, ein 🙂.\n", "Grüße!"
 
 
-@pytest.fixture(scope="module")
-def thinker(thinking_folder: Path) -> Iterator[Stack]:
-    running = Stack(thinking_folder)
+@pytest.fixture
+def thinker(stack_of: StackOf, thinking_folder: Path) -> Iterator[Stack]:
+    running = stack_of(thinking_folder)
     yield running
-    running.close()
-
-
-@pytest.fixture(autouse=True)
-def clean(thinker: Stack) -> Iterator[None]:
-    """Every test leaves both arenas empty."""
-    thinker.scheduler.aborted.clear()
-    yield
-    thinker.settle()
+    running.settle()
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +123,7 @@ def test_stop_strings_end_either_part(thinker: Stack, tokenizer: Tokenizer) -> N
     for num_aborted, (stop, reasoning, content) in enumerate((("END", "a EN", "D b "), ("a", "", None), (" EN", "a", None)), 1):
         message = message_of(thinker, stop=stop)
         assert (message["reasoning"], message["content"]) == (reasoning, content)
-        thinker.wait_until(lambda n=num_aborted: len(thinker.scheduler.aborted) == n)  # type: ignore[misc]
+        eventually(lambda n=num_aborted: len(thinker.scheduler.aborted) == n)  # type: ignore[misc]
 
 
 def test_a_model_that_opens_its_thoughts_itself(stack: Stack, tokenizer: Tokenizer, end: int) -> None:

@@ -15,7 +15,8 @@ from engine.messages import (
 from engine.stats import Stages
 from server.checkpoint import read_checkpoint
 from server.processor.prompt import PromptBuilder
-from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, hold_silently
+from tests.eventually import eventually
+from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids, hold_silently
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
@@ -32,11 +33,6 @@ TOOLS = [{
 }]  # fmt: skip
 FORMAT_PARAM = "response_format.json_schema.schema"
 QUESTION = [{"role": "user", "content": "How will the weather be?"}]
-
-
-@pytest.fixture(scope="module")
-def client(running_stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running_stack.url}/v1", api_key="none", max_retries=0)
 
 
 def say(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
@@ -148,17 +144,17 @@ def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenize
     stack.scheduler.script = script
     choice = stack.chat("x", tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
     assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
-    stack.wait_until(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
+    eventually(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
 
 
 THOUGHTS = [f"hm <tool_call>x\n{CALL} so\n</think>\n\nDone.", f"hm\n{CALL}</think>Done.", f"hm {CALL[:30]}</think>{CALL[30:]}Done."]
 
 
-@pytest.fixture(scope="module")
-def thinker(thinking_folder: Path) -> Iterator[Stack]:
-    running = Stack(thinking_folder)
+@pytest.fixture
+def thinker(stack_of: StackOf, thinking_folder: Path) -> Iterator[Stack]:
+    running = stack_of(thinking_folder)
     yield running
-    running.close()
+    running.settle()
 
 
 @pytest.mark.parametrize("text", THOUGHTS)
@@ -169,7 +165,6 @@ def test_a_call_inside_thoughts_is_not_lost(thinker: Stack, tokenizer: Tokenizer
     assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm")
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
     assert CALL not in message["reasoning"]
-    thinker.settle()
 
 
 def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client: openai.OpenAI, model_folder: Path) -> None:
@@ -238,17 +233,13 @@ def test_a_schema_that_nothing_holds_an_answer_to_may_say_anything(stack: Stack,
     assert stack.chat("x", tools=[{"type": "function", "function": one}], **fields).status_code == 200
 
 
-def test_a_template_without_tools_is_a_400(model_folder: Path, tmp_path: Path) -> None:
+def test_a_template_without_tools_is_a_400(stack_of: StackOf, model_folder: Path, tmp_path: Path) -> None:
     """Red if tools are dropped in silence because the model's template does not know them."""
     for file in model_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    stack = Stack(tmp_path)
-    try:
-        response = stack.chat("x", tools=TOOLS)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
-    finally:
-        stack.close()
+    response = stack_of(tmp_path).chat("x", tools=TOOLS)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
 TEXT_TOOL = {"name": "patch", "description": "of a file", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}

@@ -18,6 +18,7 @@ from server.api.chat.conversation import read_conversation
 from server.api.chat.schema import ChatRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
+from tests.eventually import eventually
 from tests.unit.server.clips import encode, frames_of, gif, joined
 from tests.unit.server.pictures import jpeg, save
 from tests.unit.server.stack import Stack, answer_ids, hold_silently
@@ -130,7 +131,7 @@ def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> N
 
     asking = threading.Thread(target=lambda: stack.chat([image(uri(jpeg())), video(clip), text("?")]))
     asking.start()
-    stack.wait_until(lambda: len(stack.scheduler.pixels) == 2)
+    eventually(lambda: len(stack.scheduler.pixels) == 2)
     request = last(stack)
     assert [span.hash for span in request.images[1:]] == hashes
     sources = [pixels.source for pixels in sorted(stack.scheduler.pixels, key=lambda pixels: pixels.index)]
