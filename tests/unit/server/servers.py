@@ -52,7 +52,9 @@ class InProcess:
     Helper processes start with their first question. There are no signals and no lifeline.
     """
 
+    loop: asyncio.AbstractEventLoop
     api: Api
+    processor: Processor
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
@@ -69,13 +71,13 @@ class InProcess:
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended with a failure
-            self._loop.call_soon_threadsafe(self._stop)
+            self.loop.call_soon_threadsafe(self._stop)
         self._thread.join()
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                self._loop = runner.get_loop()
+                self.loop = runner.get_loop()
                 runner.run(self._serve())
         except BaseException as problem:
             self._problem = problem
@@ -88,11 +90,11 @@ class InProcess:
         self.api = Api(children["api"])
         server = make_server(self.api.build(), ConnectionLimiter(config), config, 1)
         async with asyncio.TaskGroup() as tasks:
-            processor = Processor(children["processor"], tasks)
+            processor = self.processor = Processor(children["processor"], tasks)
             processor._intake.start = lambda: None  # type: ignore[method-assign]  # helpers start when they are needed
             children["processor"].ready()
             serving = [
-                tasks.create_task(self.api.pump(inbox, url_of(self._listener, is_tls=False))),
+                tasks.create_task(self.api.pump(inbox, url_of(self._listener, is_tls=bool(config.ssl_certfile)))),
                 tasks.create_task(processor.run()),
             ]
 

@@ -215,6 +215,11 @@ class Stack:
         assert isinstance(self.servers, Processes), "the servers are in this process"
         return self.servers.by_role
 
+    @property
+    def local(self) -> InProcess:
+        assert isinstance(self.servers, InProcess), "the servers are processes"
+        return self.servers
+
     def _await_ready(self) -> str:
         texts: dict[str, str] = {}
         while len(texts) < 2:

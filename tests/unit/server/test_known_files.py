@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +10,14 @@ import pytest
 from PIL import Image
 
 from engine.messages import EngineRequest, ErrorInfo, RequestOutput
-from tests.eventually import eventually
-from tests.unit.server.pictures import DECODED, PLAIN, save
-from tests.unit.server.stack import MIB, Stack, answer_ids, answer_text, hold_silently
+from tests.eventually import HANG_GUARD_S, eventually
+from tests.unit.server.pictures import PLAIN, save
+from tests.unit.server.stack import MIB, Stack, StackOf, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_image import shown
 from tests.unit.server.test_stack import image, uri
 from tests.unit.server.test_stack_edges import RawClient
 
-NAMES = ["png", "progressive rotated", "webp"]
+COMMON = [save(Image.effect_noise((80, 48), 9).convert("RGB"), kind) for kind in ("PNG", "GIF", "WEBP")]  # no other test sends them
 LARGE = [save(Image.new("RGB", (900, 900), (i, 2 * i, 3 * i)), "PNG") for i in range(4)]  # 2.4 MB of pixels each
 
 
@@ -48,12 +47,12 @@ class Asking:
         self.request: EngineRequest = stack.scheduler.requests[-1]
 
     def end(self, output: RequestOutput | None = None) -> httpx.Response:
-        """The scheduler's last word, and what the client makes of it."""
+        """Send the scheduler's last output; return what the client gets."""
         if output is None:
             answer_ids([65])(self._stack.scheduler, self.request)
         else:
             self._stack.scheduler.send([output], [self.request.rid])
-        self._thread.join(10)
+        self._thread.join(HANG_GUARD_S)
         return self._responses[0]
 
 
@@ -65,7 +64,7 @@ def num_decoded(stack: Stack) -> float:
 
 def test_pixels_are_made_when_they_are_wanted(stack: Stack) -> None:
     """Red if a known file is decoded unasked, or if an answer names another image's pixels."""
-    files = [DECODED[name] for name in NAMES]
+    files = COMMON
     assert stack.chat(content(files)).status_code == 200
     assert [span.source.encoding for span in stack.scheduler.requests[-1].images] == ["rgb"] * 3
     before = num_decoded(stack)
@@ -88,7 +87,8 @@ def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
     """Red if regions are given back while a thread writes to them, twice, or never (fixture), or if its decoding goes on unasked."""
     assert stack.chat(content(LARGE)).status_code == 200
     stack.scheduler.script = hold_silently
-    for pause in (0.0, 0.0, 0.003, 0.01, 0.03):
+    for num_decoded_before in (None, 0, 1, 3):
+        stack.scheduler.pixels.clear()
         count = len(stack.scheduler.requests)
         client = RawClient(stack)
         client.send(json.dumps({"messages": [{"role": "user", "content": content(LARGE)}]}).encode())
@@ -96,7 +96,9 @@ def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
         rid = stack.scheduler.requests[-1].rid
         assert stack.scheduler.requests[-1].images[0].source.encoding == "file"
         stack.scheduler.want(rid, 0, 1, 2, 3)
-        time.sleep(pause)
+        if num_decoded_before is not None:
+            stack.settle()  # the decoding has begun
+            eventually(lambda least=num_decoded_before: len(stack.scheduler.pixels) >= least)  # type: ignore[misc]
         client.leave()
         eventually(lambda rid=rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
 
@@ -121,43 +123,39 @@ def test_a_release_while_files_are_decoded(stack: Stack) -> None:
     assert (response.status_code, response.headers["retry-after"]) == (503, "60")
 
 
-def test_room_for_pixels_is_waited_for(model_folder: Path) -> None:
+def test_room_for_pixels_is_waited_for(stack_of: StackOf, model_folder: Path) -> None:
     """Red if a stream whose images must be encoded again ends because others hold the memory just now."""
-    stack = Stack(model_folder, processor_arena_bytes=6 * MIB)
-    try:
-        assert stack.chat(content(LARGE[:1])).status_code == 200
-        others = [Asking(stack, [data]) for data in LARGE[1:3]]
-        asking = Asking(stack, LARGE[:1])
-        assert [span.source.encoding for span in asking.request.images] == ["file"]
-        stack.scheduler.want(asking.request.rid, 0)
-        stack.settle()
-        assert not stack.scheduler.pixels
-        assert others[0].end().status_code == 200
-        eventually(lambda: len(stack.scheduler.pixels) == 1)
-        assert stack.scheduler.pixels[0].error is None
-        assert others[1].end().status_code == asking.end().status_code == 200
-        stack.settle()
-    finally:
-        stack.close()
+    stack = stack_of(model_folder, processor_arena_bytes=6 * MIB)
+    assert stack.chat(content(LARGE[:1])).status_code == 200
+    others = [Asking(stack, [data]) for data in LARGE[1:3]]
+    asking = Asking(stack, LARGE[:1])
+    assert [span.source.encoding for span in asking.request.images] == ["file"]
+    stack.scheduler.want(asking.request.rid, 0)
+    stack.settle()
+    assert not stack.scheduler.pixels
+    assert others[0].end().status_code == 200
+    eventually(lambda: len(stack.scheduler.pixels) == 1)
+    assert stack.scheduler.pixels[0].error is None
+    assert others[1].end().status_code == asking.end().status_code == 200
+    stack.settle()
 
 
-def test_no_room_for_pixels_is_a_503(model_folder: Path) -> None:
-    """Red if lack of room that nobody else can give back ends in anything but the error of a full media arena, or keeps what was taken."""
-    stack = Stack(model_folder, processor_arena_bytes=3 * MIB)
-    try:
-        for data in LARGE[:2]:
-            assert stack.chat(content([data])).status_code == 200
-        asking = Asking(stack, LARGE[:2])
-        stack.scheduler.want(asking.request.rid, 0, 1)
-        eventually(lambda: len(stack.scheduler.pixels) == 2)
-        errors = [pixels.error for pixels in stack.scheduler.pixels if pixels.error is not None]
-        assert [(error.status, error.retry_after) for error in errors] == [(503, 1)]
-        assert asking.end(RequestOutput(asking.request.rid, [], error=errors[0])).status_code == 503
-        stack.scheduler.script = answer_text
-        assert stack.chat([image(uri(PLAIN["4:2:0"]))]).status_code == 200
-        stack.settle()
-    finally:
-        stack.close()
+def test_no_room_for_pixels_is_a_503(stack_of: StackOf, model_folder: Path) -> None:
+    """Red if a lack of memory that nobody else can give back ends in anything but the error of a full media arena, or keeps what was
+    taken."""
+    stack = stack_of(model_folder, processor_arena_bytes=3 * MIB)
+    for data in LARGE[:2]:
+        assert stack.chat(content([data])).status_code == 200
+        stack.settle()  # its memory is free again
+    asking = Asking(stack, LARGE[:2])
+    stack.scheduler.want(asking.request.rid, 0, 1)
+    eventually(lambda: len(stack.scheduler.pixels) == 2)
+    errors = [pixels.error for pixels in stack.scheduler.pixels if pixels.error is not None]
+    assert [(error.status, error.retry_after) for error in errors] == [(503, 1)]
+    assert asking.end(RequestOutput(asking.request.rid, [], error=errors[0])).status_code == 503
+    stack.scheduler.script = answer_text
+    assert stack.chat([image(uri(PLAIN["4:2:0"]))]).status_code == 200
+    stack.settle()
 
 
 def test_a_worker_without_a_decoder_gets_pixels(stack: Stack) -> None:
