@@ -4,6 +4,7 @@ The cost per token does not depend on what came before.
 """
 
 import codecs
+import functools
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders
@@ -92,9 +93,10 @@ class StopMatcher:
         self.is_armed = True  # else text passes unseen
         self.num_read = 0  # characters, of which so many were shown:
         self.num_shown = 0
-        self._stops = stops
+        self._stops = [(stop, _borders(stop)) for stop in stops]
         self._include_stop = include_stop
         self._held = ""
+        self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
 
     def push(self, piece: str) -> tuple[str, bool]:
         """The text to show, and whether a stop string was found: that and what follows is not shown, but for an included one."""
@@ -103,14 +105,14 @@ class StopMatcher:
             self.num_shown = self.num_read
             return piece, False
         text = self._held + piece
-        found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        found = [(end - len(stop), stop) for i, (stop, _) in enumerate(self._stops) if (end := self._find(i, text))]
         if found:
-            self._held = ""
+            self._held, self._matched = "", [0] * len(self._stops)
             start, self.found = min(found)
             text = text[: start + len(self.found) * self._include_stop]
             self.num_shown += len(text)
             return text, True
-        keep = min(possible_start(text, stop) for stop in self._stops)
+        keep = len(text) - max(self._matched)
         self._held = text[keep:]
         self.num_shown += keep
         return text[:keep], False
@@ -118,8 +120,37 @@ class StopMatcher:
     def flush(self) -> str:
         """What was held back, at the end."""
         held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         self.num_shown += len(held)
         return held
+
+    def _find(self, index: int, text: str) -> int:
+        """Where the first stop string `index` ends in the text, of which what is held was searched before; 0 if it has none. By Knuth,
+        Morris and Pratt: each character is compared twice at most, on average."""
+        (stop, borders), matched, start = self._stops[index], self._matched[index], len(self._held)
+        if not matched:
+            start = text.find(stop[0], start)
+            start = len(text) if start < 0 else start
+        for i in range(start, len(text)):
+            while matched and stop[matched] != text[i]:
+                matched = borders[matched - 1]
+            matched += stop[matched] == text[i]
+            if matched == len(stop):
+                return i + 1
+        self._matched[index] = matched
+        return 0
+
+
+@functools.lru_cache(maxsize=64)
+def _borders(stop: str) -> list[int]:
+    """Of each prefix, the length of its longest proper suffix that is a prefix."""
+    borders, length = [0], 0
+    for char in stop[1:]:
+        while length and stop[length] != char:
+            length = borders[length - 1]
+        length += stop[length] == char
+        borders.append(length)
+    return borders
 
 
 def possible_start(text: str, marker: str) -> int:

@@ -41,8 +41,8 @@ def of_prompt(ids: Sequence[int], found: PromptLogprobs | None) -> Iterator[Entr
     if found is None:
         return
     assert found.start == 1
-    values = np.frombuffer(found.logprobs, np.float32).tolist()
-    top_ids = np.frombuffer(found.top_ids, np.int32).reshape(len(values), found.num_top).tolist()
-    top_values = np.frombuffer(found.top_logprobs, np.float32).reshape(len(values), found.num_top).tolist()
+    values = np.frombuffer(found.logprobs, np.float32)
+    top_ids = np.frombuffer(found.top_ids, np.int32).reshape(len(values), found.num_top)
+    top_values = np.frombuffer(found.top_logprobs, np.float32).reshape(len(values), found.num_top)
     for token_id, value, some_ids, some_values in zip(ids[1:], values, top_ids, top_values, strict=True):
-        yield token_id, value, list(zip(some_ids, some_values, strict=True))
+        yield token_id, float(value), list(zip(some_ids.tolist(), some_values.tolist(), strict=True))

@@ -19,6 +19,7 @@ from server.processor.calls import CallSplitter, Schemas
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 
 LINE_BREAKS = "\r\n"
+MAX_SPACES = 256  # tokens of white space after a prompt's `<think>`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class OutputText:
         """The output begins with thoughts if only white space follows the prompt's last `<think>`: the end of a message follows what a
         client typed."""
         texts = self.table.texts  # of the tokenizer's ids: the model may have more
-        last = next((token_id for token_id in reversed(ids) if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
+        tail = reversed(ids[-MAX_SPACES:])
+        last = next((token_id for token_id in tail if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
         self.is_thinking = last == self._think.start
 
     def push(self, token_id: int, is_hidden: bool = False) -> tuple[str, bool]:

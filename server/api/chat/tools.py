@@ -88,6 +88,7 @@ class CustomTool(Strict):
         return Tool(type="function", function=function)
 
 
+MAX_HELD = 256  # characters that tell whether there is a text, and whether it goes on
 INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 INPUT = re.compile(r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*+')
 
@@ -106,8 +107,9 @@ class CustomText:
             self._has_begun = begins is not None
             text = text[begins.end() :] if begins else text
         end = INPUT.match(text).end() if self._has_begun else 0  # type: ignore[union-attr]  # there is always a match
-        self._held = text[end:]
-        return str(json.loads(f'"{text[:end]}"', strict=False))
+        self._held = text[end : end + MAX_HELD]
+        said = str(json.loads(f'"{text[:end]}"', strict=False))
+        return said.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
 
 
 def custom_text(arguments: str) -> str:

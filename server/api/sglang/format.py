@@ -2,11 +2,13 @@
 
 import secrets
 import time
+from collections import Counter
 
 from engine.messages import ErrorInfo, Event, Logprob
 from server.errors import error_body
 from server.http.sse import Choice, Format, ReplyOptions, Usage, encode
 
+GROWTH_PARTS = 256  # a long answer has an event when it has grown by one of so many parts
 DONE = b"data: [DONE]\n\n"
 Json = dict[str, object]
 Triple = tuple[float | None, int, None]  # value, id, and where others have a text
@@ -16,13 +18,19 @@ class GenerateFormat(Format):
     def __init__(self, options: ReplyOptions):
         self._id = secrets.token_hex(16)
         self._received, self._told = options.received, options.echo
+        self._num_sent: Counter[int] = Counter()  # tokens of each choice in its last event
 
     def first_chunk(self, choice: Choice) -> bytes:
         return b""
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
+        """An event holds all there is so far: one per token would take quadratic time."""
         choice.note_text(event)
-        return b"" if event.finish_reason is not None else self._event(choice)
+        num_tokens = choice.usage.num_generated
+        if event.finish_reason is not None or num_tokens - self._num_sent[choice.index] < num_tokens // GROWTH_PARTS:
+            return b""
+        self._num_sent[choice.index] = num_tokens
+        return self._event(choice)
 
     def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
         return self._event(choice)
