@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -16,6 +16,7 @@ from engine.ipc import Outbox
 from engine.messages import Abort, ErrorInfo, Event, Events, Forget, Payload, Region, Submit, ToProcessor
 from engine.stats import EngineStats
 from server.errors import RequestError, overloaded
+from server.http.shares import largest_holders
 
 HEARTBEAT_STALE_S = 7.0
 NUM_ENDS = 64
@@ -208,12 +209,7 @@ class Client:
     def _drop_unread(self) -> None:
         """Beyond MAX_UNREAD_EVENTS in all, the address with most of them loses its longest answer."""
         unread = {stream: stream.num_unread for stream in self.replies}
-        by_address: Counter[str] = Counter()
-        for stream, count in unread.items():
-            by_address[stream.address] += count
-        while by_address.total() > MAX_UNREAD_EVENTS:
-            longest = max(unread, key=lambda one: (by_address[one.address], unread[one]))
-            by_address[longest.address] -= unread.pop(longest)
+        for longest in largest_holders(unread, lambda one: one.address, MAX_UNREAD_EVENTS):
             longest.disconnect()
 
     def advise(self, error: ErrorInfo) -> ErrorInfo:

@@ -25,7 +25,7 @@ from engine.messages import ErrorInfo
 from server.errors import error_body, error_type, overloaded
 from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open
-from server.http.shares import host_of
+from server.http.shares import host_of, largest_holders
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNSENT_BYTES = 1 << 26  # of all answers: beyond it the address with most of them loses its largest
@@ -98,12 +98,7 @@ class ConnectionLimiter:
 
     def _check_unsent(self, now: float) -> None:
         unsent = {connection: size for connection in tuple(self._open) if (size := connection.look(now))}
-        by_address: Counter[str] = Counter()
-        for connection, size in unsent.items():
-            by_address[connection.address] += size
-        while sum(unsent.values()) > MAX_UNSENT_BYTES:
-            largest = max(unsent, key=lambda one: (by_address[one.address], unsent[one]))
-            by_address[largest.address] -= unsent.pop(largest)
+        for largest in largest_holders(unsent, lambda one: one.address, MAX_UNSENT_BYTES):
             largest.transport.abort()
 
 

@@ -1,12 +1,16 @@
 """Who may hold how much: a few slow clients must not keep all others out of the memory for bodies that still arrive."""
 
 import contextlib
+import heapq
 import ipaddress
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TypeVar
 
 from engine.arena import ArenaTooSmall
 from server.errors import overloaded
+
+Holder = TypeVar("Holder", bound=Hashable)
 
 SMALL_BYTES = 1 << 20  # a body that finds room when large ones do not
 RESERVED_PART = 1 / 8  # of the arena, for those
@@ -21,6 +25,24 @@ def host_of(address: str) -> str:
         known = ipaddress.IPv6Address(address.partition("%")[0])
         return str(known.ipv4_mapped or ipaddress.IPv6Network((int(known), 64), strict=False))
     return address
+
+
+def largest_holders(held: Mapping[Holder, int], address_of: Callable[[Holder], str], limit: int) -> list[Holder]:
+    """Return the holders that must go so that the others hold at most `limit`: each time the largest one of the address that holds most."""
+    of_address: dict[str, list[Holder]] = defaultdict(list)
+    for holder in sorted(held, key=held.__getitem__):
+        of_address[address_of(holder)].append(holder)
+    totals = [(-sum(held[holder] for holder in holders), address) for address, holders in of_address.items()]
+    excess = -sum(total for total, _ in totals) - limit
+    heapq.heapify(totals)
+    chosen: list[Holder] = []
+    while excess > 0:
+        total, address = heapq.heappop(totals)
+        chosen.append(of_address[address].pop())
+        excess -= held[chosen[-1]]
+        if of_address[address]:
+            heapq.heappush(totals, (total + held[chosen[-1]], address))
+    return chosen
 
 
 class Claim:

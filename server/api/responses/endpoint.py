@@ -202,7 +202,7 @@ def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]
         is_said = isinstance(item, MessageItem) and item.role == "assistant"
         is_assistants = is_said or isinstance(item, CallItem | CustomCallItem | ThoughtItem)
         if turn and (is_new or not is_assistants):
-            yield turn
+            yield _joined(turn)
             turn = {}
         if is_assistants:
             turn = turn or {"role": "assistant", "content": ""}
@@ -213,7 +213,12 @@ def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]
         else:
             yield {"role": item.role, "content": _content(item.content, f"input.{i}.content", scanner)}
     if turn:
-        yield turn
+        yield _joined(turn)
+
+
+def _joined(turn: dict[str, Any]) -> dict[str, Any]:
+    """A message whose thoughts came in pieces."""
+    return turn | {"reasoning": "".join(turn["reasoning"])} if "reasoning" in turn else turn
 
 
 def _extend(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem | ThoughtItem, name: str) -> None:
@@ -224,7 +229,7 @@ def _extend(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem 
         custom = {"name": item.name, "input": item.input}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "custom", "custom": custom})
     elif isinstance(item, ThoughtItem):
-        turn["reasoning"] = turn.get("reasoning", "") + "".join(part.text for part in item.content or ())
+        turn.setdefault("reasoning", []).extend(part.text for part in item.content or ())
     elif isinstance(item.content, str):
         turn["content"] = item.content
     else:
