@@ -3,16 +3,22 @@
 The api writes one (request payloads), the processor the other (token ids, image bytes). Children inherit the descriptors: nothing has a
 name in the file system, and the kernel frees all of it with the last process.
 
+The first RESIDENT_BYTES always have memory. The writer reserves memory beyond them before a region lies there, so that no write fails, and
+gives it back when the arena is empty.
+
      0        64       192                      size
      | region | free   | region  | free ...      |      offsets are multiples of 64, neighbouring free ranges are always merged
 """
 
+import asyncio
 import bisect
 import contextlib
 import mmap
 import os
 
 ALIGNMENT = 64
+RESIDENT_BYTES = 128 << 20
+STEP_BYTES = 16 << 20  # reserved or given back at once: about 2 ms
 
 
 class ArenaFull(Exception):
@@ -24,11 +30,11 @@ class ArenaTooSmall(ValueError):
 
 
 def create_memfd(name: str, size: int) -> int:
-    """An inheritable memfd of `size` bytes whose pages are reserved, so that no write fails. Raises OSError."""
+    """Return an inheritable memfd of `size` bytes that has memory for the first RESIDENT_BYTES. Raises OSError."""
     fd = os.memfd_create(name, 0)
     try:
         os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)
+        os.posix_fallocate(fd, 0, min(size, RESIDENT_BYTES))
     except OSError:
         os.close(fd)
         raise
@@ -51,7 +57,8 @@ class ArenaView:
     def __init__(self, fd: int, size: int, writable: bool = False):
         self.fd = fd
         self.size = size
-        self.buffer = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)))
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        self.buffer = memoryview(self._map)
 
     def view(self, offset: int, length: int) -> memoryview:
         """Not copied. Raises IndexError outside the arena."""
@@ -90,13 +97,17 @@ class Regions:
 
     def alloc(self, length: int) -> int | None:
         """Offset of a new region of at least `length` bytes; None if no free range is large enough."""
+        if (start := self.find(length)) is not None:
+            need = _aligned(length)
+            self._take(bisect.bisect_left(self._free_starts, start), need)
+            self._allocated[start] = start + need
+        return start
+
+    def find(self, length: int) -> int | None:
+        """Offset that `alloc` would return now."""
         need = _aligned(length)
-        for i, start in enumerate(self._free_starts):
-            if self._free_ends[i] - start >= need:
-                self._take(i, need)
-                self._allocated[start] = start + need
-                return start
-        return None
+        ranges = zip(self._free_starts, self._free_ends, strict=True)
+        return next((start for start, end in ranges if end - start >= need), None)
 
     def free(self, offset: int) -> None:
         """Releases the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
@@ -158,6 +169,28 @@ class Arena(ArenaView, Regions):
     def __init__(self, fd: int, size: int):
         ArenaView.__init__(self, fd, size, writable=True)
         Regions.__init__(self, size)
+        self._reserved = min(size, RESIDENT_BYTES)  # bytes from the beginning that have memory
+
+    async def prepare(self, length: int, offset: int | None = None) -> None:
+        """Reserve memory for the next region of `length` bytes, or for one at `offset`, in steps between which the event loop goes on."""
+        with contextlib.suppress(OSError):  # `alloc` meets it again
+            while (start := self.find(length) if offset is None else offset) is not None:
+                if start + length <= self._reserved + STEP_BYTES:
+                    return
+                self._reserve(self._reserved + STEP_BYTES)
+                await asyncio.sleep(0)
+
+    def has_memory(self, length: int) -> bool:
+        """Whether `alloc(length)` reserves at most STEP_BYTES."""
+        start = self.find(length)
+        return start is None or start + length <= self._reserved + STEP_BYTES
+
+    def trim(self) -> None:
+        """Give some memory back if the arena is empty. To be called again and again while it is idle."""
+        start = max(RESIDENT_BYTES, self._reserved - STEP_BYTES)
+        if self.is_empty() and start < self._reserved:
+            self._map.madvise(mmap.MADV_REMOVE, start, self._reserved - start)
+            self._reserved = start
 
     def alloc(self, length: int) -> int:
         """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
@@ -166,16 +199,34 @@ class Arena(ArenaView, Regions):
         offset = super().alloc(length)
         if offset is None:
             raise ArenaFull(f"no room for {length} bytes")
+        try:
+            self._reserve(offset + length)
+        except OSError as problem:
+            self.free(offset)
+            raise ArenaFull(f"no memory for {length} bytes") from problem
         return offset
 
     def grow(self, offset: int, used: int, length: int) -> int:
         """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset."""
+        capacity = self._allocated[offset] - offset
         if self.extend(offset, length):
+            try:
+                self._reserve(offset + length)
+            except OSError as problem:
+                self.shrink(offset, capacity)
+                raise ArenaFull(f"no memory for {length} bytes") from problem
             return offset
         moved = self.alloc(length)
         self.buffer[moved : moved + used] = self.buffer[offset : offset + used]
         self.free(offset)
         return moved
+
+    def _reserve(self, end: int) -> None:
+        """Reserve memory up to `end`, rounded up to whole pages. Raises OSError."""
+        if end > self._reserved:
+            end = min(self.size, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
+            os.posix_fallocate(self.fd, self._reserved, end - self._reserved)
+            self._reserved = end
 
 
 def _aligned(length: int) -> int:

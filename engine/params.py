@@ -1,5 +1,6 @@
 """How a request wants its tokens drawn and reported. Part of the messages."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -78,15 +79,25 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         return self.start + len(self.logprobs) // 4
 
-    def extended(self, later: "PromptLogprobs") -> "PromptLogprobs":
-        """By what `later`, which begins at `end` or before, knows beyond it."""
-        skipped = 4 * (self.end - later.start)
+    def beginning_at(self, start: int) -> "PromptLogprobs":
+        """The same without the tokens before `start`."""
+        skipped = 4 * (start - self.start)
+        num_top = self.num_top
+        tops = self.top_ids[skipped * num_top :], self.top_logprobs[skipped * num_top :]
+        return PromptLogprobs(start, num_top, self.logprobs[skipped:], *tops)
+
+    @staticmethod
+    def joined(parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs | None":
+        """One of consecutive parts; None if there are none."""
+        if not parts:
+            return None
+        first = parts[0]
         return PromptLogprobs(
-            self.start,
-            self.num_top,
-            self.logprobs + later.logprobs[skipped:],
-            self.top_ids + later.top_ids[skipped * self.num_top :],
-            self.top_logprobs + later.top_logprobs[skipped * self.num_top :],
+            first.start,
+            first.num_top,
+            b"".join(part.logprobs for part in parts),
+            b"".join(part.top_ids for part in parts),
+            b"".join(part.top_logprobs for part in parts),
         )
 
 

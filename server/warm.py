@@ -1,4 +1,4 @@
-"""Maps the arenas' pages in the background at start.
+"""Maps the arenas' resident pages in the background at start.
 
 The memory is reserved, but the first touch of a page still costs 1-9 us: 30 ms and more for the first request of 30 MB.
 """
@@ -7,19 +7,19 @@ import mmap
 import threading
 import time
 
-from engine.arena import ArenaView
+from engine.arena import RESIDENT_BYTES, ArenaView
 
 STEP_BYTES = 1 << 18  # touched without a pause: well below a millisecond
 PAUSE_S = 0.001
 
 
 def warm_up(*arenas: ArenaView) -> None:
-    """Touches every page, lowest addresses first. Reads only: it may run beside anything."""
+    """Touch every resident page, lowest addresses first. It only reads, so it may run at any time."""
     threading.Thread(target=_touch, args=(arenas,), name="warm-up", daemon=True).start()
 
 
 def _touch(arenas: tuple[ArenaView, ...]) -> None:
     for arena in arenas:
-        for start in range(0, arena.size, STEP_BYTES):
+        for start in range(0, min(arena.size, RESIDENT_BYTES), STEP_BYTES):
             bytes(arena.buffer[start : start + STEP_BYTES : mmap.PAGESIZE])
             time.sleep(PAUSE_S)

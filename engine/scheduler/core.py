@@ -23,6 +23,7 @@ from engine.messages import (
     ErrorInfo,
     FinishReason,
     Pixels,
+    PromptLogprobs,
     RequestOutput,
     StepResult,
     TokenLogprobs,
@@ -281,10 +282,8 @@ class SchedulerCore:
             request.hasher.adopt(other.hasher, min(num_links, request.num_shared_with(other) // size))
 
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
-        for image_id in {image_id for result in results for image_id in result.failed_images}:
-            self._fail_image(step.made[image_id], UNREADABLE)
-        for image_id in {image_id for result in results for image_id in result.starved_images}:
-            self._fail_image(step.made[image_id], OUT_OF_MEMORY)
+        self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
+        self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         drawn = next(result for result in results if result.rank == 0)
@@ -328,7 +327,8 @@ class SchedulerCore:
         """`drafts`: how many were verified, and how many of these are the first tokens."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
-        prompt_logprobs = request.prompt_logprobs if request.num_known == request.num_prompt + len(token_ids) else None
+        is_first = request.num_known == request.num_prompt + len(token_ids)
+        prompt_logprobs = PromptLogprobs.joined(request.prompt_parts) if is_first else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
@@ -349,18 +349,19 @@ class SchedulerCore:
         for later in self._in_flight:
             pairs = zip(later.step.requests, later.step.plan.chunks, strict=True)
             rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
-        for digest in step.made.values():
-            self.state.forget_image(digest)
+        self.state.forget_images(set(step.made.values()))
         for rid in rids:
             for request in self._live(rid):
                 self._fail(request, OUT_OF_MEMORY)
 
-    def _fail_image(self, digest: bytes, error: ErrorInfo) -> None:
-        """Every request with the image gets the error."""
-        self.state.forget_image(digest)
+    def _fail_images(self, digests: set[bytes], error: ErrorInfo) -> None:
+        """Every request with one of these images gets the error."""
+        if not digests:
+            return
+        self.state.forget_images(digests)
         for rid in list(self._requests):
             for request in self._live(rid):
-                if any(span.hash == digest for span in request.images):
+                if any(span.hash in digests for span in request.images):
                     self._fail(request, error)
 
     def _fail(self, request: Request, error: ErrorInfo) -> None:

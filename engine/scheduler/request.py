@@ -62,7 +62,7 @@ class Request:
     leader: "Request | None" = None  # while waiting: an older request that computes this one's beginning
     num_shared_blocks: int = 0  # of that beginning
     sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, no files
-    prompt_logprobs: PromptLogprobs | None = None  # so far
+    prompt_parts: list[PromptLogprobs] = field(default_factory=list)  # consecutive log-probabilities of the prompt, so far
     awaited: set[bytes] = field(default_factory=set)  # files whose pixels the processor was asked for
     is_stateful: bool = False  # recurrent states: a beginning needs a snapshot
     snapshot_points: tuple[int, ...] = ()  # ends of blocks at which states are kept
@@ -116,10 +116,10 @@ class Request:
         return leader.num_committed < self.num_shared_blocks
 
     def note_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Of a chunk. After a preemption chunks come again, and may be cut otherwise."""
-        known = self.prompt_logprobs
-        if known is None or part.end > known.end:
-            self.prompt_logprobs = part if known is None else known.extended(part)
+        """Add those of a chunk. After a preemption chunks come again, and may be cut otherwise."""
+        start = self.prompt_parts[-1].end if self.prompt_parts else part.start
+        if part.end > start:
+            self.prompt_parts.append(part.beginning_at(start))
 
     def num_shared_with(self, other: "Request") -> int:
         """Tokens of the common beginning: one salt, equal ids and images."""

@@ -164,12 +164,13 @@ class State:
             request.pins.remove(index)
             self.images.unpin(request.images[index].hash)
 
-    def forget_image(self, digest: bytes) -> None:
-        """A wrong embedding leaves the caches, whoever has it pinned."""
+    def forget_images(self, digests: set[bytes]) -> None:
+        """Wrong embeddings leave the caches, whichever requests have them pinned."""
         for request in (*self.running, *self.stopping):
-            for index in [index for index in request.pins if request.images[index].hash == digest]:
+            for index in [index for index in request.pins if request.images[index].hash in digests]:
                 self.unpin_image(request, index)
-        self.images.forget(digest)
+        for digest in digests:
+            self.images.forget(digest)
 
     def advance(self, request: Request, chunk: Chunk, num_images: int) -> None:
         """A chunk that completes so many images is in the plan."""

@@ -132,6 +132,7 @@ class Api:
                 self._child.ready(url)
             if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
+                self.arena.trim()
 
     async def tell_the_launcher(self) -> None:
         while True:

@@ -81,6 +81,7 @@ class ImageTools:
                 raise RequestError(400, "nothing is known by this uuid (any more): send it with its URL", code="unknown_uuid")
         else:
             data = await run(self.media_pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
+        await self.room.arena.prepare(len(data))
         encoded = hold(self.room.take(len(data)))
         encoded.append(data)
         return encoded
@@ -113,8 +114,9 @@ class Image:
     def start(self) -> None:
         """Takes the payload up, if there is one. `load` tells how that ends."""
         if self._ref.payload is not None and self._task is None:
-            with contextlib.suppress(ArenaFull, ArenaTooSmall):
-                self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
+            if self._tools.room.arena.has_memory(self.num_bytes):
+                with contextlib.suppress(ArenaFull, ArenaTooSmall):
+                    self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
             self._task = start_task(self._encode())
 
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
@@ -173,6 +175,8 @@ class Image:
         """payload or URL -> encoded"""
         payload, tools = self._ref.payload, self._tools
         if payload is not None:
+            if self._job is None:
+                await tools.room.arena.prepare(decoded_bytes(payload))
             digest, header = await result_of(self._job or self._take_payload(payload))
         else:
             self.encoded = await tools.fetch(self._ref, self._hold)
@@ -234,6 +238,7 @@ class Image:
         else:
             self._tools.decoders.check(header)
             self.num_bytes = 3 * math.prod(self._stored)
+            await self._tools.room.arena.prepare(self.num_bytes)
             size = await self._decode(self._tools.room.take(self.num_bytes))
         self.grid = inspector.grid(geometry, *size)
         self.num_tokens = geometry.num_tokens(self.grid)

@@ -96,6 +96,7 @@ class Processor:
         if not self._intake.num_holders:
             self._arena.check()
             assert self._arena.is_empty(), "a request's region was lost in the arena"
+            self._arena.trim()
 
 
 async def serve(child: Child) -> None:

@@ -39,6 +39,7 @@ class Room:
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         while True:
             came = self._came
+            await self.arena.prepare(capacity)
             try:
                 return self.take(capacity)
             except ArenaFull as lack:

@@ -167,6 +167,7 @@ class VideoFile(Video):
         if decoded_bytes(payload) > tools.max_video_bytes + 3:
             raise RequestError(413, f"it is larger than {tools.max_video_bytes} bytes", code="media_too_large")
         text = tools.bodies.view(payload.offset, payload.length)
+        await tools.room.arena.prepare(decoded_bytes(payload))
         encoded = self._encoded = self._hold(tools.room.take(decoded_bytes(payload)))
         room = np.frombuffer(encoded.room, np.uint8)
 

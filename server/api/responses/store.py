@@ -110,6 +110,7 @@ async def continued(body: Body, store: ResponseStore, arena: Arena, max_referenc
 
     data = await asyncio.to_thread(written)
     try:
+        await arena.prepare(len(data))
         region = Region(arena, len(data))
     except ArenaTooSmall:
         raise RequestError(413, "The conversation exceeds the memory that there is for request bodies.", PREVIOUS) from None
