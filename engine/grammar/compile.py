@@ -137,13 +137,14 @@ def ebnf_of(grammar: str) -> str:
     return str(xgrammar.Grammar.from_lark(bare, named_grammars=schemas))
 
 
-def lark_schema(schema: dict[str, object]) -> str:
-    """With the white space that guidance asks for, else with none."""
+def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
+    """Return the grammar of a schema, with the white space that guidance asks for, else with none."""
     spaces = schema.pop("x-guidance", {})
     check(schema)
     told = spaces if isinstance(spaces, dict) else {}
     separators = str(told.get("item_separator", ",")), str(told.get("key_separator", ":"))
-    return bounded(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators))
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators)
+    return xgrammar.Grammar.from_ebnf(bounded(grammar))
 
 
 def with_ebnf(tag: str) -> str:

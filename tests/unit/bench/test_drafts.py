@@ -45,7 +45,7 @@ def test_requests_of_a_set_are_the_same_each_time() -> None:
     assert all(make(3) == make(3) and "messages" in make(3) for make in SETS.values())
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Red if it does not start its engines, or has no numbers."""
     flags = "--model demo --device cpu --kv-cache-memory-bytes 64M"

@@ -17,7 +17,7 @@ def test_figures_of_each_kind_of_benchmark() -> None:
     assert found == {"requests_per_s": 2.5, "ttft_ms": 7.0, "720p x 8, ttft_ms": 90.5, "random, 1, with": 2.5}
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_engines_are_measured_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Red if a round lacks an engine or a run, if an engine does not get flags of its own, or if no difference is shown."""
     flags = "--model demo --device cpu --kv-cache-memory-bytes 64M"

@@ -10,8 +10,6 @@ from bench.video import compute_bound, expected, main, make_clip
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.server.stack import Stack, answer_text
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
@@ -30,6 +28,7 @@ def test_the_bound_and_the_tokens() -> None:
     assert make_clip(1, "tiny")[4:8] == b"ftyp"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("clients", [1, 2])
 def test_a_run(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str], clients: int) -> None:
     """Red if a request of the benchmark is refused, or what is to be new is known, or the other way round."""

@@ -69,6 +69,7 @@ def test_template_gives_the_familys_chat_text(reference: Reference) -> None:
     assert tokenizer(expected)["input_ids"] == reference.tokenizer.encode(expected).ids
 
 
+@pytest.mark.nightly
 def test_it_reads_pictures(reference: Reference) -> None:
     """Red if the weights, the tokenizer or the preprocessing part from what the model was trained with."""
     items = [question(seed, task) for seed in (1, 2, 3) for task in UNIT_TASKS]
@@ -88,7 +89,7 @@ def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> 
     """Red if pictures, questions or weights changed without `evaluate --record`: parity tests compare the engine with this file."""
     records = json.loads((CHECKPOINT.parent / "reference_answers.json").read_text())
     assert len(records) >= 200
-    chosen = records[::12]
+    chosen = records[::24]
     items = [question(record["seed"], record["task"]) for record in chosen]
     assert [item.answer for item in items] == [record["answer"] for record in chosen]
     said = ask_all(reference, items, batch=len(items))

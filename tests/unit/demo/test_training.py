@@ -16,7 +16,7 @@ from models.demo import CHECKPOINT
 from models.demo.evaluate import Reference
 from models.demo.questions import question
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.nightly
 
 CPU = torch.device("cpu")
 SIZES = Sizes(patches=1024, tokens=1024, answers=256, pictures=64, conversations=48)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.arena import ALIGNMENT, Arena, ArenaFull, ArenaTooSmall, ArenaView, create_memfd
@@ -15,7 +15,6 @@ def make() -> Arena:
     return Arena(create_memfd("test", SIZE), SIZE)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_any_sequence_of_operations(seed: int) -> None:
     """Red if two regions overlap, if grow or a move loses bytes, or if free ranges are not merged."""

@@ -1,4 +1,4 @@
-"""When a worker without a plan uses its time."""
+"""How long a worker without a plan waits until it uses its spare time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,20 +8,18 @@ from engine.worker.main import IDLE_POLL_S, PAUSE_S, run
 
 
 def test_a_pause_between_two_requests_is_used() -> None:
-    """Red if what was seen often enough is not prepared between two requests, or if an idle worker wakes up more often than it must."""
+    """Red if spare time is not used soon after a message, or if an idle worker wakes up more often than it must."""
     prefetch = Prefetch(ImageSource("jpeg", Region(1, 0, 1000), 720, 1280), (1, 44, 80))
-    messages: list[Prefetch | None] = [None, prefetch, None, None, None, None, prefetch, None, None]
-    prepares = [False, True, True, False, False, False, False]
-    timeouts: list[float] = []
-    stopping = SimpleNamespace(is_set=lambda: not messages)
+    #          message or None, whether spare time is used then: the next wait is short after a message and after use
+    script: list[tuple[Any, bool]] = [(None, False), (prefetch, True), (None, True), (None, False), (None, False)]
+    waits: list[float] = []
+    used = [uses for message, uses in script if message is None]
 
-    def recv(timeout: float) -> Prefetch | None:
-        timeouts.append(timeout)
-        return messages.pop(0)
+    def recv(timeout: float) -> Any:
+        waits.append(timeout)
+        return script.pop(0)[0]
 
-    runner: Any = SimpleNamespace(images=SimpleNamespace(prefetch=lambda message: None), use_spare_time=lambda is_busy: prepares.pop(0))
-    anything: Any = SimpleNamespace(recv=recv, note=lambda activity: None)
-    run(runner, anything, anything, anything, stopping, anything)  # type: ignore[arg-type]
-    is_pause = [timeout == PAUSE_S for timeout in timeouts]
-    assert is_pause == [False, False, True, True, True, False, False, True, False] and set(timeouts) == {PAUSE_S, IDLE_POLL_S}
-    assert not prepares
+    runner: Any = SimpleNamespace(images=SimpleNamespace(prefetch=lambda message: None), use_spare_time=lambda is_busy: used.pop(0))
+    link: Any = SimpleNamespace(recv=recv, note=lambda activity: None)
+    run(runner, link, link, link, SimpleNamespace(is_set=lambda: not script), link)  # type: ignore[arg-type]
+    assert waits == [IDLE_POLL_S, IDLE_POLL_S, PAUSE_S, PAUSE_S, IDLE_POLL_S] and not used
