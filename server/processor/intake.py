@@ -137,7 +137,8 @@ class Intake(Way):
         if isinstance(ref, VideoRef):
             if ref.file is not None and not ref.holds_frames:
                 return VideoFile(self.tools, ref)
-            return FrameList(self.tools, ref, [self._image(frame, early, is_frame=True) for frame in ref.frames])
+            frames = ref.frames[: self.config.max_video_frames + 1]  # more are refused when it is loaded
+            return FrameList(self.tools, ref, [self._image(frame, early, is_frame=True) for frame in frames])
         return self._image(ref, early)
 
     def _image(self, ref: MediaRef, early: dict[int, Image], is_frame: bool = False) -> Image:

@@ -216,7 +216,7 @@ class FrameList(Video):
         if ref.file is not None:
             refs = await self._cut(ref.file)
             self._frames = [Image(tools, frame, is_frame=True) for frame in refs]
-        self._check_number(len(self._frames))
+        self._check_number(len(refs))
         for frame in self._frames:
             frame.start()
         try:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from PIL import Image, ImageOps
 from engine.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor import video
+from server.processor import image, video
+from server.processor.intake import Intake
 from server.processor.video import FrameList
 from tests.unit.server.clips import frames_of
 from tests.unit.server.loading import Loading
@@ -47,6 +49,20 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
             await frames.release()
         assert caught.value.info.status == 400
     assert not num_cut
+    await made.close()
+
+
+async def test_listed_frames_are_counted_before_they_become_images(checkpoint: Checkpoint) -> None:
+    """A request may list thousands of frames in each of many videos; each became an object on the event loop."""
+    made = Loading(checkpoint, max_video_frames=3)
+    intake: Any = SimpleNamespace(config=SimpleNamespace(max_video_frames=3), tools=made.tools)
+    created: list[MediaRef] = []
+    intake._image = lambda ref, early, is_frame: created.append(ref) or image.Image(made.tools, ref, is_frame)
+    listed = Intake._medium(intake, video.VideoRef(frames=[MediaRef(url="data:,x")] * 1000), {})
+    assert len(created) == 4
+    with pytest.raises(RequestError, match="1000 of its frames would be seen, the limit is 3"):
+        await listed._load(video.Allowance(1 << 30, 8))
+    await listed.release()
     await made.close()
 
 
