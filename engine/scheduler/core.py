@@ -193,10 +193,6 @@ class SchedulerCore:
         awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
         return self._last_progress if self._requests and not awaits_pixels else now
 
-    def check(self) -> None:
-        for _ in self.checks():
-            pass
-
     def checks(self) -> Iterator[None]:
         """Assert the invariants of the state, part by part; with no request left, that everything came back."""
         yield from self.state.checks()

@@ -213,10 +213,6 @@ class State:
             self._commit(request, num_computed)
         return kept, reason
 
-    def check(self) -> None:
-        for _ in self.checks():
-            pass
-
     def checks(self) -> Iterator[None]:
         """Assert every invariant, in parts that take about a millisecond."""
         yield from self.blocks.checks()

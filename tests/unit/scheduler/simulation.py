@@ -333,7 +333,8 @@ class Simulation:
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             if self.rng.random() < self.give_up_rate:
                 self.given_up.add(step.plan.step)
-            self.core.state.check()
+            for _ in self.core.state.checks():
+                pass
             self._check_budgets(step)
             self._check_drafts(step, num_waiting)
             self._check_forks(step)
@@ -365,7 +366,8 @@ class Simulation:
             assert all(request.status is Status.STOPPING for request in [*step.requests, *readers]), "goes on from what was not computed"
         self._count_drafts(step, tokens)
         assert not any(self.core.state.images.knows(step.made[image_id]) for image_id in failed), "an image that failed is kept"
-        self.core.state.check()
+        for _ in self.core.state.checks():
+            pass
         self._take()
         return True
 
@@ -376,7 +378,8 @@ class Simulation:
         is_bad = digest in self.bad_files
         source, error = (None, ErrorInfo(503, "")) if is_bad else (make_source(digest, "rgb"), None)
         self.core.take_pixels(Pixels(wanted.rid, wanted.index, source, error))
-        self.core.state.check()
+        for _ in self.core.state.checks():
+            pass
         self._take()
 
     def run(self, max_steps: int = 5_000) -> None:
@@ -385,7 +388,8 @@ class Simulation:
             if not self.step():
                 break
         assert not self.core.num_requests, "requests are left and nothing can run: deadlock"
-        self.core.check()
+        for _ in self.core.checks():
+            pass
         assert self.released == {sequence.wire.rid for sequence in self.sequences.values()}
 
     def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:

@@ -6,16 +6,13 @@ from typing import Any, cast
 
 import httptools
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.server import ServerState
 
-from engine.config import EngineConfig
 from server.http.chunked import MAX_LINE_BYTES, BadChunk, ChunkedDecoder, LineTooLong
-from server.http.connection import ConnectionLimiter, LimitedProtocol
-from tests.eventually import eventually_async
+from server.http.connection import LOOK_S
+from tests.unit.server.in_process import HttpServer, run_virtually, settle, virtual
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 READ_BYTES = 250_000  # of the event loop at once
@@ -47,36 +44,6 @@ class CountingBytes(bytes):
         return found
 
 
-class FakeTransport(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.is_closed = False
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
-
-    def write(self, data: Any) -> None:
-        self.written += bytes(data)
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-
 class Application:
     """An ASGI application that refuses every request at once, or reads its body first; it keeps the headers and bodies it was given."""
 
@@ -95,17 +62,6 @@ class Application:
         self.headers.append(dict(scope["headers"]))
         await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
-
-
-def connect(application: Application) -> tuple[LimitedProtocol, FakeTransport]:
-    """A connection without a socket. Call it inside a running event loop."""
-    config = uvicorn.Config(application, log_config=None, access_log=False)  # type: ignore[arg-type]
-    config.load()
-    limiter = ConnectionLimiter(EngineConfig(model="x"))
-    protocol = LimitedProtocol(limiter, config=config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop())
-    transport = FakeTransport()
-    protocol.connection_made(transport)
-    return protocol, transport
 
 
 def chunked(payload: bytes, size: int) -> bytes:
@@ -128,37 +84,26 @@ def test_each_byte_of_a_chunked_body_is_touched_a_constant_number_of_times(is_re
     """A body of blank lines was searched and copied once per line."""
 
     async def count(body: bytes, read_bytes: int) -> int:
-        application = Application(reads_body=not is_refused)
-        protocol, transport = connect(application)
-        protocol.data_received(HEAD)
-        if is_refused:
-            await eventually_async(lambda: b" 401 " in transport.written, "the refusal")
+        wire = await HttpServer(Application(reads_body=not is_refused)).ask(HEAD)
+        assert wire.statuses == [401] * is_refused
         CountingBytes.touched = 0
-        for start in range(0, len(body), read_bytes):
-            protocol.data_received(CountingBytes(body[start : start + read_bytes]))
-        touched = CountingBytes.touched
-        await eventually_async(lambda: b" 401 " in transport.written, "the answer")
-        protocol.connection_lost(None)
-        return touched
+        wire.send(*(CountingBytes(body[start : start + read_bytes]) for start in range(0, len(body), read_bytes)))
+        await settle()
+        assert wire.statuses == [401]
+        return CountingBytes.touched
 
     for name, body in HOSTILE.items():
         for read_bytes in (READ_BYTES, 1000):
-            touched = asyncio.run(count(body, read_bytes))
+            touched = run_virtually(count(body, read_bytes))
             assert touched <= 3 * len(body), f"{name}, reads of {read_bytes}: {touched} bytes touched of {len(body)}"
 
 
-def test_a_trailer_does_not_become_a_header() -> None:
+@virtual
+async def test_a_trailer_does_not_become_a_header() -> None:
     """An `Authorization` trailer authenticated a request."""
-
-    async def exchange() -> Application:
-        application = Application(reads_body=True)
-        protocol, transport = connect(application)
-        protocol.data_received(HEAD + b"2\r\nhi\r\n0\r\nAuthorization: Bearer secret\r\n\r\n" + HEAD + b"0\r\n\r\n")
-        await eventually_async(lambda: transport.written.count(b" 401 ") == 2, "two answers")
-        protocol.connection_lost(None)
-        return application
-
-    application = asyncio.run(exchange())
+    application = Application(reads_body=True)
+    wire = await HttpServer(application).ask(HEAD + b"2\r\nhi\r\n0\r\nAuthorization: Bearer secret\r\n\r\n" + HEAD + b"0\r\n\r\n")
+    assert wire.statuses == [401, 401]
     assert application.bodies == [b"hi", b""]
     assert all(b"authorization" not in headers for headers in application.headers)
 
@@ -219,30 +164,27 @@ def test_a_line_without_end_is_rejected() -> None:
                 decoder.feed(cast(bytes, bytes([byte])))
 
 
-async def refused_status(body: bytes) -> bytes:
-    protocol, transport = connect(Application(reads_body=True))
-    protocol.data_received(HEAD + body)
-    protocol.connection_lost(None)
-    return transport.written.split(b" ", 2)[1]
+@virtual
+async def test_the_status_of_a_refused_body() -> None:
+    server = HttpServer(Application(reads_body=True))
+    for body, status in ((b"x\r\n", 400), (b"1;" + b"x" * MAX_LINE_BYTES, 431)):
+        assert (await server.ask(HEAD + body)).statuses == [status]
 
 
-def test_the_status_of_a_refused_body() -> None:
-    assert asyncio.run(refused_status(b"x\r\n")) == b"400"
-    assert asyncio.run(refused_status(b"1;" + b"x" * MAX_LINE_BYTES)) == b"431"
-
-
-def test_one_failed_check_does_not_end_the_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
+@virtual
+async def test_one_failed_check_does_not_end_the_limiter() -> None:
     """Limits on idle and unread connections ended with the first exception."""
+    server = HttpServer(Application(reads_body=True))
+    server.connect()
+    num_checks = 0
 
-    async def check() -> None:
-        loop = asyncio.get_running_loop()
-        calls: list[Any] = []
-        monkeypatch.setattr(loop, "call_later", lambda delay, call, *arguments: calls.append((call, arguments)))
-        protocol, _ = connect(Application(reads_body=True))
-        monkeypatch.setattr(protocol, "look", lambda now: 1 / 0)
-        looks = [(call, arguments) for call, arguments in calls if call.__name__ == "_look"]
-        with pytest.raises(ZeroDivisionError):
-            looks[0][0](*looks[0][1])
-        assert sum(call.__name__ == "_look" for call, _ in calls) == 2
+    def check(now: float) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 1:
+            raise ZeroDivisionError
 
-    asyncio.run(check())
+    server.limiter._check_unsent = check  # type: ignore[method-assign]
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    await asyncio.sleep(3.5 * LOOK_S)
+    assert num_checks == 3
