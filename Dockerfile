@@ -21,7 +21,7 @@ RUN deploy/install.sh /opt/engine cuda
 WORKDIR /home/engine
 # The driver comes with the host; to load what was compiled, its stub is enough.
 RUN mkdir /tmp/stubs && ln -s /usr/local/cuda/lib64/stubs/libcuda.so /tmp/stubs/libcuda.so.1 \
-    && LD_LIBRARY_PATH=/tmp/stubs python -c "from models.backends.hopper.compile import load_kernels as k; k(128, 72); k(128, 64)" \
+    && LD_LIBRARY_PATH=/tmp/stubs python -c "from models.kernels.hopper.compile import load_kernels as k; k(128, 72); k(128, 64)" \
     && rm -r /tmp/stubs && mkdir -p /cache && chown -R engine /cache /opt/engine/kernels
 USER 10001
 VOLUME /cache

@@ -28,6 +28,7 @@ from engine.messages import (
     SamplingParams,
     WorkerReady,
 )
+from engine.model_sizes import layer_parameters
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -41,14 +42,14 @@ from engine.worker.rows import Rows
 from engine.worker.runner import LaunchedStep, Runner
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.backends.make import make_backend
-from models.config import ModelConfig
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.checkpoint.load import init_dummy_weights
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.make import make_backend
+from models.kernels.paged import allocate_pools
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from models.weights import init_dummy_weights
 
 ARENA_BYTES = 1 * GIB
 NUM_BLOCKS = 8192
@@ -65,10 +66,10 @@ class Bench:
         self._config = EngineConfig()
         with tempfile.TemporaryDirectory() as folder:
             write_model_folder(Path(folder), SHAPES[shape], weights="none", seed=0)
-            self._model_config = ModelConfig.from_folder(Path(folder))
+            self._model_config = read_config(Path(folder))
         model_config, tp = self._model_config, TensorParallel.single()
         backend = make_backend("hopper", device)
-        backend.load(model_config.text.heads(1), model_config.vision.head_dim)
+        backend.load(model_config.text.heads(1), model_config.vision_head_dim)
         decoder = backend.jpeg_decoder(self._config.processing_pool_size, "auto")
         model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
         init_dummy_weights(model, seed=0)
@@ -79,9 +80,9 @@ class Bench:
         sampler = Sampler(sampling, num_seqs, num_seqs, model_config, Path(), device)
         row_sizes = num_seqs, NUM_BLOCKS, self._config.block_size
         rows = Rows(*row_sizes, model_config.geometry, device, sampling.max_top_k)
-        images = ImageCache(model, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
+        images = ImageCache(model.tower, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
-        sizes = backend.step_sizes.for_layers(model_config.text.layer_parameters, self._config.max_num_batched_tokens)
+        sizes = backend.step_sizes.for_layers(layer_parameters(model_config.text), self._config.max_num_batched_tokens)
         graphs = make_graphs(model, backend, pools, rows, sizes, self._config, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()

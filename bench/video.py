@@ -26,8 +26,8 @@ from PIL import Image
 from bench.client import Answer, ChatClient, chat_body, text_of
 from bench.load import drive, measure
 from bench.report import table, write_result
+from models.media.video import VideoGeometry, time_text
 from models.scaffold import SHAPES, Shape
-from models.video import VideoGeometry, time_text
 
 CLIPS = {"374": (30, 374, 374), "720p": (10, 720, 1280), "tiny": (2, 64, 96)}  # seconds, height, width
 RATE = 30

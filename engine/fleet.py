@@ -26,7 +26,7 @@ import msgspec
 from engine import tethered
 from engine.config import EngineConfig, child_environment, read_api_keys, share_environment
 from engine.supervise import how_it_ended
-from models.backends.choose import Gpu
+from models.kernels.choose import Gpu
 
 logger = logging.getLogger(__name__)
 

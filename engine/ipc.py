@@ -26,7 +26,7 @@ import zmq
 from engine.arena import ArenaView
 from engine.config import EngineConfig
 from engine.messages import API_ARENA, PROCESSOR_ARENA
-from models.backends.choose import BackendName, DeviceName
+from models.kernels.choose import BackendName, DeviceName
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from engine.params import (
     TokenPrompt,
 )
 from engine.stats import EngineStats, Stages
-from models.step_sizes import StepSizes
+from models.kernels.step_sizes import StepSizes
 
 API_ARENA = 0
 PROCESSOR_ARENA = 1

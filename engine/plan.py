@@ -13,10 +13,11 @@ import msgspec
 
 from engine.config import GIB, MIB, EngineConfig
 from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
-from models.backends.portable.tuned import STEP_SIZES
-from models.cache import SPARE_ROWS, CacheSpec
-from models.config import ModelConfig, VisionConfig
-from models.step_sizes import StepSizes
+from engine.model_sizes import delta_step_values, layer_parameters, stored_layer_parameters, vision_parameters
+from models.cache.spec import SPARE_ROWS, CacheSpec
+from models.config.types import ModelConfig, VisionConfig
+from models.kernels.step_sizes import StepSizes
+from models.kernels.triton.tuned import STEP_SIZES
 
 VALUE_BYTES = 2  # bfloat16
 BLOCK_SCALE = 1 + 4 / 128**2  # of a float8 value with its share of a scale
@@ -72,35 +73,31 @@ class Plan:
         return {**self.needs.parts, "image cache": self.image_cache, "KV pool": self.kv_pool}
 
 
-def vision_parameters(vision: VisionConfig) -> int:
-    """Without norms and biases."""
-    width, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    block = 4 * width**2 + 2 * width * vision.intermediate_size
-    mergers = (1 + len(vision.deepstack_indexes)) * (merged**2 + merged * vision.out_hidden_size)
-    return patch * width + vision.num_position_embeddings * width + vision.depth * block + mergers
-
-
 def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
     """On each of `tp` GPUs."""
     text = model.text
     num_layers = text.num_layers + text.has_head
-    decoder = num_layers * text.stored_layer_parameters * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
+    decoder = num_layers * stored_layer_parameters(text) * (BLOCK_SCALE if is_fp8 else VALUE_BYTES) / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
     head = 2 * text.hidden_size**2 * VALUE_BYTES + text.vocab_size * text.hidden_size * BLOCK_SCALE / tp if text.has_head else 0
-    return int(decoder + embeddings + routers + head + vision_parameters(model.vision) * VALUE_BYTES)
+    tower = 0 if model.vision is None else vision_parameters(model.vision) * VALUE_BYTES
+    return int(decoder + embeddings + routers + head + tower)
 
 
 def activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """At the peak, of an encode, a step and rows that are drawn."""
-    text, vision, tp = model.text, model.vision, config.tp
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    of_patch = patch + 4 * vision.hidden_size + vision.intermediate_size
-    patches = config.max_num_encoder_tokens * vision.merge_size**2
-    step = step_bytes(model, tp, config.max_num_batched_tokens)
+    text = model.text
+    encode = 0 if model.vision is None else encode_bytes(model.vision, config.max_num_encoder_tokens)
+    step = step_bytes(model, config.tp, config.max_num_batched_tokens)
     hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, STEP_SIZES) if text.has_head else 0
-    return VALUE_BYTES * of_patch * patches + step + hidden + LOGITS_BYTES * max_draws(config, STEP_SIZES) * text.vocab_size
+    return encode + step + hidden + LOGITS_BYTES * max_draws(config, STEP_SIZES) * text.vocab_size
+
+
+def encode_bytes(vision: VisionConfig, num_tokens: int) -> int:
+    """Of the tower, at its peak."""
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return VALUE_BYTES * (patch + 4 * vision.hidden_size + vision.intermediate_size) * num_tokens * vision.merge_size**2
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
@@ -110,7 +107,7 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     if text.moe is not None:
         of_token = (text.moe.num_experts_per_tok + text.moe.has_shared) * (text.moe.intermediate_size // tp + text.hidden_size)
     if text.delta is not None:
-        of_token = max(of_token, text.delta.step_values // tp)
+        of_token = max(of_token, delta_step_values(text.delta) // tp)
     return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
 
 
@@ -141,9 +138,9 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // config.max_num_batched_tokens
 
 
-def early_image_bytes(model: ModelConfig, max_num_encoder_tokens: int) -> int:
+def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """The largest embedding outside the image cache."""
-    return min(MAX_EARLY_TOKENS, max_num_encoder_tokens) * model.num_visual_levels * model.vision.out_hidden_size * VALUE_BYTES
+    return min(MAX_EARLY_TOKENS, config.max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
 
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
@@ -168,14 +165,14 @@ def estimate(config: EngineConfig, model: ModelConfig) -> Needs:
     text, tp = model.text, config.tp
     is_fp8 = text.is_fp8 or config.quantization == "fp8"
     kind = text.moe is not None, is_fp8, text.delta is not None
-    sizes = STEP_SIZES.for_layers(text.layer_parameters // tp, config.max_num_batched_tokens, *kind)
+    sizes = STEP_SIZES.for_layers(layer_parameters(text) // tp, config.max_num_batched_tokens, *kind)
     activations = activation_bytes(model, config)
     return Needs(
         weights=weight_bytes(model, tp, is_fp8),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config, activations),
-        tower=TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config.max_num_encoder_tokens),
+        tower=0 if model.vision is None else TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model, config),
         states=(config.max_num_seqs + 1 + SPARE_ROWS) * text.cache_spec(tp, VALUE_BYTES).row_bytes(max_drafts(config)),
     )
 

@@ -26,9 +26,10 @@ from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
 from engine.plan import cuts, describe, fit
 from engine.supervise import ChildDied, Supervisor
-from models.backends.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus, suit
-from models.config import ModelConfig
-from models.hub import DEMO, SIZES, resolve
+from models.config.hub import DEMO, SIZES, resolve
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
+from models.kernels.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus, suit
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def print_plan(config: EngineConfig) -> int:
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            model = ModelConfig.from_folder(resolve(name, "dummy", Path(folder)).folder, with_head=config.draft == "mtp")
+            model = read_config(resolve(name, "dummy", Path(folder)).folder, with_head=config.draft == "mtp")
             say(describe(config, model, name, config.gpu_memory) + "\n")
     return 0
 
@@ -137,7 +138,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
-    model = ModelConfig.from_folder(resolved.folder, with_head=config.draft == "mtp")
+    model = read_config(resolved.folder, with_head=config.draft == "mtp")
     choice = suit(choice, config.backend, model.text.heads(config.tp))
     if choice.note:
         logger.warning("%s", choice.note)

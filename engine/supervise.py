@@ -15,7 +15,7 @@ import msgspec
 
 from engine.config import child_environment, python_command
 from engine.ipc import DUMP_SIGNAL, FAILED, Inbox, Runtime, Status
-from models.backends.hopper.toolkit import cuda_home
+from models.kernels.hopper.toolkit import cuda_home
 
 logger = logging.getLogger(__name__)
 

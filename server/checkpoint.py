@@ -4,9 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import ModelConfig, SamplingDefaults
-from models.geometry import VisionGeometry
-from models.video import VideoGeometry
+from models.config.huggingface import read_config
+from models.config.types import SamplingDefaults
+from models.media.geometry import VisionGeometry
+from models.media.video import VideoGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ PLAIN_SAMPLING = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
 def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False) -> Checkpoint:
     """The chat template may be in another file; `is_plain` is for sampling as if there were no generation_config.json. ValueError or
     OSError says what is missing or wrong."""
-    model = ModelConfig.from_folder(folder)
+    model = read_config(folder)
     return Checkpoint(
         folder=folder,
         geometry=model.geometry,
@@ -46,7 +47,7 @@ def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bo
         vision_token_ids=(model.vision_start_token_id, model.vision_end_token_id),
         vocab_size=model.text.vocab_size,
         hidden_size=model.text.hidden_size,
-        num_values_per_image_token=model.num_visual_levels * model.vision.out_hidden_size,
+        num_values_per_image_token=model.num_visual_levels * model.text.hidden_size,
         chat_template=_chat_template(folder) if template_file is None else Path(template_file).read_text(encoding="utf-8"),
         special_tokens=_special_tokens(folder),
     )

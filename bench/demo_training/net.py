@@ -1,6 +1,6 @@
 """The training forward: transformers' own modules, run on packed batches of fixed size. Used by `train`, held to transformers by a test.
 
-Nothing here has weights of its own but the auxiliary heads, which the export drops. Legend as in `models/batch.py`: T tokens, P patches,
+Only the auxiliary heads, which the export drops, have weights here. Legend as in `models/decoders/batch.py`: T tokens, P patches,
 N = P / 4 visual tokens, A answers, D hidden size, H heads, K head_dim.
 """
 

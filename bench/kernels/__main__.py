@@ -17,8 +17,9 @@ from bench.kernels.text_cases import text_cases
 from bench.kernels.timing import Case, Ceilings, seconds_per_call
 from bench.kernels.vision_cases import vision_cases
 from bench.report import environment, table, write_json
-from models.backends.make import make_backend
-from models.config import ModelConfig
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
+from models.kernels.make import make_backend
 from models.scaffold import SHAPES, write_model_folder
 
 
@@ -48,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def model_config(size: str) -> ModelConfig:
     with tempfile.TemporaryDirectory() as folder:
         write_model_folder(Path(folder), SHAPES[size], weights="none", seed=0)
-        return ModelConfig.from_folder(Path(folder))
+        return read_config(Path(folder))
 
 
 def measure(case: Case, ceilings: Ceilings) -> Result:
@@ -61,7 +62,7 @@ def main() -> None:
     args = parse_args()
     device = torch.device("cuda")
     config, backend = model_config(args.size), make_backend(args.backend, device)
-    backend.load(config.text.heads(1), config.vision.head_dim)
+    backend.load(config.text.heads(1), config.vision_head_dim)
     ceilings = Ceilings.measure(device)
     results = [measure(case, ceilings) for cases in (vision_cases, text_cases) for case in cases(config, backend)]
     print(f"this device: {ceilings.flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, {ceilings.bytes_per_s / 1e12:.2f} TB/s")

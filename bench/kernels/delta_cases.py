@@ -7,8 +7,8 @@ import torch
 
 from bench.kernels.expert_cases import BF16, EPS
 from bench.kernels.timing import Case, copies
-from models.backends.ops import DELTA_CHUNK, DeltaHeads, DeltaState, Ops, StateRows
-from models.config import DeltaConfig
+from models.config.types import DeltaConfig
+from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, Ops, StateRows
 
 ROWS = (1, 8, 64)
 DRAFTS = 3  # of rows that verify some, of which all hold

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from bench.kernels.timing import Case
-from models.backends.ops import Experts, Normed, Ops, Residual
-from models.config import TextConfig
-from models.layers.fp8 import BlockScaled
+from models.config.types import TextConfig
+from models.kernels.ops import Experts, Normed, Ops, Residual
+from models.weights.float8 import BlockScaled
 
 EPS = 1e-6
 BF16 = 2

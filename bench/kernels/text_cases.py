@@ -9,13 +9,13 @@ from bench.kernels.delta_cases import delta_cases
 from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
 from engine.messages import MAX_DRAFTS
-from models.attention.paged import AttentionBackend, allocate_pools
-from models.backends.backend import Backend
-from models.backends.ops import KVPool, NewHeads, Normed, Ops, Residual
-from models.batch import AttentionLayout
-from models.cache import PagedGroup
-from models.config import ModelConfig
-from models.layers.fp8 import BlockScaled
+from models.cache.layout import AttentionLayout
+from models.cache.spec import PagedGroup
+from models.config.types import ModelConfig
+from models.kernels.backend import Backend
+from models.kernels.ops import KVPool, NewHeads, Normed, Ops, Residual
+from models.kernels.paged import AttentionBackend, allocate_pools
+from models.weights.float8 import BlockScaled
 
 CHUNK = 8192
 MIXED = 216  # tokens of a step: a chunk and decodes

@@ -1,4 +1,4 @@
-"""Finds tiles for products of a single token, `GEMV_TILES` of `models/backends/portable/tuned.py`, for one size of the model after another.
+"""Finds tiles for products of a single token, `GEMV_TILES` of `models/kernels/triton/tuned.py`, for one size of the model after another.
 
     python -m bench.kernels.tune 2B 4B --tp 1
 
@@ -15,9 +15,9 @@ import torch
 
 from bench.kernels.__main__ import model_config
 from bench.kernels.timing import L2_BYTES, seconds_per_call
-from models.backends.portable import gemv
-from models.backends.portable.tuned import GEMV_VALUES, GemvTiles, gemv_tiles
-from models.config import TextConfig
+from models.config.types import TextConfig
+from models.kernels.triton import gemv
+from models.kernels.triton.tuned import GEMV_VALUES, GemvTiles, gemv_tiles
 from models.scaffold import SHAPES
 
 GAIN = 0.99  # tiles must be this much better than the rule's to be worth a line

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.timing import Case, copies
-from models.backends.backend import Backend
-from models.backends.ops import Ops
-from models.config import ModelConfig
+from models.config.types import ModelConfig, VisionConfig
+from models.kernels.backend import Backend
+from models.kernels.ops import Ops
 from models.vision.preprocess import Preprocessor
 
 SIZES = {"720p": (720, 1280), "1080p": (1080, 1920), "2k": (1440, 2560)}
@@ -27,6 +27,11 @@ def vision_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     yield from gemms(config, ops, device, num_patches)
 
 
+def tower_of(config: ModelConfig) -> VisionConfig:
+    assert config.vision is not None
+    return config.vision
+
+
 def patches_of(config: ModelConfig, name: str) -> int:
     _, rows, columns = config.geometry.grid(*SIZES[name])
     return rows * columns
@@ -35,7 +40,7 @@ def patches_of(config: ModelConfig, name: str) -> int:
 def preprocessing(config: ModelConfig, ops: Ops, device: torch.device, name: str) -> Case:
     height, width = SIZES[name]
     grid = config.geometry.grid(height, width)
-    frame = config.vision.in_channels * config.vision.patch_size**2
+    frame = tower_of(config).in_channels * tower_of(config).patch_size**2
     out_PX = torch.empty((grid[1] * grid[2], frame), dtype=torch.bfloat16, device=device)
     num_bytes = height * width * 3 + out_PX.nbytes
     images = [torch.randint(256, (height, width, 3), dtype=torch.uint8, device=device) for _ in range(copies(num_bytes))]
@@ -46,7 +51,7 @@ def preprocessing(config: ModelConfig, ops: Ops, device: torch.device, name: str
 
 def attention(config: ModelConfig, backend: Backend, name: str, count: int) -> Case:
     """With the rotation; operations are counted at the tower's own head size, not at the multiple of 16 that the kernel computes."""
-    heads, head_dim = config.vision.num_heads, config.vision.head_dim
+    heads, head_dim = tower_of(config).num_heads, tower_of(config).head_dim
     length, device = patches_of(config, name), backend.device
     segments = backend.varlen_attention(heads, head_dim)
     segments.plan([length] * count)
@@ -57,7 +62,7 @@ def attention(config: ModelConfig, backend: Backend, name: str, count: int) -> C
 
 
 def layer_norm(config: ModelConfig, ops: Ops, device: torch.device, num_patches: int) -> Case:
-    width = config.vision.hidden_size
+    width = tower_of(config).hidden_size
     ones = torch.ones(width, dtype=torch.bfloat16, device=device)
     num_bytes = 2 * num_patches * width * BF16
     inputs = [torch.randn((num_patches, width), dtype=torch.bfloat16, device=device) for _ in range(copies(num_bytes))]
@@ -67,7 +72,7 @@ def layer_norm(config: ModelConfig, ops: Ops, device: torch.device, num_patches:
 
 def gemms(config: ModelConfig, ops: Ops, device: torch.device, num_patches: int) -> Iterator[Case]:
     """The four matrix products of a block, with the epilogues that they have there."""
-    hidden, inner = config.vision.hidden_size, config.vision.intermediate_size
+    hidden, inner = tower_of(config).hidden_size, tower_of(config).intermediate_size
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device)

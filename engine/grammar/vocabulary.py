@@ -5,12 +5,12 @@ from pathlib import Path
 import xgrammar
 from tokenizers import Tokenizer
 
-from models.config import ModelConfig
+from models.config.huggingface import read_config
 
 
 def read_vocabulary(folder: Path) -> xgrammar.TokenizerInfo:
     """Of a byte-level tokenizer. No grammar allows a special token, but for the end."""
-    tokenizer, config = Tokenizer.from_file(str(folder / "tokenizer.json")), ModelConfig.from_folder(folder)
+    tokenizer, config = Tokenizer.from_file(str(folder / "tokenizer.json")), read_config(folder)
     tokens = [""] * config.text.vocab_size
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     for text, token_id in tokenizer.get_vocab(with_added_tokens=True).items():

@@ -38,7 +38,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
-from models.config import ModelConfig
+from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def main() -> None:
     """Entry point: `python -m engine.scheduler.main RUNTIME.json`."""
     child = Child.attach("scheduler")
     map_large_blocks()
-    model = ModelConfig.from_folder(Path(child.runtime.model_folder))
+    model = read_config(Path(child.runtime.model_folder))
     scheduler = Scheduler(child, frozenset(model.eos_token_ids))
     signal.signal(signal.SIGTERM, lambda *_: scheduler.stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop

@@ -21,7 +21,7 @@ from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
-from models.cache import SPARE_ROWS
+from models.cache.spec import SPARE_ROWS
 
 STEP_PART_WORTH_WAITING = 1 / 16  # of a step's tokens: the wait may cost a step that does little
 PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of them

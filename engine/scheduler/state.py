@@ -15,7 +15,7 @@ from engine.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPi
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
-from models.step_sizes import StepSizes
+from models.kernels.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, slots=True)

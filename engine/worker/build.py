@@ -17,6 +17,7 @@ from PIL import Image
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
 from engine.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
+from engine.model_sizes import layer_parameters
 from engine.plan import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
@@ -29,19 +30,19 @@ from engine.worker.runner import Runner
 from engine.worker.sampling.draws import BYTES_PER_DRAW
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools
-from models.backends.backend import Backend
-from models.backends.jpeg import JpegDecoder
-from models.backends.make import make_backend
-from models.backends.ops import KVPool
-from models.config import ModelConfig
-from models.contract import VisionLanguageModel
-from models.parallel import TensorParallel
-from models.sampling import SamplingOps
-from models.state import RowStates, Snapshots
-from models.step_sizes import StepSizes
-from models.symmetric import SymmetricSums, peers_are_mapped
-from models.weights import init_dummy_weights, load_weights
+from models.cache.states import RowStates, Snapshots
+from models.checkpoint.load import init_dummy_weights, load_weights
+from models.config.types import ModelConfig
+from models.decoders.contract import LanguageModel
+from models.kernels.backend import Backend
+from models.kernels.jpeg import JpegDecoder
+from models.kernels.make import make_backend
+from models.kernels.ops import KVPool
+from models.kernels.paged import allocate_pools
+from models.kernels.sampling import SamplingOps
+from models.kernels.step_sizes import StepSizes
+from models.parallel.group import TensorParallel
+from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 
 INT64 = 8
 STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
@@ -71,7 +72,7 @@ def build_runner(
             sampler.grammars.load()  # seconds, for which streams would have to wait
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
-    is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", text.layer_parameters // tp.size
+    is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", layer_parameters(text) // tp.size
     spec, max_tokens = model.cache_spec, config.max_num_batched_tokens
     token_bytes = spec.paged.bytes_per_token
     kind = text.moe is not None, is_float8, text.delta is not None
@@ -95,8 +96,9 @@ def build_runner(
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    costs = None if model_config.vision.num_heads % tp.size else backend.split_costs
-    images = ImageCache(model, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
+    vision = model_config.vision
+    costs = None if vision is None or vision.num_heads % tp.size else backend.split_costs
+    images = ImageCache(model.tower, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
     staging = Staging(staging_bytes(config, num_draws, max_blocks), device, backend.transfers)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     head = None
@@ -120,7 +122,7 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
     def load() -> None:
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)  # a thread has its own
-        backend.load(config.text.heads(child.config.tp), config.vision.head_dim)
+        backend.load(config.text.heads(child.config.tp), config.vision_head_dim)
 
     loaded = pool.submit(load)
     yield
@@ -132,7 +134,7 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
 
 
 def measure_needs(
-    model: VisionLanguageModel,
+    model: LanguageModel,
     backend: Backend,
     sampling: SamplingOps,
     config: EngineConfig,
@@ -151,7 +153,7 @@ def measure_needs(
         runtime=free - free_bytes(model.device) - weights,
         activations=activations,
         step_graphs=graphs,
-        tower=model.kept_bytes() + early_image_bytes(model.config, config.max_num_encoder_tokens),
+        tower=0 if model.tower is None else model.tower.kept_bytes() + early_image_bytes(model.config, config),
         states=(config.max_num_seqs + 1) * model.cache_spec.row_bytes(max_drafts(config)),
     )
 
@@ -182,7 +184,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
     return replace(tp, small_sums=SymmetricSums(group, width, dtype, device), exchange=exchange)
 
 
-def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> VisionLanguageModel:
+def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:
     """The model with its weights, read or made up."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
@@ -191,15 +193,15 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         raise ValueError("float8 needs a GPU of compute capability 8.9 or newer")
     stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 or (rounds and is_dummy)))
     module, _, name = stored.architecture.model.partition(":")
-    model: VisionLanguageModel = vars(import_module(module))[name](stored, tp, backend, dtype)
+    model: LanguageModel = vars(import_module(module))[name](stored, tp, backend, dtype)
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     if rounds and not is_dummy:
         model.quantize_()
-    if stored.text.has_head and backend.has_float8:
-        model.round_guesses()
+    if model.drafter is not None and backend.has_float8:
+        model.drafter.round_guesses()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model
 
@@ -229,7 +231,7 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 
 
 def make_graphs(
-    model: VisionLanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
+    model: LanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
     """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
     num_heads, num_draws = model.config.text.num_heads // model.tp.size, max_draws(config, sizes)

@@ -23,10 +23,11 @@ import torch
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, Int64s
 from engine.worker.staging import Staging, staged_bytes
-from models.attention.paged import FixedAttention, Int32s, MakeFixed
-from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
-from models.contract import VisionLanguageModel
-from models.step_sizes import StepSizes
+from models.cache.layout import AttentionLayout, offsets_of
+from models.decoders.batch import ForwardBatch, VisualSlice
+from models.decoders.contract import LanguageModel
+from models.kernels.paged import FixedAttention, Int32s, MakeFixed
+from models.kernels.step_sizes import StepSizes
 
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
 FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels of their own
@@ -64,7 +65,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: VisionLanguageModel,
+        model: LanguageModel,
         make_attention: MakeFixed,
         rows: Rows,
         sizes: StepSizes,

@@ -12,16 +12,19 @@ import torch
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws, Int64s
 from engine.worker.staging import Staging
-from models.attention.paged import AttentionBackend
-from models.batch import AttentionLayout, HeadTokens
-from models.contract import VisionLanguageModel
+from models.cache.layout import AttentionLayout
+from models.decoders.batch import HeadTokens
+from models.decoders.contract import LanguageModel
+from models.kernels.paged import AttentionBackend
 
 
 class DraftHead:
     """Launches only. Its attention is no captured graph's."""
 
-    def __init__(self, model: VisionLanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
-        self._model, self._attention, self._rows, self._staging = model, attention, rows, staging
+    def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
+        assert model.drafter is not None
+        self._model, self._drafter = model, model.drafter
+        self._attention, self._rows, self._staging = attention, rows, staging
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -33,8 +36,8 @@ class DraftHead:
             layout = replace(layout, pages=layout.pages.to(index.device), slot_mapping_T=layout.slot_mapping_T.to(index.device))
             self._attention.plan(layout)
             places = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
-            found_SD = self._model.predict(hidden_TD[:count], hidden_TD[:count], places, self._attention, index)
-            self._model.guesses(found_SD)
+            found_SD = self._drafter.predict(hidden_TD[:count], hidden_TD[:count], places, self._attention, index)
+            self._drafter.guesses(found_SD)
 
     def run(self, step: HostStep, places_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor:
         """(S, num_guesses): behind each draw of the step, and what it drew. The step's tokens have their final hidden states at `places_T`
@@ -64,9 +67,9 @@ class DraftHead:
                 embedded_TD, wanted_S = self._model.embed(guesses[-1]), drawn_S
                 slots_T = slots_T if is_last_S is None else torch.where(is_last_S, slots_T, self._rows.scratch_slot)
             self._attention.plan(layout)
-            hidden_TD = self._model.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
+            hidden_TD = self._drafter.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
             if len(wanted_S):
-                guesses.append(self._model.guesses(hidden_TD))
+                guesses.append(self._drafter.guesses(hidden_TD))
                 self._model.tp.broadcast_(guesses[-1])
         return torch.stack(guesses, dim=1) if guesses else tokens_S[:, None][:, :0]
 

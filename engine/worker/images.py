@@ -21,9 +21,9 @@ import torch
 from engine.messages import Encode, Prefetch, Restore, Save
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
-from models.contract import VisionLanguageModel
-from models.geometry import Grid
-from models.parallel import TensorParallel
+from models.decoders.contract import Tower
+from models.media.geometry import Grid
+from models.parallel.group import TensorParallel
 from models.vision.shares import Shares, SplitCosts, part_of, share_out
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class ImageCache:
     in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
     """
 
-    model: VisionLanguageModel
+    tower: Tower | None  # None: a text model, whose plans name no images
     reader: ImageReader
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
@@ -105,7 +105,7 @@ class ImageCache:
         """Adds saved embeddings to the cache, for the current stream."""
         with torch.cuda.stream(self.stream):
             for restore in restores:
-                tensor = torch.empty(self._shape(restore.num_tokens), dtype=self.model.dtype, device=self.model.device)
+                tensor = torch.empty(self._shape(restore.num_tokens), dtype=self._tower.dtype, device=self._tower.device)
                 self.tensors[restore.image_id] = tensor.copy_(self._region(restore.host_offset, restore.num_tokens), non_blocking=True)
         if restores:
             self._let_current_stream_wait()
@@ -123,7 +123,7 @@ class ImageCache:
             read = self.reader.read_copy(prefetch.source)
             if read is not None:
                 watch = self._stopwatch()
-                (embedding,) = self.model.encode([read[0]], [prefetch.grid])
+                (embedding,) = self._tower.encode([read[0]], [prefetch.grid])
                 watch.mark()
                 self._early = EarlyImage(prefetch, read, embedding, watch)
 
@@ -156,7 +156,7 @@ class ImageCache:
             if self.tp.size == 1:
                 raise
         logger.error("there is no memory for %d images: their requests fail", len(share))
-        if self.model.device.type == "cuda":
+        if self._tower.device.type == "cuda":
             torch.cuda.synchronize()  # what was allocated so far may still be worked on
             torch.cuda.empty_cache()
         zero = self._zeros(1)
@@ -167,8 +167,8 @@ class ImageCache:
         """What it takes each rank at its peak to encode images with all ranks, and to give these all embeddings."""
         num_tokens = sum(self._num_tokens(encode) for encode in encodes)
         grids = [encode.grid for encode in encodes]
-        together = self.model.part_bytes([grids[image] for image in self._share_out(grids).together])
-        return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self.model.dtype.itemsize
+        together = self._tower.part_bytes([grids[image] for image in self._share_out(grids).together])
+        return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._tower.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
         """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
@@ -177,9 +177,14 @@ class ImageCache:
         self.tensors |= {restore.image_id: zero.expand(-1, restore.num_tokens, -1) for restore in restores}
 
     def prepare(self, is_busy: bool) -> bool:
-        """As `VisionLanguageModel.prepare`."""
+        """As `Tower.prepare`."""
         with torch.cuda.stream(self.stream):
-            return self.model.prepare(is_busy)
+            return self.tower is not None and self.tower.prepare(is_busy)
+
+    @property
+    def _tower(self) -> Tower:
+        assert self.tower is not None
+        return self.tower
 
     def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
         """The embeddings of these images in their order."""
@@ -203,7 +208,7 @@ class ImageCache:
             pixels = self.reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
-            embeddings = iter(self.model.encode([image for image, _ in good], [grid for _, grid in good]))
+            embeddings = iter(self._tower.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)
                 if image is None:
@@ -227,17 +232,17 @@ class ImageCache:
                 logger.error("there is no memory to read %d images: their requests fail", len(encodes))
                 pixels, starved = [None] * len(encodes), (*starved, *(encode.image_id for encode in encodes))
             read_ms = encoded.read_ms + 1e3 * (time.monotonic() - started)
-            black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self.model.device)
+            black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self._tower.device)
             images, num_frames = [black if image is None else image for image in pixels], max(e.source.num_frames for e in encodes)
             if num_frames > 1:
                 images = [image if image.ndim == 4 else image.expand(num_frames, *image.shape) for image in images]
             watch = self._stopwatch()
-            part_LND = self.model.encode_part(images, [encode.grid for encode in encodes])
+            part_LND = self._tower.encode_part(images, [encode.grid for encode in encodes])
             watch.mark()
         return part_LND, Encoded(failed, [*encoded.pixels, *images], read_ms, (*encoded.watches, watch), starved)
 
     def _stopwatch(self) -> Stopwatch:
-        return Stopwatch(self.model.device.type == "cuda")
+        return Stopwatch(self._tower.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
         """The share in its order, images before frame pairs, in growing groups of one kind, so that the device starts early."""
@@ -286,14 +291,14 @@ class ImageCache:
         """Host memory from `offset` on, as an embedding."""
         assert self.host is not None, "a plan names host memory that there is not"
         shape = self._shape(num_tokens)
-        num_bytes = math.prod(shape) * self.model.dtype.itemsize
-        return self.host[offset : offset + num_bytes].view(self.model.dtype).view(shape)
+        num_bytes = math.prod(shape) * self._tower.dtype.itemsize
+        return self.host[offset : offset + num_bytes].view(self._tower.dtype).view(shape)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
-        return torch.zeros(self._shape(num_tokens), dtype=self.model.dtype, device=self.model.device)
+        return torch.zeros(self._shape(num_tokens), dtype=self._tower.dtype, device=self._tower.device)
 
     def _shape(self, num_tokens: int) -> tuple[int, int, int]:
-        return self.model.config.num_visual_levels, num_tokens, self.model.config.text.hidden_size
+        return self._tower.config.num_visual_levels, num_tokens, self._tower.config.text.hidden_size
 
     def _num_tokens(self, encode: Encode) -> int:
-        return self.model.config.geometry.num_tokens(encode.grid)
+        return self._tower.config.geometry.num_tokens(encode.grid)

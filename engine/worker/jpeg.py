@@ -7,7 +7,7 @@ import torch
 from engine.arena import ArenaView
 from engine.messages import ImageSource
 from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
-from models.backends.jpeg import JpegDecoder
+from models.kernels.jpeg import JpegDecoder
 
 DECODER_BYTES_PER_PIXEL = 6  # the pixels, and what they are made from
 

@@ -20,8 +20,8 @@ from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.heartbeat import HeartbeatThread
 from engine.worker.runner import LaunchedStep, Runner
-from models.backends.make import notify_compilation
-from models.config import ModelConfig
+from models.config.huggingface import read_config
+from models.kernels.make import notify_compilation
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def main() -> None:
     plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
-        model_config = ModelConfig.from_folder(Path(child.runtime.model_folder), with_head=child.config.draft == "mtp")
+        model_config = read_config(Path(child.runtime.model_folder), with_head=child.config.draft == "mtp")
         device = take_device(child, rank)
         runner, ready = build_runner(child, model_config, rank, device, stopping)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives

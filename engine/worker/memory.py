@@ -14,14 +14,15 @@ from engine.config import GIB, MIB, EngineConfig
 from engine.messages import SamplingParams
 from engine.plan import Needs, Plan, divide, fixed_kv_bytes, max_draws
 from engine.worker.sampling.draws import draws_of
-from models.attention.paged import allocate_pools
-from models.backends.backend import Backend
-from models.backends.ops import StateRows
-from models.batch import AttentionLayout, ForwardBatch, HeadTokens
-from models.cache import CacheSpec
-from models.contract import VisionLanguageModel
-from models.sampling import SamplingOps
-from models.state import RowStates
+from models.cache.layout import AttentionLayout
+from models.cache.spec import CacheSpec
+from models.cache.states import RowStates
+from models.decoders.batch import ForwardBatch, HeadTokens
+from models.decoders.contract import LanguageModel, Tower
+from models.kernels.backend import Backend
+from models.kernels.ops import StateRows
+from models.kernels.paged import allocate_pools
+from models.kernels.sampling import SamplingOps
 
 logger = logging.getLogger(__name__)
 
@@ -95,22 +96,27 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
     return host
 
 
+def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
+    """A square frame pair, which takes a little more than an image."""
+    geometry = tower.config.geometry
+    side = int(num_tokens**0.5) * geometry.patch_size * geometry.merge_size
+    pair = torch.randint(256, (geometry.temporal_patch_size, side, side, 3), dtype=torch.uint8, device=tower.device)
+    tower.encode([pair], [geometry.grid(side, side)])
+
+
 @torch.inference_mode()
 def profile_peak(
-    model: VisionLanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
+    model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
 ) -> int:
     """Bytes of activations at the peak: of an encoder budget of images, and beside it (`tower_stream`) a full batch of tokens whose rows
     are all drawn by sorting."""
     device, model_config = model.device, model.config
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    unit = model_config.vision.patch_size * model_config.vision.merge_size
-    side = int(config.max_num_encoder_tokens**0.5)
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
-    with torch.cuda.stream(tower_stream):
-        pair = (model_config.vision.temporal_patch_size, side * unit, side * unit, 3)  # takes a little more than an image
-        image = torch.randint(256, pair, dtype=torch.uint8, device=device)
-        model.encode([image], [model_config.geometry.grid(side * unit, side * unit)])
+    if model.tower is not None:
+        with torch.cuda.stream(tower_stream):
+            _encode_a_pair(model.tower, config.max_num_encoder_tokens)
     encode_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     num_tokens = config.max_num_batched_tokens
@@ -120,10 +126,10 @@ def profile_peak(
     batch = _one_long_row(num_tokens, num_blocks, max_draws(config, backend.step_sizes), spec, device)
     attention.plan(batch.attention)
     hidden_SD = model(batch, attention)
-    if model_config.text.has_head:  # its pass takes a little more than a layer of the step
+    if model.drafter is not None:  # its pass takes a little more than a layer of the step
         hidden_TD = torch.empty((num_tokens, model_config.text.hidden_size), dtype=model.dtype, device=device)
         places = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
-        model.predict(model.embed(batch.input_ids_T), hidden_TD, places, attention, batch.logits_indices)
+        model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, places, attention, batch.logits_indices)
         del hidden_TD
     logits_SV = model.logits(hidden_SD)
     rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)

@@ -20,13 +20,14 @@ from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
 from engine.worker.sampling.pooling import PooledRow
 from engine.worker.sampling.prompt import ScoredChunk, Scoring
 from engine.worker.staging import Staging
-from models.attention.paged import Int32s
-from models.backends.ops import StateRows
-from models.batch import AttentionLayout, ForwardBatch, VisualSlice, offsets_of
-from models.geometry import VisionGeometry
-from models.mrope import mrope_positions
-from models.state import RowStates, Snapshots
-from models.transfers import Transfers
+from models.cache.layout import AttentionLayout, offsets_of
+from models.cache.states import RowStates, Snapshots
+from models.decoders.batch import ForwardBatch, VisualSlice
+from models.kernels.ops import StateRows
+from models.kernels.paged import Int32s
+from models.kernels.transfers import Transfers
+from models.media.geometry import VisionGeometry
+from models.media.mrope import mrope_positions
 
 
 @dataclass(slots=True)

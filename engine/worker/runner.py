@@ -24,9 +24,9 @@ from engine.worker.sampling.prompt import PromptScores, score_prompts
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
-from models.attention.paged import AttentionBackend
-from models.contract import VisionLanguageModel
-from models.parallel import TensorParallel
+from models.decoders.contract import LanguageModel
+from models.kernels.paged import AttentionBackend
+from models.parallel.group import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class LaunchedStep:
 class Runner:
     """Executes plans for one rank."""
 
-    model: VisionLanguageModel
+    model: LanguageModel
     attention: AttentionBackend
     rows: Rows
     sampler: Sampler

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import DEPTH
-from models.transfers import Transfers
+from models.kernels.transfers import Transfers
 
 ALIGNMENT = 128  # pieces that kernels read at once must not straddle two cache lines
 RING = DEPTH + 1  # one is being built

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from models.demo.scenes import COLOURS, Item, Scene
-from models.geometry import VisionGeometry
+from models.media.geometry import VisionGeometry
 
 # The model's preprocessing: a token is 32 x 32 pixels, a picture takes 4 to 144 of them.
 IMAGE_GEOMETRY = VisionGeometry(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=64 * 64, max_pixels=384 * 384)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention.paged import AttentionBackend, FusedAttention
-from models.backends.ops import NewHeads, Normed, Residual, StateRows
-from models.config import TextConfig
-from models.layers.checkpoint import CheckpointTensor
+from models.cache.states import RowStates
+from models.checkpoint.names import CheckpointTensor
+from models.config.types import TextConfig
+from models.kernels.ops import NewHeads, Normed, Residual, StateRows
+from models.kernels.paged import AttentionBackend, FusedAttention
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
 from models.layers.moe import MLP, SparseMoe
-from models.parallel import kv_heads_of
-from models.state import RowStates
+from models.parallel.group import kv_heads_of
 
 
 @dataclass(frozen=True, slots=True)

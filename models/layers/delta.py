@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from models.backends.ops import DeltaHeads, DeltaState, Normed, Residual
-from models.config import DeltaConfig, TextConfig
-from models.layers.checkpoint import CheckpointTensor
+from models.cache.states import RowStates
+from models.checkpoint.names import CheckpointTensor
+from models.config.types import DeltaConfig, TextConfig
+from models.kernels.ops import DeltaHeads, DeltaState, Normed, Residual
 from models.layers.decoder import LayerContext, Mixer
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
-from models.parallel import TensorParallel
-from models.state import RowStates
+from models.parallel.group import TensorParallel
 
 
 class Convolution(nn.Module):

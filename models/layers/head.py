@@ -11,8 +11,8 @@ behind those of the model's layers, and the rotary position of the hidden state'
 import torch
 from torch import nn
 
-from models.backends.ops import Residual
-from models.config import TextConfig
+from models.config.types import TextConfig
+from models.kernels.ops import Residual
 from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
 from models.layers.linear import Setup
 

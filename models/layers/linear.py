@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.backends.ops import Activation, Ops, Residual
-from models.layers.checkpoint import CheckpointTensor
-from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
-from models.parallel import TensorParallel
+from models.checkpoint.names import CheckpointTensor
+from models.kernels.ops import Activation, Ops, Residual
+from models.parallel.group import TensorParallel
+from models.weights.float8 import BLOCK, BlockScaled, Weight, unfit
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from itertools import product
 import torch
 from torch import nn
 
-from models.backends.ops import Experts, Normed, Residual
-from models.config import MoeConfig
-from models.layers.checkpoint import CheckpointPart, CheckpointTensor, Index, OneOf
-from models.layers.fp8 import BLOCK, BlockScaled, Weight, unfit
+from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index, OneOf
+from models.config.types import MoeConfig
+from models.kernels.ops import Experts, Normed, Residual
 from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part, quantize_
+from models.weights.float8 import BLOCK, BlockScaled, Weight, unfit
 
 ALL = slice(None)
 ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes

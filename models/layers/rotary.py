@@ -5,8 +5,8 @@ import math
 
 import torch
 
-from models.backends.ops import Ops
-from models.config import TextConfig
+from models.config.types import TextConfig
+from models.kernels.ops import Ops
 
 
 class MRope:

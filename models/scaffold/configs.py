@@ -5,7 +5,7 @@ from models.scaffold.tokenizer import special_token_ids
 
 
 def config_json(shape: Shape) -> dict[str, object]:
-    """config.json; transformers and `ModelConfig.from_folder` both read it."""
+    """config.json; transformers and `read_config` both read it."""
     ids = special_token_ids(shape.num_base_tokens)
     return {
         "architectures": [f"Qwen3{'VL' if shape.delta is None else '_5'}{'Moe' if shape.experts else ''}ForConditionalGeneration"],

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from models.config import ModelConfig, TextConfig, VisionConfig
-from models.layers.fp8 import BlockScaled
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig, TextConfig, VisionConfig
+from models.weights.float8 import BlockScaled
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -22,7 +23,7 @@ FLOAT8_MATRICES = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
     """Name and shape of every tensor of a checkpoint, as the published ones name them."""
-    shapes = _vision_shapes(config.vision) | _text_shapes(config.text)
+    shapes = ({} if config.vision is None else _vision_shapes(config.vision)) | _text_shapes(config.text)
     if config.text.has_head:
         shapes |= _head_shapes(config.text)
     if not config.tie_word_embeddings:
@@ -47,7 +48,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
 
 def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Writes safetensors beside the folder's config.json: one file, or shards with an index when they exceed `max_shard_bytes`."""
-    config = ModelConfig.from_folder(folder, with_head=ModelConfig.from_folder(folder).text.delta is not None)
+    config = read_config(folder, with_head=read_config(folder).text.delta is not None)
     shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
     shards = list(_shards(shapes, dtype, max_shard_bytes))
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):

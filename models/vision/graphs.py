@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from models.geometry import Grid
+from models.media.geometry import Grid
 from models.vision.tables import Tables
 from models.vision.tower import VisionTower
 

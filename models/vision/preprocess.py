@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.backends.ops import TAP_BITS, Ops, Taps
-from models.geometry import Grid, VisionGeometry
-from models.transfers import to_device
+from models.kernels.ops import TAP_BITS, Ops, Taps
+from models.kernels.transfers import to_device
+from models.media.geometry import Grid, VisionGeometry
 
 PIXEL_SCALE = 127.5  # with p the pixel minus 128, (p + 0.5) / 127.5 is the reference's normalised value
 MAX_CACHED_TAPS = 256  # of a few tens of kB each

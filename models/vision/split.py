@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from models.attention.varlen import VarlenAttention
-from models.parallel import TensorParallel
+from models.kernels.varlen import VarlenAttention
+from models.parallel.group import TensorParallel
 from models.vision.shares import part_of
 
 

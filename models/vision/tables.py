@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.geometry import Grid
 from models.layers.linear import Setup
 from models.layers.rotary import vision_rows
+from models.media.geometry import Grid
 
 MAX_CACHED_PATCHES = 1 << 17  # about 300 MB at 8B; the largest image has half as many
 

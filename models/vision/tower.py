@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.attention.varlen import VarlenAttention
-from models.config import VisionConfig
-from models.geometry import Grid
-from models.layers.checkpoint import CheckpointTensor
+from models.checkpoint.names import CheckpointTensor
+from models.config.types import VisionConfig
+from models.kernels.varlen import VarlenAttention
 from models.layers.linear import Linear, Setup
 from models.layers.rotary import inverse_frequencies
+from models.media.geometry import Grid
 from models.vision.preprocess import PIXEL_SCALE
 from models.vision.split import SplitAttention
 from models.vision.tables import MAX_CACHED_PATCHES, GridTables, PositionGrid, TableCache, Tables, grid_tables

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.ipc import Outbox
 from engine.messages import MAX_EARLY_TOKENS, ImageSource, Prefetch
-from models.geometry import VisionGeometry
+from models.media.geometry import VisionGeometry
 
 NUM_REMEMBERED = 4096  # images that were seen, and as a rule encoded
 MAX_PIXELS, MAX_BYTES = 1 << 24, 1 << 25  # which a worker holds beside what its memory was planned for

@@ -20,7 +20,7 @@ from engine.arena import ArenaFull, ArenaTooSmall, ArenaView
 from engine.config import EngineConfig
 from engine.messages import ImageSource, ImageSpan, MediaRef
 from engine.messages import Region as WireRegion
-from models.geometry import Grid
+from models.media.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
 from server.processor.base64_text import decode_base64, decode_data_url

@@ -11,8 +11,8 @@ import msgspec
 from engine.config import EngineConfig
 from engine.messages import MediaRef, VideoRef
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
-from models.geometry import Grid, VisionGeometry
-from models.video import VideoGeometry
+from models.media.geometry import Grid, VisionGeometry
+from models.media.video import VideoGeometry
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, invalid_image, no_vision
 from server.processor.pixels import read_orientation

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
 from engine.params import MAX_BAD_WORD_TOKENS
-from models.video import time_text
+from models.media.video import time_text
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision
 from server.processor.template import ChatTemplate, Rendered, Setting

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from engine.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.messages import Region as WireRegion
-from models.video import DEFAULT_SOURCE_FPS, VideoGeometry
+from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
 from server.errors import RequestError
 from server.processor.base64_text import decode_base64
 from server.processor.decoders import Size

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from models.config import ModelConfig
-from models.video import DEFAULT_SOURCE_FPS, time_text
+from models.config.huggingface import read_config
+from models.media.video import DEFAULT_SOURCE_FPS, time_text
 from tests.unit.models.reference import image_processor, video_pixels
 
 Videos = Sequence[list[Image.Image]]
@@ -20,7 +20,7 @@ class Reference:
     """A model folder loaded by transformers."""
 
     def __init__(self, folder: Path):
-        self._config = ModelConfig.from_folder(folder)
+        self._config = read_config(folder)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 

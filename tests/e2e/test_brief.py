@@ -27,7 +27,7 @@ from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, Worke
 from engine.params import SamplingParams
 from engine.stats import Stages
 from models.demo import CHECKPOINT
-from models.step_sizes import StepSizes
+from models.kernels.step_sizes import StepSizes
 from tests.e2e.serving import ROOT, Counted, Engine, image_part, picture, text_part
 from tests.eventually import HANG_GUARD_S
 

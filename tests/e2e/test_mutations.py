@@ -22,14 +22,14 @@ from engine.config import EngineConfig
 from engine.messages import ChatPrompt, Chunk
 from engine.scheduler.blocks import BlockHasher
 from engine.worker.sampling.sampler import Sampled, Sampler
-from models.batch import VisualSlice
+from models.decoders.batch import VisualSlice
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Reference
 from models.demo.questions import Question, Turn, encode, question
 from models.demo.scenes import Item, Scene
-from models.geometry import Grid
-from models.mrope import Positions, mrope_positions
-from models.qwen3_vl import Qwen3VL
+from models.media.geometry import Grid
+from models.media.mrope import Positions, mrope_positions
+from models.vision.encoder import ImageEncoder
 from server.checkpoint import read_checkpoint
 from server.processor.inspect import Inspector
 from server.processor.prompt import PromptBuilder
@@ -170,12 +170,12 @@ def reverse_equals(embeddings: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def swap_images(patch: pytest.MonkeyPatch) -> None:
     """The images of one pass come back in reverse."""
-    encode_images = Qwen3VL.encode
+    encode_images = ImageEncoder.encode
 
-    def swapped(self: Qwen3VL, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+    def swapped(self: ImageEncoder, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         return reverse_equals(encode_images(self, images, grids))
 
-    patch.setattr(Qwen3VL, "encode", swapped)
+    patch.setattr(ImageEncoder, "encode", swapped)
 
 
 def swap_slots(patch: pytest.MonkeyPatch) -> None:
@@ -244,14 +244,14 @@ def forget_images(patch: pytest.MonkeyPatch) -> None:
 
 def reuse_embeddings(patch: pytest.MonkeyPatch) -> None:
     """The worker answers for a picture with the embedding of the first one of that size."""
-    encode_images = Qwen3VL.encode
+    encode_images = ImageEncoder.encode
     stale: dict[torch.Size, torch.Tensor] = {}
 
-    def cached(self: Qwen3VL, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+    def cached(self: ImageEncoder, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         fresh = encode_images(self, images, grids)
         return [stale.setdefault(image.shape, embedding) for image, embedding in zip(images, fresh, strict=True)]
 
-    patch.setattr(Qwen3VL, "encode", cached)
+    patch.setattr(ImageEncoder, "encode", cached)
 
 
 def shift_image_rows(patch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.backends.backend import Backend
-from models.backends.make import make_backend
+from models.kernels.backend import Backend
+from models.kernels.make import make_backend
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from models.config import ModelConfig
-from models.layers.checkpoint import Index
+from models.checkpoint.names import Index
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.weights import random_tensor, tensor_shapes
 
@@ -16,7 +17,7 @@ SEED = 5
 
 def config_of(shape: str, folder: Path) -> ModelConfig:
     write_model_folder(folder, SHAPES[shape], weights="none", seed=0)
-    return ModelConfig.from_folder(folder)
+    return read_config(folder)
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from models.backends.choose import BackendName
-from models.backends.make import make_backend
+from models.kernels.choose import BackendName
+from models.kernels.make import make_backend
 from tests.unit.models.backends.portable.test_exchange import assert_right
 
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(120)]

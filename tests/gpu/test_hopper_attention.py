@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention.paged import HostPlan, plan_on_device
-from models.backends.ops import NewHeads
-from models.batch import AttentionLayout
+from models.cache.layout import AttentionLayout
+from models.kernels.ops import NewHeads
+from models.kernels.paged import HostPlan, plan_on_device
 from tests.gpu.test_kernels import DEVICE, close, normal
 from tests.unit.models.backends.hopper.attention_step import Step
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 if IS_HOPPER:
-    from models.backends.hopper.attention import EagerAttention, fixed_attention_factory
-    from models.backends.hopper.flash_decoding import FlashDecoding, Scratch
-    from models.backends.hopper.fused_decoding import FusedDecoding
-    from models.backends.hopper.prefill_attention import PrefillAttention
-    from models.backends.portable.text import norm_rope_store
+    from models.kernels.hopper.attention import EagerAttention, fixed_attention_factory
+    from models.kernels.hopper.flash_decoding import FlashDecoding, Scratch
+    from models.kernels.hopper.fused_decoding import FusedDecoding
+    from models.kernels.hopper.prefill_attention import PrefillAttention
+    from models.kernels.triton.text import norm_rope_store
 
 pytestmark = [pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"), pytest.mark.timeout(300)]
 

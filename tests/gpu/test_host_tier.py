@@ -9,7 +9,7 @@ import torch
 from engine.messages import Restore, Save
 from engine.worker.images import ImageCache
 from engine.worker.memory import allocate_host
-from models.parallel import TensorParallel
+from models.parallel.group import TensorParallel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,9 +20,9 @@ BUSY_CYCLES = 500_000_000  # about a quarter of a second
 
 def cache_of(stream: torch.cuda.Stream, num_images: int) -> ImageCache:
     config = SimpleNamespace(num_visual_levels=LEVELS, text=SimpleNamespace(hidden_size=WIDTH))
-    model: Any = SimpleNamespace(config=config, dtype=torch.bfloat16, device=stream.device)
+    tower: Any = SimpleNamespace(config=config, dtype=torch.bfloat16, device=stream.device)
     reader: Any = None
-    return ImageCache(model, reader, TensorParallel.single(), stream, allocate_host(num_images * NUM_BYTES, stream.device))
+    return ImageCache(tower, reader, TensorParallel.single(), stream, allocate_host(num_images * NUM_BYTES, stream.device))
 
 
 def test_copies_behind_a_busy_device_are_right() -> None:

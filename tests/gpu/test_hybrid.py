@@ -12,17 +12,17 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engine.worker import graphs
 from engine.worker.rows import Rows
-from models.backends.backend import Backend
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.backends.ops import DeltaHeads, DeltaState, StateRows
-from models.backends.torch.attention import TorchAttention
-from models.backends.torch.delta import delta_rule_
-from models.config import ModelConfig
-from models.parallel import TensorParallel
-from models.qwen3_5 import Qwen35
-from models.qwen3_vl import Qwen3VL
+from models.checkpoint.load import fill
+from models.config.huggingface import read_config
+from models.decoders.qwen3_5 import Qwen35
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.backend import Backend
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.ops import DeltaHeads, DeltaState, StateRows
+from models.kernels.reference.attention import TorchAttention
+from models.kernels.reference.delta import delta_rule_
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from models.weights import fill
 from tests.gpu.generated import GeneratedSource
 from tests.gpu.test_model_parity import PROMPTS, host_step, runner_of, whole
 from tests.gpu.test_moe import median
@@ -93,7 +93,7 @@ def test_attention_of_large_heads_equals_the_reference(backend: Backend, size: s
 def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Qwen3VL, Path]]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     write_model_folder(folder, replace(SHAPES[request.param], layers=8), weights="none", seed=0)
-    ours = Qwen35(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    ours = Qwen35(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
     source = GeneratedSource(ours.config, DEVICE)
     names = ours.config.architecture.names_of(source)
     fill(ours, {known: source[name] for known, name in names.items()}, lambda done, total: None)

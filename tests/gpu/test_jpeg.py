@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from bench.pictures import make_jpeg
-from models.backends.portable.jpeg import NvImageCodecDecoder
+from models.kernels.triton.jpeg import NvImageCodecDecoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

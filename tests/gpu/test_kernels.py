@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.backends.backend import Backend
-from models.backends.ops import Normed, Ops, Residual
-from models.backends.torch.ops import TorchOps
-from models.backends.torch.varlen import TorchVarlen
-from models.layers.fp8 import BlockScaled, GroupScaled
+from models.kernels.backend import Backend
+from models.kernels.ops import Normed, Ops, Residual
+from models.kernels.reference.ops import TorchOps
+from models.kernels.reference.varlen import TorchVarlen
 from models.vision.preprocess import Preprocessor
+from models.weights.float8 import BlockScaled, GroupScaled
 from tests.gpu.generated import config_of
 
 if torch.cuda.is_available():
-    from models.backends.portable import text  # needs Triton, which a CPU machine may lack
+    from models.kernels.triton import text  # needs Triton, which a CPU machine may lack
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 

@@ -19,12 +19,12 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import HostDraws
-from models.backends.backend import Backend
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.batch import ForwardBatch
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
-from models.weights import fill
+from models.checkpoint.load import fill
+from models.decoders.batch import ForwardBatch
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.backend import Backend
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.parallel.group import TensorParallel
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.unit.models import reference
 from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, Want, noise_image, smooth_image
@@ -231,10 +231,10 @@ def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:
     encodes = [tuple(rng.choices(sizes[:6], k=2)) for _ in range(4)] + [(size,) for size in sizes]
     images = [[noise_image(*size, seed=i).to(model.device) for i, size in enumerate(encode)] for encode in encodes]
     grids = [[model.config.geometry.grid(*size) for size in encode] for encode in encodes]
-    first = [[embedding.clone() for embedding in model.encode(*pair)] for pair in zip(images, grids, strict=True)]
+    first = [[embedding.clone() for embedding in model.tower.encode(*pair)] for pair in zip(images, grids, strict=True)]
     for _ in range(500):
         i = rng.randrange(len(encodes))
-        for ours, expected in zip(model.encode(images[i], grids[i]), first[i], strict=True):
+        for ours, expected in zip(model.tower.encode(images[i], grids[i]), first[i], strict=True):
             assert relative(ours, expected) < 1e-3, encodes[i]
         if rng.random() < 0.1:
-            model.prepare()
+            model.tower.prepare()

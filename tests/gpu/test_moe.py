@@ -15,18 +15,18 @@ from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
 
 from engine.worker import graphs
 from engine.worker.rows import Rows
-from models.backends.backend import Backend
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.backends.ops import Experts, Normed, Residual
-from models.backends.torch.linear import linear
-from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
-from models.backends.torch.ops import TorchOps
-from models.config import ModelConfig
-from models.layers.fp8 import BlockScaled
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.checkpoint.load import fill
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.backend import Backend
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.ops import Experts, Normed, Residual
+from models.kernels.reference.linear import linear
+from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
+from models.kernels.reference.ops import TorchOps
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from models.weights import fill
+from models.weights.float8 import BlockScaled
 from tests.gpu.generated import GeneratedSource
 from tests.gpu.test_model_parity import PROMPTS, host_step, runner_of, whole
 from tests.unit.models import reference
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(backend: Backend, folder: Path) -> Iterator[Qwen3VL]:
-    ours = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    ours = Qwen3VL(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
     fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
     with torch.inference_mode():
         yield ours
@@ -89,7 +89,7 @@ def make_experts(is_float8: bool, width: int = 2048, inner: int = 768, has_share
 @pytest.mark.parametrize("has_shared", [False, True])
 def test_kernels_equal_the_reference(is_float8: bool, has_shared: bool) -> None:
     """Every kind of tile, with padding that is not a number; the same twice, whatever the order of atomics."""
-    from models.backends.portable.moe import sparse_swiglu
+    from models.kernels.triton.moe import sparse_swiglu
 
     experts = make_experts(is_float8, has_shared=has_shared)
     for num_tokens in (1, 2, 7, 64, 128, 129, 300, 700, 2048):
@@ -131,7 +131,7 @@ def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
 
 
 def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    ours = Qwen3VL(ModelConfig.from_folder(folder), TensorParallel.single(), backend, torch.bfloat16)
+    ours = Qwen3VL(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
     fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
     with torch.inference_mode():
         ours.quantize_()

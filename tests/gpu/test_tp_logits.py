@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from models.backends.backend import Backend
-from models.backends.choose import BackendName
-from models.backends.make import make_backend
-from models.config import ModelConfig
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
-from models.symmetric import SymmetricSums
-from models.weights import fill
+from models.checkpoint.load import fill
+from models.config.types import ModelConfig
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.backend import Backend
+from models.kernels.choose import BackendName
+from models.kernels.make import make_backend
+from models.parallel.group import TensorParallel
+from models.parallel.symmetric import SymmetricSums
 from tests.gpu.generated import GeneratedSource, config_of
 from tests.gpu.test_model_parity import PROMPTS, SHAPE, TOLERANCE, relative
 from tests.unit.models.harness import PagedRunner, Prompt

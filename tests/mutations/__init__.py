@@ -27,7 +27,7 @@ MUTATIONS = (
     # Images and positions: wrong answers without an error.
     Mutation(
         "images of one pass are swapped",
-        "models/qwen3_vl.py",
+        "models/decoders/qwen3_vl.py",
         "parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)",
         "parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)[::-1]",
         ("tests/unit/models/test_parity.py", "tests/unit/models/vision"),
@@ -41,31 +41,31 @@ MUTATIONS = (
     ),
     Mutation(
         "images count like words",
-        "models/mrope.py",
+        "models/media/mrope.py",
         "np.indices((t, h, w)).reshape(3, -1) + position",
         "np.arange(position, position + t * h * w)",
         POSITIONS,
     ),
     Mutation(
         "height is exchanged for width",
-        "models/mrope.py",
+        "models/media/mrope.py",
         "np.indices((t, h, w)).reshape(3, -1) + position",
         "np.indices((t, h, w)).reshape(3, -1)[[0, 2, 1]] + position",
         POSITIONS,
     ),
     Mutation(
-        "text after an image is one position late", "models/mrope.py", "position += max(h, w)", "position += max(h, w) + 1", POSITIONS
+        "text after an image is one position late", "models/media/mrope.py", "position += max(h, w)", "position += max(h, w) + 1", POSITIONS
     ),
     Mutation(
         "the answer is one position late",
-        "models/mrope.py",
+        "models/media/mrope.py",
         "return positions, next_position - num_tokens",
         "return positions, next_position - num_tokens + 1",
         POSITIONS,
     ),
     Mutation(
         "the answer ignores the positions of images",
-        "models/mrope.py",
+        "models/media/mrope.py",
         "return positions, next_position - num_tokens",
         "return positions, 0",
         POSITIONS,
@@ -215,21 +215,21 @@ MUTATIONS = (
     ),
     Mutation(
         "top_p keeps one token too many",
-        "models/backends/torch/sampling.py",
+        "models/kernels/reference/sampling.py",
         "mass.cumsum(dim=-1) - mass < limit[:, None]",
         "mass.cumsum(dim=-1) - 2 * mass < limit[:, None]",
         WORKER,
     ),
     Mutation(
         "top_k keeps one token too many",
-        "models/backends/torch/sampling.py",
+        "models/kernels/reference/sampling.py",
         "(top_k == 0) | (ranks < top_k)",
         "(top_k == 0) | (ranks <= top_k)",
         WORKER,
     ),
     Mutation(
         "the repetition penalty ignores negative logits",
-        "models/backends/torch/sampling.py",
+        "models/kernels/reference/sampling.py",
         "torch.where(logits_AV > 0, logits_AV / repetition, logits_AV * repetition)",
         "logits_AV / repetition",
         WORKER,

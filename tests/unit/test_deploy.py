@@ -26,7 +26,7 @@ from engine.config import RAY_DEFAULTS, VERSION
 from engine.flags import make_parser
 from engine.messages import ErrorInfo
 from engine.stats import EngineStats, Stages
-from models.backends.hopper import compile
+from models.kernels.hopper import compile
 from models.scaffold import SHAPES
 from server.api.status import Status
 from server.http.client import Client

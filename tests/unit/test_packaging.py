@@ -41,7 +41,7 @@ def imported(path: Path) -> set[str]:
 
 def test_the_wheel_carries_the_engine_and_its_demo() -> None:
     """Red if a package is forgotten: a user's first command is the demo."""
-    needed = {"engine.scheduler", "engine.worker", "server.http", "server.processor", "models.backends.hopper", "models.scaffold", "bench"}
+    needed = {"engine.scheduler", "engine.worker", "server.http", "server.processor", "models.kernels.hopper", "models.scaffold", "bench"}
     assert needed | {"models.demo", "models.demo.checkpoint", "models.demo.fonts"} <= set(SHIPPED)
 
 
@@ -91,8 +91,8 @@ def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str],
             "models/demo/checkpoint/model.safetensors",
             "models/demo/checkpoint/tokenizer.json",
             "models/demo/fonts/DejaVuSans.ttf",
-            "models/backends/hopper/flash_decoding.cu",
-            "models/backends/hopper/hopper_attention.cuh",
+            "models/kernels/hopper/flash_decoding.cu",
+            "models/kernels/hopper/hopper_attention.cuh",
             "server/http/page.html",
             "engine/cli.py",
             "bench/load.py",

@@ -16,8 +16,8 @@ from engine.config import MIB
 from engine.messages import SamplingParams
 from engine.worker.sampling.drafts import Drafts, HostDrafts
 from engine.worker.staging import Staging
-from models.attention.paged import Int32s
-from models.sampling import INTEGERS, OFF, DrawParams, RowParams
+from models.kernels.paged import Int32s
+from models.kernels.sampling import INTEGERS, OFF, DrawParams, RowParams
 
 Int64s = npt.NDArray[np.int64]
 

@@ -20,7 +20,7 @@ import torch
 from engine.worker.sampling.draws import HostDraws
 from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
-from models.attention.paged import Int32s
+from models.kernels.paged import Int32s
 
 if TYPE_CHECKING:  # importing it takes seconds
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from models.transfers import to_host
+from models.kernels.transfers import to_host
 
 
 @dataclass(frozen=True, slots=True)

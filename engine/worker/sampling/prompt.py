@@ -10,8 +10,8 @@ import torch
 from engine.messages import Chunk, PromptLogprobs
 from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import Staging
-from models.attention.paged import Int32s
-from models.transfers import to_host
+from models.kernels.paged import Int32s
+from models.kernels.transfers import to_host
 
 SLICE = 128  # tokens whose logits are held at once: 78 MB of a vocabulary of 150,000
 

@@ -12,10 +12,10 @@ from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, draws_of
 from engine.worker.sampling.grammar import Grammars, Mask
 from engine.worker.sampling.state import LogitState
-from models.attention.paged import Int32s
-from models.config import ModelConfig
-from models.sampling import SamplingOps
-from models.transfers import to_host
+from models.config.types import ModelConfig
+from models.kernels.paged import Int32s
+from models.kernels.sampling import SamplingOps
+from models.kernels.transfers import to_host
 
 WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprobs=1)
 

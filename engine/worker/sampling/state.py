@@ -14,9 +14,9 @@ from engine.messages import MAX_DRAFTS
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
 from engine.worker.sampling.drafts import NONE, Drafts
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
-from models.attention.paged import Int32s
-from models.sampling import IN_PROMPT, SamplingOps
-from models.transfers import to_device
+from models.kernels.paged import Int32s
+from models.kernels.sampling import IN_PROMPT, SamplingOps
+from models.kernels.transfers import to_device
 
 FOREVER = 2**31 - 1
 ANY = -1  # in front of a word that is shorter than the longest

@@ -5,7 +5,7 @@ import torch
 
 from bench.kernels.__main__ import model_config
 from bench.kernels.expert_cases import expert_cases
-from models.backends.torch.ops import TorchOps
+from models.kernels.reference.ops import TorchOps
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])

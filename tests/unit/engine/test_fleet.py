@@ -11,7 +11,7 @@ import pytest
 from engine import fleet
 from engine.config import GIB, EngineConfig, find_problem, share_environment
 from engine.fleet import Fleet, divide
-from models.backends.choose import Gpu
+from models.kernels.choose import Gpu
 
 
 def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[int]], list[dict[str, object]]]:

@@ -13,7 +13,8 @@ import pytest
 
 from engine.config import GIB, EngineConfig
 from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, estimate, fit, make_plan, weight_bytes
-from models.config import ModelConfig
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
 from models.scaffold import SHAPES
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json, video_processor_json
 
@@ -27,7 +28,7 @@ def config_of(size: str, with_head: bool = False) -> ModelConfig:
             (Path(folder) / f"{name}.json").write_text(json.dumps(content))
         (Path(folder) / "preprocessor_config.json").write_text(json.dumps(image_processor_json()))
         (Path(folder) / "video_preprocessor_config.json").write_text(json.dumps(video_processor_json()))
-        return ModelConfig.from_folder(Path(folder), with_head=with_head)
+        return read_config(Path(folder), with_head=with_head)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models.harness import load
 

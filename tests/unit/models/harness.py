@@ -9,20 +9,22 @@ from typing import Literal
 import numpy as np
 import torch
 
-from models.attention.paged import AttentionBackend, allocate_pools
-from models.backends.backend import Backend
-from models.backends.ops import StateRows
-from models.backends.torch.backend import TorchBackend
-from models.batch import AttentionLayout, ForwardBatch, VisualSlice
-from models.config import ModelConfig
-from models.geometry import Grid
-from models.layers.checkpoint import Index
-from models.mrope import mrope_positions
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
-from models.state import RowStates
-from models.video import time_text
-from models.weights import load_weights
+from models.cache.layout import AttentionLayout
+from models.cache.states import RowStates
+from models.checkpoint.load import load_weights
+from models.checkpoint.names import Index
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
+from models.decoders.batch import ForwardBatch, VisualSlice
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.backend import Backend
+from models.kernels.ops import StateRows
+from models.kernels.paged import AttentionBackend, allocate_pools
+from models.kernels.reference.backend import TorchBackend
+from models.media.geometry import Grid
+from models.media.mrope import mrope_positions
+from models.media.video import time_text
+from models.parallel.group import TensorParallel
 
 Want = Literal["last", "all", "none"]
 Part = list[int] | torch.Tensor  # token ids, an image (H, W, 3) or a video (F, H, W, 3), uint8
@@ -45,7 +47,7 @@ def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
 
 def load(folder: Path, with_head: bool = False) -> Qwen3VL:
     """The whole model in float32 on the CPU."""
-    model = make(ModelConfig.from_folder(folder, with_head), TensorParallel.single())
+    model = make(read_config(folder, with_head), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
     return model
 
@@ -179,7 +181,9 @@ class PagedRunner:
         embeddings: list[torch.Tensor] = [torch.empty(0)] * len(prompt.images)
         for ndim in (3, 4):
             chosen = [i for i, item in enumerate(prompt.images) if item.ndim == ndim]
-            found = self.model.encode([prompt.images[i].to(self.model.device) for i in chosen], [prompt.grids[i] for i in chosen])
+            if not chosen:
+                continue
+            found = self.model.tower.encode([prompt.images[i].to(self.model.device) for i in chosen], [prompt.grids[i] for i in chosen])
             for i, embedding in zip(chosen, found, strict=True):
                 embeddings[i] = embedding
         positions, delta = mrope_positions(len(prompt.ids), prompt.spans)

@@ -7,7 +7,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
-from models.config import ModelConfig
+from models.config.types import ModelConfig
 from tests.unit.models.harness import Prompt
 
 

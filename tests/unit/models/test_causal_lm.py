@@ -9,7 +9,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.plan import make_plan
-from models.config import ModelConfig
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
 from tests.unit.models.harness import PagedRunner, Prompt, load
 from tests.unit.models.text_checkpoints import KINDS, LLAMA3, write
 
@@ -40,7 +41,7 @@ def config_of(folder: Path, **changes: object) -> ModelConfig:
     file = folder / "config.json"
     settings = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
-    return ModelConfig.from_folder(folder)
+    return read_config(folder)
 
 
 def test_what_published_files_leave_out(tmp_path: Path) -> None:
@@ -69,6 +70,6 @@ def test_what_is_refused(tmp_path: Path, setting: str, value: object) -> None:
 def test_a_plan_has_neither_a_tower_nor_an_image_cache(tmp_path: Path) -> None:
     """Red if memory is kept for images that cannot come."""
     write(tmp_path, "llama")
-    plan = make_plan(EngineConfig(), ModelConfig.from_folder(tmp_path), 24 << 30)
+    plan = make_plan(EngineConfig(), read_config(tmp_path), 24 << 30)
     assert (plan.needs.tower, plan.image_cache) == (0, 0)
     assert plan.num_blocks > 0

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.config import ModelConfig
-from models.parallel import TensorParallel
+from models.checkpoint.load import init_dummy_weights, load_weights
+from models.config.huggingface import read_config
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.shapes import Delta
-from models.weights import init_dummy_weights, load_weights
 from tests.unit.models.harness import PagedRunner, Prompt, Qwen3VL, load, make
 from tests.unit.models.text_checkpoints import write
 
@@ -49,7 +49,7 @@ def test_an_embedding_checkpoint_without_output_matrix_loads(tmp_path: Path) -> 
         change(tmp_path, lambda name, prefix=prefix: None if name == "lm_head.weight" else prefix + name.removeprefix("model."))
         model = load(tmp_path)
         assert hidden(model).equal(expected)
-        assert model.lm_head is model.language_model.embed_tokens
+        assert model.lm_head.weight is model.language_model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3, tied"])
@@ -68,7 +68,7 @@ def test_text_config_alone_may_tie_the_embeddings(tmp_path: Path) -> None:
     for of_model, of_text, expected in ((None, True, True), (None, None, False), (True, False, True), (False, True, False)):
         text = json.loads((tmp_path / "config.json").read_text())["text_config"] | {"tie_word_embeddings": of_text}
         settings(tmp_path, tie_word_embeddings=of_model, text_config=text)
-        assert ModelConfig.from_folder(tmp_path).tie_word_embeddings is expected
+        assert read_config(tmp_path).tie_word_embeddings is expected
 
 
 def test_an_index_of_other_files_is_not_followed(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_an_index_of_other_files_is_not_followed(tmp_path: Path) -> None:
     other = {"weight_map": dict.fromkeys(names, "model-other.safetensors")}
     (tmp_path / "model.other.safetensors.index.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="several weight indexes"):
-        load_weights(make(ModelConfig.from_folder(tmp_path), TensorParallel.single()), tmp_path, lambda done, total: None)
+        load_weights(make(read_config(tmp_path), TensorParallel.single()), tmp_path, lambda done, total: None)
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -94,7 +94,7 @@ def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, is_fp8: boo
     """Ranks that hold the same KV head must cache the same keys. Red if each rank makes up its own."""
     shape = replace(SHAPES["3.5-tiny"], intermediate=512, delta=Delta(4, 4, 128))
     write_model_folder(tmp_path, shape, weights="none", seed=0, is_fp8=is_fp8)
-    config = ModelConfig.from_folder(tmp_path, with_head=True)
+    config = read_config(tmp_path, with_head=True)
     models = [make(config, TensorParallel(rank, 4, None)) for rank in range(4)]
     for model in models:
         init_dummy_weights(model, seed=0)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.config import ModelConfig
-from models.hub import hub_id_of
+from models.checkpoint.load import load_weights
+from models.config.hub import hub_id_of
+from models.config.huggingface import read_config
 from models.scaffold import SHAPES, write_model_folder
-from models.weights import load_weights
 from tests.unit.models.harness import ONE_IMAGE, Prompt, load
 
 NEW_NAMES = (
@@ -82,7 +82,7 @@ def test_an_incomplete_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_two_tensors_for_one_place_are_refused(tmp_path: Path) -> None:
     write_cosmos3(tmp_path, is_new=True)
-    architecture = ModelConfig.from_folder(tmp_path).architecture
+    architecture = read_config(tmp_path).architecture
     with pytest.raises(ValueError, match="twice"):
         architecture.names_of(["layers.0.self_attn.to_q.weight", "layers.0.self_attn.q_proj.weight"])
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
-from models.backends.torch.ops import TorchOps
-from models.config import ModelConfig
-from models.layers.fp8 import BlockScaled
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.reference.ops import TorchOps
 from models.layers.linear import FusedColumnParallelLinear, Part, Setup
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
+from models.weights.float8 import BlockScaled
 from tests.unit.models import reference
 from tests.unit.models.harness import ONE_IMAGE, TEXT, PagedRunner, Prompt, load
 
@@ -169,4 +169,4 @@ def test_other_quantizations_are_refused(folder: Path, tmp_path: Path, changes: 
     config["quantization_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)

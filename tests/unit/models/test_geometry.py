@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
-from models.geometry import VisionGeometry, smart_resize
-from models.mrope import mrope_positions
+from models.media.geometry import VisionGeometry, smart_resize
+from models.media.mrope import mrope_positions
 
 PUBLISHED = VisionGeometry(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=65_536, max_pixels=16_777_216)
 

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from models import hub
+from models.config import hub
 
 
 @pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow")])

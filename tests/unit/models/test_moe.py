@@ -15,19 +15,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
-import models.backends.torch.moe as torch_moe
-from models.backends.ops import Experts, Normed
-from models.backends.torch.ops import TorchOps
-from models.config import ModelConfig
-from models.hub import resolve
-from models.layers.fp8 import BlockScaled
+import models.kernels.reference.moe as torch_moe
+from models.checkpoint.load import fill, init_dummy_weights, load_weights
+from models.config.hub import resolve
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.ops import Experts, Normed
+from models.kernels.reference.ops import TorchOps
 from models.layers.linear import Setup
 from models.layers.moe import SparseMoe
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.shapes import Experts as ExpertsShape
-from models.weights import fill, init_dummy_weights, load_weights
+from models.weights.float8 import BlockScaled
 from tests.unit.models import reference
 from tests.unit.models.harness import ONE_IMAGE, PROMPTS, TEXT, TORCH, PagedRunner, Prompt, TensorSource
 from tests.unit.models.ranks import start_ranks
@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def empty(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
-    return Qwen3VL(ModelConfig.from_folder(folder), tp or TensorParallel.single(), TORCH, torch.float32)
+    return Qwen3VL(read_config(folder), tp or TensorParallel.single(), TORCH, torch.float32)
 
 
 def load(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
@@ -306,12 +306,12 @@ def test_other_mixtures_are_refused(folder: Path, tmp_path: Path, change: dict[s
     config["text_config"] |= change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
 
 
 def test_published_sizes_have_dummies(tmp_path: Path) -> None:
     for alias, hidden, layers, inner, is_fp8 in (("30B-A3B", 2048, 48, 768, False), ("235B-A22B-Thinking-FP8", 4096, 94, 1536, True)):
-        text = ModelConfig.from_folder(resolve(f"Qwen3-VL-{alias}", "dummy", tmp_path).folder).text
+        text = read_config(resolve(f"Qwen3-VL-{alias}", "dummy", tmp_path).folder).text
         assert text.moe is not None
         assert (text.hidden_size, text.num_layers, text.moe.intermediate_size, text.is_fp8) == (hidden, layers, inner, is_fp8)
         assert (text.moe.num_experts, text.moe.num_experts_per_tok) == (128, 8)
@@ -344,7 +344,7 @@ def test_two_ranks_give_the_logits_of_one(folder: Path, float8_folder: Path, tmp
 
 
 def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path) -> None:
-    text = ModelConfig.from_folder(folder).text
+    text = read_config(folder).text
     assert text.moe is not None
     for tp, is_fp8, message in (
         (TensorParallel(0, 3, None), False, r"moe_intermediate_size \(256\) does not divide over 3"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
 from tests.unit.models import reference
 from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, PROMPTS, SEVERAL_TURNS, TEXT, PagedRunner, Prompt, noise_image, smooth_image
 
@@ -65,7 +65,7 @@ def test_a_step_without_wanted_tokens_still_stores_keys(tiny: Qwen3VL) -> None:
 def test_encode_in_one_call_equals_encode_alone(tiny: Qwen3VL) -> None:
     images = [noise_image(256, 256, 1), smooth_image(300, 400), noise_image(256, 256, 2)]
     grids = [tiny.config.geometry.grid(*image.shape[:2]) for image in images]
-    together = tiny.encode(images, grids)
+    together = tiny.tower.encode(images, grids)
     for image, grid, embedding in zip(images, grids, together, strict=True):
-        torch.testing.assert_close(embedding, tiny.encode([image], [grid])[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(embedding, tiny.tower.encode([image], [grid])[0], rtol=1e-4, atol=1e-4)
         assert embedding.untyped_storage().nbytes() == embedding.nbytes, "an evicted image must free its memory"

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from models.backends.torch.delta import chunked, recurrent
-from models.config import ModelConfig
-from models.layers.fp8 import BlockScaled
-from models.qwen3_vl import Qwen3VL
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.reference.delta import chunked, recurrent
 from models.scaffold import SHAPES, write_model_folder
+from models.weights.float8 import BlockScaled
 from tests.unit.models import reference
 from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, SEVERAL_TURNS, TEXT, VIDEOS, PagedRunner, Prompt, load
 from tests.unit.models.qwen3_5_checkpoints import write
@@ -124,7 +124,7 @@ def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_p
             text = (tmp_path / "config.json").read_text().replace("linear_attention", "full_attention")
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=next(iter(change))):
-            ModelConfig.from_folder(tmp_path)
+            read_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])

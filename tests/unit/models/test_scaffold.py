@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from models.config import ModelConfig
-from models.hub import hub_id_of, resolve
+from models.config.hub import hub_id_of, resolve
+from models.config.huggingface import read_config
 from models.scaffold import SHAPES, write_model_folder
 
 SPECIAL_IDS = {
@@ -114,7 +114,7 @@ def test_a_thinking_template(hybrid: Path) -> None:
 
 
 def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
-    config, tokenizer = ModelConfig.from_folder(hybrid), AutoTokenizer.from_pretrained(hybrid)
+    config, tokenizer = read_config(hybrid), AutoTokenizer.from_pretrained(hybrid)
     assert config.eos_token_ids == (248_046, 248_044) and tokenizer.convert_tokens_to_ids("<|endoftext|>") == 248_044
     assert (config.image_token_id, config.video_token_id) == (248_056, 248_057)
     assert (config.vision_start_token_id, config.vision_end_token_id) == (248_053, 248_054)
@@ -122,7 +122,7 @@ def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
     assert delta is not None and config.text.cache_spec(1, 2).bytes_per_row == 48 * delta.state_bytes(1, 2) == 153_944_064
     for name in ("Qwen3.5-27B", "Qwen3.6-35B-A3B-FP8", "Qwen3.8-27B"):
         assert hub_id_of(name) == f"Qwen/{name}"
-    assert ModelConfig.from_folder(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.is_fp8
+    assert read_config(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.is_fp8
 
 
 def test_chat_template_writes_tools(published: Path) -> None:
@@ -157,7 +157,7 @@ def test_both_config_layouts_give_the_same_values(name: str, tmp_path: Path) -> 
     write_model_folder(tmp_path / "a", replace(SHAPES[name], num_base_tokens=1000), weights="none", seed=0)
     AutoConfig.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")  # transformers 5 writes rope_parameters
     assert "rope_parameters" in json.loads((tmp_path / "b" / "config.json").read_text())["text_config"]
-    ours, theirs = ModelConfig.from_folder(tmp_path / "a"), ModelConfig.from_folder(tmp_path / "b")
+    ours, theirs = read_config(tmp_path / "a"), read_config(tmp_path / "b")
     assert ours.text == theirs.text and ours.vision == theirs.vision and ours.dtype == theirs.dtype
 
 
@@ -165,7 +165,7 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
     """The tiny model takes any vocabulary: the ids then are the published ones."""
     shape = replace(SHAPES["tiny"], vocab_size=151_936, num_base_tokens=151_643, tied=True)
     write_model_folder(tmp_path, shape, weights="random", seed=0)
-    assert ModelConfig.from_folder(tmp_path).image_token_id == 151_655
+    assert read_config(tmp_path).image_token_id == 151_655
     _, info = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
@@ -190,11 +190,11 @@ def test_what_is_not_supported_is_refused_by_name(published: Path, tmp_path: Pat
         config[key] = config[key] | value if isinstance(value, dict) and key in config else value
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
 
 
 def test_sampling_defaults_and_stop_tokens_come_from_the_folder(published: Path) -> None:
-    config = ModelConfig.from_folder(published)
+    config = read_config(published)
     assert config.eos_token_ids == (151_645, 151_643)
     assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (0.7, 0.8, 20)
 
@@ -203,9 +203,9 @@ def test_registry(tmp_path: Path, published: Path) -> None:
     assert hub_id_of("Qwen3-VL-8B") == "Qwen/Qwen3-VL-8B-Instruct"
     assert hub_id_of("Qwen3-VL-2B-Thinking") == "Qwen/Qwen3-VL-2B-Thinking"
     resolved = resolve("Qwen3-VL-4B", "dummy", tmp_path)
-    assert resolved.name == "Qwen3-VL-4B" and ModelConfig.from_folder(resolved.folder).text.hidden_size == 2560
+    assert resolved.name == "Qwen3-VL-4B" and read_config(resolved.folder).text.hidden_size == 2560
     assert resolve(str(published), "auto", tmp_path).folder == published
     for alias, is_fp8 in (("Qwen3-VL-8B-FP8", True), ("Qwen3-VL-8B-Thinking-FP8", True), ("Qwen3-VL-8B", False)):
-        assert ModelConfig.from_folder(resolve(alias, "dummy", tmp_path).folder).text.is_fp8 == is_fp8
+        assert read_config(resolve(alias, "dummy", tmp_path).folder).text.is_fp8 == is_fp8
     with pytest.raises(ValueError, match="nonsense"):
         resolve("nonsense", "auto", tmp_path)

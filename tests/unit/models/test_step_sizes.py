@@ -5,10 +5,10 @@ import itertools
 import msgspec
 import pytest
 
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.backends.portable.tuned import STEP_SIZES as PORTABLE_STEP_SIZES
-from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
-from models.step_sizes import StepSizes
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.reference.tuned import STEP_SIZES as CPU_STEP_SIZES
+from models.kernels.step_sizes import StepSizes
+from models.kernels.triton.tuned import STEP_SIZES as PORTABLE_STEP_SIZES
 
 HOPPER = HOPPER_STEP_SIZES
 

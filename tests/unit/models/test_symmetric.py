@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from models import symmetric
-from models.symmetric import peers_are_mapped
+from models.parallel import symmetric
+from models.parallel.symmetric import peers_are_mapped
 
 
 def test_every_pair_needs_access_and_atomics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.config import ModelConfig
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.checkpoint.load import load_weights
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
+from models.decoders.qwen3_vl import Qwen3VL
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from models.weights import load_weights
 from tests.unit.models import qwen3_5_checkpoints
 from tests.unit.models.harness import SEVERAL_TURNS, TORCH, PagedRunner, Prompt, load, make
 from tests.unit.models.ranks import start_ranks
@@ -77,7 +78,7 @@ class ByGloo:
 def worker(rank: int, size: int, folder: Path, out: Path, whole_experts: bool = False) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     exchange = ByGloo(config) if size == 4 else None
     tp = TensorParallel(rank, size, dist.group.WORLD, OneRoom(config.text.hidden_size) if size == 2 else None, exchange, whole_experts)
     model = make(config, tp)
@@ -139,7 +140,7 @@ def test_every_collective_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> object:
             return lambda *values, **options: used.add((name, len(values[min(1, len(values) - 1)])))
 
-    monkeypatch.setattr("models.parallel.dist", Recorder())
+    monkeypatch.setattr("models.parallel.group.dist", Recorder())
     TensorParallel(0, 2, None).warm_up(40, 3, torch.float32, torch.device("cpu"))
     expected = {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
     assert used == expected | {("all_to_all_single", 2), ("all_to_all_single", 80)}

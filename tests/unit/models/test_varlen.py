@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention.varlen import varlen_tiles
+from models.kernels.varlen import varlen_tiles
 
 ROWS = 192
 

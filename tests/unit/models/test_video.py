@@ -9,9 +9,9 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata
 
-from models.config import ModelConfig
+from models.config.huggingface import read_config
+from models.media.video import VideoGeometry, time_text
 from models.scaffold import SHAPES, write_model_folder
-from models.video import VideoGeometry, time_text
 
 PUBLISHED = VideoGeometry(16, 2, 2, 4096, 25_165_824)
 RATES = [None, 1.0, 12.5, 23.976, 24.0, 25.0, 29.97, 30000 / 1001, 59.94, 60.0]
@@ -106,7 +106,7 @@ def test_times_are_written_as_the_reference_does(num_frames: int, source_fps: fl
 def test_what_a_checkpoint_says_counts(tmp_path: Path) -> None:
     """Red if sizes are taken from anywhere but its files, or from the older file where a newer one has them."""
     write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
-    assert ModelConfig.from_folder(tmp_path).video == PUBLISHED
+    assert read_config(tmp_path).video == PUBLISHED
     (tmp_path / "processor_config.json").write_text('{"video_processor": {"size": {"longest_edge": 234881024}, "max_frames": 2048}}')
-    video = ModelConfig.from_folder(tmp_path).video
+    video = read_config(tmp_path).video
     assert (video.max_pixels, video.max_frames, video.fps) == (234_881_024, 2048, 2.0)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.config import ModelConfig
-from models.parallel import TensorParallel, kv_heads_of
-from models.qwen3_vl import Qwen3VL
+from models.checkpoint.load import fill, init_dummy_weights, load_weights
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.parallel.group import TensorParallel, kv_heads_of
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.weights import write_random_weights
-from models.weights import fill, init_dummy_weights, load_weights
 from tests.unit.models.harness import TEXT, TORCH, PagedRunner, Prompt, TensorSource, load, noise_image
 
 
@@ -21,7 +21,7 @@ def silent(done: int, total: int) -> None:
 
 
 def empty_model(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
-    return Qwen3VL(ModelConfig.from_folder(folder), tp or TensorParallel.single(), TORCH, torch.float32)
+    return Qwen3VL(read_config(folder), tp or TensorParallel.single(), TORCH, torch.float32)
 
 
 def test_shards_equal_one_file(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from engine.scheduler.request import Status
 from engine.scheduler.state import Limits
 from engine.scheduler.state import State as SchedulerState
 from engine.stats import Stages
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 
 EOS = 7
 PLACEHOLDER = 99

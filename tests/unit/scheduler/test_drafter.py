@@ -17,7 +17,7 @@ from engine.scheduler.drafts.source import HEAD, Source
 from engine.scheduler.drafts.suffixes import Reader
 from engine.scheduler.main import make_limits
 from engine.scheduler.request import Request
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
 LONG = list(range(1000, 1200))

@@ -14,7 +14,7 @@ from engine.scheduler import core as core_module
 from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import PlannedStep
-from models.backends.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request
 
 

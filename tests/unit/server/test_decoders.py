@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from engine.messages import MediaRef
-from models.backends.torch.ops import TorchOps
+from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
 from server.errors import RequestError

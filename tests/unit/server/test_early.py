@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.messages import ImageSource, Prefetch, Region
-from models.geometry import VisionGeometry
+from models.media.geometry import VisionGeometry
 from server.processor.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
 
 SOURCE = ImageSource("jpeg", Region(1, 0, 1000), 720, 1280)

@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from engine.config import EngineConfig
 from engine.messages import MediaRef, TokenPrompt, VideoRef
-from models.video import DEFAULT_SOURCE_FPS
+from models.media.video import DEFAULT_SOURCE_FPS
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.inspect import Inspector, VideoPlan

@@ -39,20 +39,20 @@ from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
-from models.attention.paged import allocate_pools
-from models.backends.torch.attention import TorchAttention
-from models.backends.torch.backend import TorchBackend
-from models.backends.torch.jpeg import PillowDecoder
-from models.backends.torch.sampling import TorchSampling
-from models.backends.torch.tuned import STEP_SIZES as CPU_STEP_SIZES
-from models.batch import AttentionLayout
-from models.config import ModelConfig
+from models.cache.layout import AttentionLayout
+from models.cache.states import RowStates, Snapshots
+from models.checkpoint.load import load_weights
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
-from models.state import RowStates, Snapshots
-from models.step_sizes import StepSizes
-from models.weights import load_weights
+from models.kernels.paged import allocate_pools
+from models.kernels.reference.attention import TorchAttention
+from models.kernels.reference.backend import TorchBackend
+from models.kernels.reference.jpeg import PillowDecoder
+from models.kernels.reference.sampling import TorchSampling
+from models.kernels.reference.tuned import STEP_SIZES as CPU_STEP_SIZES
+from models.kernels.step_sizes import StepSizes
+from models.parallel.group import TensorParallel
 from tests.unit.scheduler.simulation import Key, key_of
 
 ARENA_BYTES = 1 << 24
@@ -76,7 +76,7 @@ def make_picture(seed: int, height: int, width: int) -> Picture:
 
 
 def load_model(folder: Path) -> Qwen3VL:
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     model = Qwen3VL(config, TensorParallel.single(), TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     return model
@@ -145,7 +145,7 @@ class Engine:
         kept = states, snapshots, hidden_TD, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
         host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
-        images = ImageCache(model, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
+        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
         attention = TORCH.attention(pools, config.text.num_heads)
 
         def make_fixed(*_: int) -> PlannedAttention:

@@ -22,9 +22,9 @@ from engine.scheduler.request import Request
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.drafts import NONE, HostDrafts
 from engine.worker.staging import Staging
+from models.checkpoint.load import init_dummy_weights
+from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
-from models.qwen3_vl import Qwen3VL
-from models.weights import init_dummy_weights
 from tests.unit.models import harness, qwen3_5_checkpoints
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, load_model, make_picture

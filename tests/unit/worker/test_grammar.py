@@ -21,9 +21,9 @@ from engine.params import Grammar
 from engine.worker.sampling import grammar
 from engine.worker.sampling.draws import DrawTable
 from engine.worker.sampling.grammar import Grammars
+from models.checkpoint.load import init_dummy_weights
+from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
-from models.qwen3_vl import Qwen3VL
-from models.weights import init_dummy_weights
 from tests.unit.worker.in_process import Engine, load_model
 
 SCHEMA = {

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.worker import graphs
 from engine.worker.rows import HostStep
 from engine.worker.staging import Staging
-from models.backends.ops import Experts, Normed
-from models.backends.torch.ops import TorchOps
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.ops import Experts, Normed
+from models.kernels.reference.ops import TorchOps
+from models.kernels.step_sizes import StepSizes
 from models.scaffold import SHAPES, write_model_folder
-from models.step_sizes import StepSizes
 from tests.unit.worker import in_process
 from tests.unit.worker.in_process import Engine, load_model, make_picture, run_again
 

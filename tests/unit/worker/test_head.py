@@ -18,11 +18,12 @@ from engine.messages import MAX_GUESSES, StepResult
 from engine.scheduler.drafts.head import HeadDrafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request
-from models.config import ModelConfig
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
+from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
-from models.layers.fp8 import BlockScaled
-from models.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
+from models.weights.float8 import BlockScaled
 from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
@@ -197,10 +198,10 @@ def test_guesses_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
     model.lm_head.weight.mul_(torch.logspace(-2, 0, len(model.lm_head.weight))[:, None])
     hidden_SD = torch.randn((64, model.config.text.hidden_size), generator=torch.Generator().manual_seed(0))
     logits_SV = model.logits(hidden_SD)
-    assert model.guesses(hidden_SD).equal(logits_SV.argmax(dim=-1))
-    model.round_guesses()
+    assert model.drafter.guesses(hidden_SD).equal(logits_SV.argmax(dim=-1))
+    model.drafter.round_guesses()
     model.lm_head.weight.zero_()
-    found_S = logits_SV.gather(1, model.guesses(hidden_SD)[:, None])[:, 0]
+    found_S = logits_SV.gather(1, model.drafter.guesses(hidden_SD)[:, None])[:, 0]
     assert (found_S > 0.9 * logits_SV.amax(dim=-1)).all()
 
 
@@ -208,4 +209,4 @@ def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
     """Red if `--draft mtp` fails late, or without a reason."""
     qwen3_5_checkpoints.write(tmp_path)
     with pytest.raises(ValueError, match="no head"):
-        ModelConfig.from_folder(tmp_path, with_head=True)
+        read_config(tmp_path, with_head=True)

@@ -10,9 +10,9 @@ import torch
 from engine.config import EngineConfig
 from engine.scheduler import policy, request
 from engine.worker.memory import plan_memory
-from models.cache import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
-from models.qwen3_vl import Qwen3VL
-from models.state import RowStates, Snapshots
+from models.cache.spec import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
+from models.cache.states import RowStates, Snapshots
+from models.decoders.qwen3_vl import Qwen3VL
 from tests.unit.models import harness, qwen3_5_checkpoints
 from tests.unit.worker.in_process import Engine, Picture, make_picture
 from tests.unit.worker.test_graphs import SIZES

@@ -12,8 +12,8 @@ import torch
 from engine.messages import Encode, ImageSource, Prefetch, Region, Restore, Save
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.memory import allocate_host
-from models.geometry import Grid
-from models.parallel import TensorParallel
+from models.media.geometry import Grid
+from models.parallel.group import TensorParallel
 
 SINGLE = TensorParallel.single()
 CPU = torch.device("cpu")

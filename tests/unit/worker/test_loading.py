@@ -11,10 +11,11 @@ import torch
 from engine.config import EngineConfig
 from engine.ipc import Child
 from engine.worker.build import compiling, load_model
-from models.backends.heads import Heads
-from models.backends.torch.backend import TorchBackend
-from models.config import ModelConfig
-from models.parallel import TensorParallel
+from models.config.huggingface import read_config
+from models.config.types import ModelConfig
+from models.kernels.heads import Heads
+from models.kernels.reference.backend import TorchBackend
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 
 
@@ -44,7 +45,7 @@ def child(tmp_path: Path) -> Child:
 def config(tmp_path: Path) -> ModelConfig:
     folder = tmp_path / "model"
     write_model_folder(folder, SHAPES["tiny"], weights="none", seed=0)
-    return ModelConfig.from_folder(folder)
+    return read_config(folder)
 
 
 @pytest.mark.parametrize("problem", [None, RuntimeError("nvcc fails")])
@@ -80,8 +81,9 @@ def test_guesses_are_in_float8_where_it_runs(
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
     child.config = EngineConfig(load_format="dummy")
     monkeypatch.setattr(child, "progress", lambda text: None)
-    found = ModelConfig.from_folder(tmp_path, with_head=True)
+    found = read_config(tmp_path, with_head=True)
     model = load_model(child, found, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
     dict(model.named_modules())["lm_head"].weight.zero_()
-    guesses_S = model.guesses(torch.randn((8, found.text.hidden_size)))
+    assert model.drafter is not None
+    guesses_S = model.drafter.guesses(torch.randn((8, found.text.hidden_size)))
     assert bool(guesses_S.any()) == backend.has_float8

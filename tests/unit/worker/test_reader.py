@@ -12,7 +12,7 @@ from PIL import Image
 from engine.arena import ArenaView, create_memfd
 from engine.messages import ImageSource, Region
 from engine.worker.jpeg import ImageReader
-from models.backends.torch.jpeg import PillowDecoder
+from models.kernels.reference.jpeg import PillowDecoder
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from engine.messages import SamplingParams
 from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, DrawTable, draws_of
 from engine.worker.staging import ALIGNMENT, Staging
-from models.backends.torch.sampling import MASK32, TorchSampling, gumbel_noise, kept, to_uniform
-from models.sampling import DrawParams
+from models.kernels.reference.sampling import MASK32, TorchSampling, gumbel_noise, kept, to_uniform
+from models.kernels.sampling import DrawParams
 from tests.unit.worker.in_process import CPU
 
 VOCAB = 50

@@ -11,7 +11,7 @@ import torch
 from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.sampler import Sampled, Sampler
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker.in_process import Engine, load_model
 

@@ -14,9 +14,9 @@ import torch
 from PIL import Image, ImageOps
 
 from engine.worker.jpeg import apply_orientation
-from models.backends.torch import jpeg
-from models.backends.torch.jpeg import PillowDecoder
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.reference import jpeg
+from models.kernels.reference.jpeg import PillowDecoder
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker.in_process import CPU, Engine, Picture, load_model, make_picture
 

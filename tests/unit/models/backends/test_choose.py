@@ -2,9 +2,9 @@
 
 import pytest
 
-from models.backends import choose as module
-from models.backends.choose import Choice, Gpu, choose, list_gpus, suit
-from models.backends.heads import Heads, hopper_takes, portable_lack
+from models.kernels import choose as module
+from models.kernels.choose import Choice, Gpu, choose, list_gpus, suit
+from models.kernels.heads import Heads, hopper_takes, portable_lack
 
 H200 = Gpu("NVIDIA H200", (9, 0), 141 << 30)
 A100 = Gpu("NVIDIA A100", (8, 0), 40 << 30)

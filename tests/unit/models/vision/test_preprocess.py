@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from models.backends.ops import TAP_BITS
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.ops import TAP_BITS
 from models.vision.preprocess import make_taps
 from tests.unit.models.harness import noise_image, smooth_image
 from tests.unit.models.reference import image_processor
@@ -24,7 +24,7 @@ def test_patches_equal_the_reference(tiny: Qwen3VL, kind, size: tuple[int, int])
     image = kind(*size)
     _, rows, columns = grid = tiny.config.geometry.grid(*size)
     patches_PX = torch.empty(rows * columns, 3 * 16 * 16)
-    tiny.preprocessor.write_patches(image, grid, patches_PX)
+    tiny.tower.preprocessor.write_patches(image, grid, patches_PX)
     reference = image_processor(tiny.config)(images=[Image.fromarray(image.numpy())], return_tensors="pt")
     assert reference["image_grid_thw"].tolist() == [list(grid)]
     first_frame, second_frame = reference["pixel_values"].view(-1, 3, 2, 256).unbind(2)

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from engine.messages import Encode, ImageSource, Prefetch, Region
 from engine.worker.images import ImageCache
-from models.backends.hopper.tuned import SPLIT_COSTS
-from models.config import ModelConfig
-from models.parallel import TensorParallel
-from models.qwen3_vl import Qwen3VL
+from models.checkpoint.load import load_weights
+from models.config.huggingface import read_config
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.hopper.tuned import SPLIT_COSTS
+from models.parallel.group import TensorParallel
 from models.vision.shares import Shares, SplitCosts, part_of, share_out
-from models.weights import load_weights
 from tests.unit.models.harness import TORCH
 from tests.unit.models.ranks import start_ranks
 
@@ -94,13 +94,13 @@ CASES = [[0], [1, 2], [0, 1, 2], [3, 1, 4, 0], [0, 1, 2, 3, 4], [1, DAMAGED, 0],
 def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
-    config, tp = ModelConfig.from_folder(folder), TensorParallel(rank, size, dist.group.WORLD)
+    config, tp = read_config(folder), TensorParallel(rank, size, dist.group.WORLD)
     model = Qwen3VL(config, tp, TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     found = []
     for costs in (SplitCosts(0, 0.0, 10**9), SplitCosts(30, 0.1, 10**9), None):
         for numbers in CASES:
-            cache = ImageCache(model, Pictures(), tp, split_costs=costs)  # type: ignore[arg-type]
+            cache = ImageCache(model.tower, Pictures(), tp, split_costs=costs)  # type: ignore[arg-type]
             with torch.inference_mode():
                 encoded = cache.encode(encodes_of(model, numbers))
             cache.prefetch(Prefetch(ImageSource("rgb", Region(1, 3, 0), 128, 128), (1, 8, 8)))
@@ -116,7 +116,9 @@ def test_embeddings_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tm
     """Red if a patch, a head, a level or a part gets lost on its way between ranks, or a picture that cannot be read stops them."""
     start_ranks(worker, size, tiny_folder, tmp_path)
     with torch.inference_mode():
-        expected = [tiny.encode([image], [tiny.config.geometry.grid(*size)])[0] for image, size in zip(pictures(), SIZES, strict=True)]
+        expected = [
+            tiny.tower.encode([image], [tiny.config.geometry.grid(*size)])[0] for image, size in zip(pictures(), SIZES, strict=True)
+        ]
     of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for case, of_case in enumerate(zip(*of_ranks, strict=True)):
         numbers = CASES[case % len(CASES)]

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from models.backends.ops import KVPool
-from models.backends.torch.attention import TorchAttention
-from models.batch import AttentionLayout
+from models.cache.layout import AttentionLayout
+from models.kernels.ops import KVPool
+from models.kernels.reference.attention import TorchAttention
 
 NOTHING = torch.empty(0, dtype=torch.int64)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.backends.ops import NewHeads
-from models.backends.torch.ops import TorchOps
+from models.kernels.ops import NewHeads
+from models.kernels.reference.ops import TorchOps
 
 
 class SplitKernel:
@@ -76,7 +76,7 @@ class PrefillKernel:
 
 def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends made from now on have these kernels."""
-    from models.backends.hopper import flash_decoding, fused_decoding, prefill_attention  # need triton
+    from models.kernels.hopper import flash_decoding, fused_decoding, prefill_attention  # need triton
 
     monkeypatch.setattr(flash_decoding, "load_kernel", lambda name, head_dim: SplitKernel())
     monkeypatch.setattr(fused_decoding, "load_kernel", lambda name, head_dim: FusedKernel())

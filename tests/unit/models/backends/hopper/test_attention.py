@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from engine.worker.staging import Staging
-from models.attention.paged import FixedAttention
-from models.batch import AttentionLayout
+from models.cache.layout import AttentionLayout
+from models.kernels.paged import FixedAttention
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernels that are replaced
-from models.backends.hopper.attention import EagerAttention, MixedAttention
-from models.backends.hopper.flash_decoding import FlashDecoding
-from models.backends.hopper.prefill_attention import PrefillAttention
+from models.kernels.hopper.attention import EagerAttention, MixedAttention
+from models.kernels.hopper.flash_decoding import FlashDecoding
+from models.kernels.hopper.prefill_attention import PrefillAttention
 
 CPU = torch.device("cpu")
 HEADS = (4, 2)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from models.attention import units
-from models.backends.hopper import compile
+from models.kernels import units
+from models.kernels.hopper import compile
 
 pytest.importorskip("triton")  # beside the kernels
-from models.backends.hopper import attention, flash_decoding, float8_gemv
+from models.kernels.hopper import attention, flash_decoding, float8_gemv
 
 FOLDER = Path(compile.__file__).parent
 

@@ -14,9 +14,9 @@ from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernel that is replaced
-from models.attention.units import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units, token_groups
-from models.backends.hopper import flash_decoding
-from models.backends.hopper.flash_decoding import FlashDecoding
+from models.kernels.hopper import flash_decoding
+from models.kernels.hopper.flash_decoding import FlashDecoding
+from models.kernels.units import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units, token_groups
 
 EDGES = [1, 15, 16, 17, 64, 65, 1000]
 LONG_AND_SHORT = [3000, *[20] * 10]

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention.paged import FusedAttention
-from models.backends.ops import NewHeads
-from models.backends.torch.attention import TorchAttention
-from models.backends.torch.ops import TorchOps
-from models.qwen3_vl import Qwen3VL
+from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.ops import NewHeads
+from models.kernels.paged import FusedAttention
+from models.kernels.reference.attention import TorchAttention
+from models.kernels.reference.ops import TorchOps
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 from tests.unit.models.harness import ONE_IMAGE, PagedRunner, Prompt
 
 pytest.importorskip("triton")  # beside the kernel that is replaced
-from models.backends.hopper import fused_decoding
-from models.backends.hopper.attention import fixed_attention_factory
-from models.backends.hopper.fused_decoding import FusedDecoding
+from models.kernels.hopper import fused_decoding
+from models.kernels.hopper.attention import fixed_attention_factory
+from models.kernels.hopper.fused_decoding import FusedDecoding
 
 
 @pytest.fixture

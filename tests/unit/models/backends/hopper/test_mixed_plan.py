@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention.paged import Int32s
-from models.attention.units import token_groups
-from models.backends.hopper.mixed_plan import ENOUGH, KEYS_PER_TILE, prefill_blocks
-from models.backends.hopper.tile_plan import TILES_TO_START, plan_items
-from models.batch import AttentionLayout
+from models.cache.layout import AttentionLayout
+from models.kernels.hopper.mixed_plan import ENOUGH, KEYS_PER_TILE, prefill_blocks
+from models.kernels.hopper.tile_plan import TILES_TO_START, plan_items
+from models.kernels.paged import Int32s
+from models.kernels.units import token_groups
 from tests.unit.models.backends.hopper.attention_step import NOTHING, indptr
 
 PAGE = 16

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention.units import max_token_groups, token_groups
-from models.attention.varlen import varlen_tiles
-from models.backends.hopper import tile_plan
-from models.backends.hopper.tile_plan import TILES_TO_START, cut_round, deal, max_items, num_blocks_of, plan_items
-from models.batch import AttentionLayout
+from models.cache.layout import AttentionLayout
+from models.kernels.hopper import tile_plan
+from models.kernels.hopper.tile_plan import TILES_TO_START, cut_round, deal, max_items, num_blocks_of, plan_items
+from models.kernels.units import max_token_groups, token_groups
+from models.kernels.varlen import varlen_tiles
 from tests.unit.models.backends.hopper.attention_step import NOTHING, Step, indptr
 
 PAGE = 16

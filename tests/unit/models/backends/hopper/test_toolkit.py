@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.backends.hopper import toolkit
+from models.kernels.hopper import toolkit
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from models.backends.ops import DeltaHeads, DeltaState, StateRows
-from models.backends.torch.delta import delta_rule_
-from models.backends.torch.ops import TorchOps
+from models.kernels.ops import DeltaHeads, DeltaState, StateRows
+from models.kernels.reference.delta import delta_rule_
+from models.kernels.reference.ops import TorchOps
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 MIXES = {  # tokens of rows, and how many of these are prompts
@@ -61,7 +61,7 @@ def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts
 @pytest.mark.parametrize("name", [pytest.param(name, marks=in_gate if name == "small" else ()) for name in MIXES])
 def test_any_mix(name: str) -> None:
     """Red if a row reads another one's tokens or state, a chunk's edge is missed, or a head has the keys of another group."""
-    from models.backends.portable.delta import delta_rule
+    from models.kernels.triton.delta import delta_rule
 
     heads, state, rows = inputs(*MIXES[name], torch.float32, drafts=7)
     copied = copy_of(state)
@@ -75,7 +75,7 @@ def test_any_mix(name: str) -> None:
 def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
     """Red if chunks of a prompt in one step give other bits than the same chunks in steps of their own. Three chunks of one prompt, one of
     another, and a decode row."""
-    from models.backends.portable.delta import delta_rule
+    from models.kernels.triton.delta import delta_rule
 
     compute, counts = delta_rule_ if backend == "torch" else delta_rule, (16, 70, 64, 30, 1)
     heads, state, _ = inputs(counts, 4, torch.float32)
@@ -97,7 +97,7 @@ def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
 def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
     """Red if a row that continues after accepted drafts differs in its outputs, its state or the inputs of its convolution from a row that
     was computed token by token without drafts; also if drafts follow drafts. Our kernel must agree bit by bit."""
-    from models.backends.portable.delta import delta_rule
+    from models.kernels.triton.delta import delta_rule
 
     compute, tolerance = (delta_rule_, 1e-5) if backend == "torch" else (delta_rule, 0.0)
     accepted = [(0, 7, 2, 1, 4), (5, 0, 7, 3, 1), (0, 0, 0, 0, 0)]  # of so many drafts: the rows' three steps
@@ -125,7 +125,7 @@ def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
 @interpreted
 def test_equal_keys_lose_no_digits() -> None:
     """Red if the system is solved by powers: without decay, and with the same token again and again, these grow beyond float32."""
-    from models.backends.portable.delta import delta_rule
+    from models.kernels.triton.delta import delta_rule
 
     heads, state, rows = inputs((64,), 1, torch.float32)
     same = heads.inputs_TX[:1].expand_as(heads.inputs_TX).clone()
@@ -138,7 +138,7 @@ def test_equal_keys_lose_no_digits() -> None:
 @interpreted
 def test_half_precision() -> None:
     """Red if sums or states are rounded, not only the operands of products. In float16: the interpreter multiplies no bfloat16."""
-    from models.backends.portable.delta import delta_rule
+    from models.kernels.triton.delta import delta_rule
 
     heads, state, rows = inputs((66, 1), 1, torch.float16)
     copied = copy_of(state)
@@ -151,7 +151,7 @@ def test_half_precision() -> None:
 @interpreted(gate=True)
 def test_gate() -> None:
     """Red if a gate is applied to another head."""
-    from models.backends.portable.ops import TritonOps
+    from models.kernels.triton.ops import TritonOps
 
     ops, gates = TritonOps(1), torch.randn(3, 20)
     for count in (1, 10):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.parallel import Exchange
+from models.parallel.group import Exchange
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 from tests.unit.models.ranks import start_ranks
 
@@ -46,7 +46,7 @@ def assert_right(exchange: Exchange, rank: int, size: int, device: torch.device,
 
 
 def rank_of(rank: int, size: int, folder: Path) -> None:
-    from models.backends.portable.exchange import TritonExchange, inbox_bytes
+    from models.kernels.triton.exchange import TritonExchange, inbox_bytes
 
     words = inbox_bytes(size) // 8
     inboxes = [torch.from_file(str(folder / str(peer)), shared=True, size=words, dtype=torch.int64) for peer in range(size)]
@@ -64,7 +64,7 @@ def test_every_rank_gets_what_the_others_have(size: int, tmp_path: Path) -> None
 @interpreted(gate=True)
 def test_numbers_of_exchanges_may_wrap(tmp_path: Path) -> None:
     """Red if an engine that has run for days waits for ever."""
-    from models.backends.portable.exchange import TritonExchange, inbox_bytes
+    from models.kernels.triton.exchange import TritonExchange, inbox_bytes
 
     inboxes = [torch.zeros(inbox_bytes(2) // 8, dtype=torch.int64) for _ in range(2)]
     exchange = TritonExchange(0, inboxes, CPU)

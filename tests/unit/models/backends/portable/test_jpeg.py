@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from models.backends.portable.jpeg import NvImageCodecDecoder
+from models.kernels.triton.jpeg import NvImageCodecDecoder
 
 
 def test_a_rejected_header_fails_its_own_image_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from models.backends.ops import NewHeads, Taps
-from models.backends.torch.ops import TorchOps, rms_norm, rotate
-from models.layers.fp8 import BlockScaled, GroupScaled
+from models.kernels.ops import NewHeads, Taps
+from models.kernels.reference.ops import TorchOps, rms_norm, rotate
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import make_taps
+from models.weights.float8 import BlockScaled, GroupScaled
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 
@@ -37,7 +37,7 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
     args = (*weights, 1e-3, tables)
     pools = [(torch.zeros(blocks, page, kv_heads, head_dim), torch.zeros(blocks, page, kv_heads, head_dim)) for _ in range(2)]
     expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args, slots), pools[0])
-    from models.backends.portable import text
+    from models.kernels.triton import text
 
     ours = text.norm_rope_store(NewHeads(qkv, *args, slots), pools[1])
     assert pools[1][1].isfinite().all()
@@ -58,7 +58,7 @@ def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> Non
     args = *weights, 1e-3, tables, torch.randperm(40, generator=generator)[:count]
     pools = [(torch.zeros(10, 4, kv_heads, head_dim), torch.zeros(10, 4, kv_heads, head_dim)) for _ in range(2)]
     expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args), pools[0])
-    from models.backends.portable import text
+    from models.kernels.triton import text
 
     ours = text.norm_rope_store(NewHeads(qkv, *args), pools[1])
     for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
@@ -68,7 +68,7 @@ def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> Non
 @interpreted(gate=True)
 def test_rotary_rows() -> None:
     """Red if a pair follows another axis. Positions as far as a context goes, cut from a longer array."""
-    from models.backends.portable import text
+    from models.kernels.triton import text
 
     inv_freq = inverse_frequencies(5e6, 64)
     for count in (0, 1, 7):
@@ -85,7 +85,7 @@ def random_tables(count: int, head_dim: int, generator: torch.Generator) -> torc
 @interpreted
 @pytest.mark.parametrize("head_dim", [72, 64, 32, pytest.param(16, marks=in_gate)])
 def test_rotate(head_dim: int) -> None:
-    from models.backends.portable import tower
+    from models.kernels.triton import tower
 
     generator = torch.Generator().manual_seed(0)
     kvq = torch.randn((5, 3, 4, head_dim), generator=generator)
@@ -100,7 +100,7 @@ def test_rotate(head_dim: int) -> None:
 @interpreted
 @pytest.mark.parametrize(("width", "offsets"), [(1152, 1152), pytest.param(64, 16, marks=in_gate)])
 def test_layer_norm(width: int, offsets: int) -> None:
-    from models.backends.portable import tower
+    from models.kernels.triton import tower
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((7, width), generator=generator) * 3 + 5
@@ -112,7 +112,7 @@ def test_layer_norm(width: int, offsets: int) -> None:
 @interpreted
 @pytest.mark.parametrize("width", [pytest.param(64, marks=in_gate), 1500])
 def test_norm_and_swiglu(width: int) -> None:
-    from models.backends.portable import text
+    from models.kernels.triton import text
 
     generator = torch.Generator().manual_seed(0)
     x, weight, gate_up = (torch.randn(shape, generator=generator) for shape in ((5, width), (width,), (5, 2 * width)))
@@ -133,7 +133,7 @@ def test_norm_and_swiglu(width: int) -> None:
 @interpreted
 @pytest.mark.parametrize(("width", "rows"), [(512, 24), (700, 20), pytest.param(96, 2, marks=in_gate)])
 def test_gemv(width: int, rows: int) -> None:
-    from models.backends.portable import gemv
+    from models.kernels.triton import gemv
 
     generator = torch.Generator().manual_seed(0)
     shapes = (1, width), (rows, width), (width,), (1, rows)
@@ -156,7 +156,7 @@ def test_gemv(width: int, rows: int) -> None:
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 512), (1, 1152), pytest.param(5, 256, marks=in_gate)])
 def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     """Red if a norm, SwiGLU or attention is rounded otherwise than by `GroupScaled.quantized`, or scales are at another token's place."""
-    from models.backends.portable import text
+    from models.kernels.triton import text
 
     torch.manual_seed(0)
     x, weight = torch.randn((num_tokens, width)) * torch.logspace(-3, 3, num_tokens * width).view(num_tokens, width), torch.randn(width)
@@ -183,7 +183,7 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
 )
 def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None:
     """Red if a block's or a group's scale is taken for its neighbour's, or a part of the inputs is left out or counted twice."""
-    from models.backends.portable import fp8
+    from models.kernels.triton import fp8
 
     torch.manual_seed(0)
     weight = BlockScaled.quantized(torch.randn((rows, width)) * torch.logspace(-2, 2, rows * width).view(rows, width))
@@ -197,7 +197,7 @@ def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None
 
 def test_tiles_fit_registers() -> None:
     """Red if a program fetches so much at once that it spills, or normalises a part of its vector, tuned sizes included."""
-    from models.backends.portable.tuned import GEMV_VALUES, gemv_tiles
+    from models.kernels.triton.tuned import GEMV_VALUES, gemv_tiles
 
     widths = [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600]
     kinds = [(True, True), (False, True), (False, False)]
@@ -210,8 +210,8 @@ def test_tiles_fit_registers() -> None:
 
 @interpreted(gate=True)
 def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.backends.portable import gemv
-    from models.backends.portable.tuned import GemvTiles
+    from models.kernels.triton import gemv
+    from models.kernels.triton.tuned import GemvTiles
 
     monkeypatch.setattr(gemv, "gemv_tiles", lambda *_: GemvTiles(4, 64))
     x, weight = torch.randn((1, 200)), torch.randn((22, 200))
@@ -224,7 +224,7 @@ def test_gemv_of_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     [((40, 32), 0, 64), ((40, 32), 1, 64), ((300, 32), 0, 32), pytest.param((32, 50), 1, 32, marks=in_gate), ((32, 64), 0, 32)],
 )
 def test_resample(size: tuple[int, int], axis: int, new: int) -> None:
-    from models.backends.portable import pixels
+    from models.kernels.triton import pixels
 
     image = torch.randint(256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     first, weights = make_taps(size[axis], new)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.backends.ops import Experts, Normed, Residual
-from models.backends.portable.tuned import EXPERT_TILES, ExpertTiles
-from models.backends.torch.linear import linear
-from models.backends.torch.moe import sparse_swiglu as torch_sparse_swiglu
-from models.backends.torch.ops import TorchOps
-from models.layers.fp8 import BlockScaled, GroupScaled
+from models.kernels.ops import Experts, Normed, Residual
+from models.kernels.reference.linear import linear
+from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
+from models.kernels.reference.ops import TorchOps
+from models.kernels.triton.tuned import EXPERT_TILES, ExpertTiles
+from models.weights.float8 import BlockScaled, GroupScaled
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 NUM_EXPERTS, CHOSEN = 8, 2
@@ -20,7 +20,7 @@ MANY = 24  # choices; with more they are sorted
 
 @pytest.fixture
 def _few_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.backends.portable import routing
+    from models.kernels.triton import routing
 
     monkeypatch.setattr(routing, "FEW_CHOICES", MANY)
 
@@ -51,7 +51,7 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
 
 
 def ours(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
-    from models.backends.portable.moe import sparse_swiglu
+    from models.kernels.triton.moe import sparse_swiglu
 
     return sparse_swiglu(x_TD, linear(x_TD, experts.router_ED), experts, real_T)
 
@@ -116,7 +116,7 @@ def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
 )
 def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -> None:
     """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
-    from models.backends.portable.ops import TritonOps
+    from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(width)
     whole, ops, stream = make_experts(width, inner, has_shared=has_shared), TritonOps(304), torch.randn(1, width)
@@ -146,7 +146,7 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if an expert's block gets another one's scale, or a token's group another token's."""
-    from models.backends.portable import moe
+    from models.kernels.triton import moe
 
     monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
     torch.manual_seed(num_tokens)
@@ -164,7 +164,7 @@ def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("tiles", EXPERT_TILES[False, False])
 def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of GPUs with much shared memory, as they are, of few choices and of sorted ones."""
-    from models.backends.portable import moe
+    from models.kernels.triton import moe
 
     monkeypatch.setattr(moe, "expert_tiles", lambda count, is_float8, capability: tiles)
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("num_parts", [0, 1, pytest.param(8, marks=in_gate)])
 def test_a_single_token_takes_all_addends(num_parts: int) -> None:
     """Red if one of the parts that experts leave is lost, or added twice, where one token is normalised and multiplied in one kernel."""
-    from models.backends.portable.ops import TritonOps
+    from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)
     x, parts, norm, weight = torch.randn(1, 256), torch.randn(num_parts, 1, 256), torch.randn(256), torch.randn(64, 256)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.batch import AttentionLayout
+from models.cache.layout import AttentionLayout
 from tests.unit.models.backends.hopper.attention_step import Step, indptr
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
@@ -30,7 +30,7 @@ def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int],
 
 
 def small_tiles() -> object:
-    from models.backends.portable.tuned import AttentionTiles, Tiles
+    from models.kernels.triton.tuned import AttentionTiles, Tiles
 
     return AttentionTiles(Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1), blocks=6)
 
@@ -39,7 +39,7 @@ def small_tiles() -> object:
 @pytest.mark.parametrize(("tokens", "heads"), list(zip(MIXES, HEADS, strict=True)))
 def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
     """Red if a causal edge, a part, a rest of a page or a neighbour's tokens is taken for another."""
-    from models.backends.portable.paged_attention import PagedAttention
+    from models.kernels.triton.paged_attention import PagedAttention
 
     step = step_of(tokens, MIXES[tokens], heads)
     attention = PagedAttention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
 )
 def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int], context: int) -> None:
     """Red if a draft sees a later one or misses an earlier one, also where its row has two groups of tokens or several parts."""
-    from models.backends.portable.paged_attention import PagedAttention
+    from models.kernels.triton.paged_attention import PagedAttention
 
     lengths = [*tokens, *(context + count for count in SHORT[tokens])]
     step = step_of(tokens, lengths, heads, short=SHORT[tokens])
@@ -67,7 +67,7 @@ def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int],
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 0), pytest.param(20, 3, marks=in_gate), (80, 3)])
 def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
     """One backend for steps of many layouts of its shape, as in a CUDA graph: plans have one size, what is not planned is not written."""
-    from models.backends.portable.paged_attention import fixed_attention_factory
+    from models.kernels.triton.paged_attention import fixed_attention_factory
 
     heads, decodes = (8, 2), 3
     make = None

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.backends.ops import Experts
-from models.backends.torch.moe import route as torch_route
+from models.kernels.ops import Experts
+from models.kernels.reference.moe import route as torch_route
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 
@@ -19,7 +19,7 @@ from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 def test_routes(num_experts: int, chosen: int, has_shared: bool, dtype: torch.dtype) -> None:
     """Numbers of experts that are no powers of two; equal logits, of which the first wins; negative ones alone; one that leaves nothing to
     the others. Logits of 32 bits, and of 16."""
-    from models.backends.portable.routing import route
+    from models.kernels.triton.routing import route
 
     torch.manual_seed(0)
     logits = torch.randn(9, num_experts + 8 * has_shared).to(torch.bfloat16).to(dtype)  # ties

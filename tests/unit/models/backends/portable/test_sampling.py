@@ -7,8 +7,8 @@ import torch
 
 from engine.params import SamplingParams
 from engine.worker.sampling.draws import draws_of
-from models.backends.torch.sampling import TorchSampling
-from models.sampling import IN_PROMPT, OFF, DrawParams
+from models.kernels.reference.sampling import TorchSampling
+from models.kernels.sampling import IN_PROMPT, OFF, DrawParams
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def make_logits(kind: str, rows: int, vocab_size: int, seed: int) -> torch.Tenso
     [(30, "random"), pytest.param(200, "ties", marks=in_gate), (257, "few"), (30, "one"), (257, "none"), (257, "random")],
 )
 def test_tokens_are_those_of_torch(vocab_size: int, kind: str) -> None:
-    from models.backends.portable.sampling import Tiles, TritonSampling
+    from models.kernels.triton.sampling import Tiles, TritonSampling
 
     kernels = TritonSampling(16, vocab_size, CPU, Tiles(group=4, tile=64, candidates=(4, 8)))
     for seed, rows in enumerate(([GREEDY, PLAIN, *FILTERED, TOP_P, MIN_P, WIDE], [FILTERED[0], GREEDY], [PLAIN], [GREEDY] * 2, [WIDE])):
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_torch(vocab_size: int, kind: str) -> None:
 
 @interpreted
 def test_tokens_do_not_depend_on_tiles_or_neighbours() -> None:
-    from models.backends.portable.sampling import Tiles, TritonSampling
+    from models.kernels.triton.sampling import Tiles, TritonSampling
 
     logits, rows = make_logits("ties", 4, 300, 0), [FILTERED[0], PLAIN, GREEDY, FILTERED[0]]
     tokens = []
@@ -66,7 +66,7 @@ def test_tokens_do_not_depend_on_tiles_or_neighbours() -> None:
 
 @interpreted(gate=True)
 def test_penalties_and_masks_are_those_of_torch() -> None:
-    from models.backends.portable.sampling import TritonSampling
+    from models.kernels.triton.sampling import TritonSampling
 
     generator, vocab_size = torch.Generator().manual_seed(0), 5000
     logits = make_logits("random", 4, vocab_size, 0)

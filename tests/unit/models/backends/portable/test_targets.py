@@ -13,9 +13,9 @@ import torch
 
 from engine.params import SamplingParams
 from engine.worker.sampling.draws import draws_of
-from models.backends.make import notify_compilation
-from models.backends.ops import NewHeads
-from models.layers.fp8 import BlockScaled, GroupScaled
+from models.kernels.make import notify_compilation
+from models.kernels.ops import NewHeads
+from models.weights.float8 import BlockScaled, GroupScaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -95,7 +95,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def launch_text() -> None:
-    from models.backends.portable import gemv, text
+    from models.kernels.triton import gemv, text
 
     pool = bf16(4, 16, 8, 128), bf16(4, 16, 8, 128)
     text.rms_norm(bf16(2, 4096), bf16(4096), 1e-6, torch.zeros(2, 2, 4096))
@@ -112,8 +112,8 @@ def launch_text() -> None:
 
 
 def launch_tower() -> None:
-    from models.backends.ops import Taps
-    from models.backends.portable import pixels, tower
+    from models.kernels.ops import Taps
+    from models.kernels.triton import pixels, tower
 
     tower.rotate_(bf16(64, 3, 16, 72), torch.zeros(64, 72))
     tower.layer_norm(bf16(64, 1152), torch.zeros(1152), bf16(1152), bf16(1152), 1e-6)
@@ -125,7 +125,7 @@ def launch_tower() -> None:
 
 
 def launch_float8() -> None:
-    from models.backends.portable import fp8, text
+    from models.kernels.triton import fp8, text
 
     text.rms_norm_quantized(bf16(2, 4096), bf16(4096), 1e-6, None)
     text.swiglu_quantized(bf16(2, 24_576))
@@ -139,9 +139,9 @@ def launch_float8() -> None:
 
 def launch_experts(capability: int, is_float8: bool) -> None:
     """Each kind of step that has tiles of its own."""
-    from models.backends.ops import Experts
-    from models.backends.portable import expert_gemv, moe, routing
-    from models.backends.portable.tuned import EXPERT_TILES
+    from models.kernels.ops import Experts
+    from models.kernels.triton import expert_gemv, moe, routing
+    from models.kernels.triton.tuned import EXPERT_TILES
 
     def matrix(rows: int, columns: int) -> BlockScaled | torch.Tensor:
         return BlockScaled.empty(rows, columns, torch.device("cpu")) if is_float8 else bf16(rows, columns)
@@ -161,7 +161,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 
 
 def launch_exchange() -> None:
-    from models.backends.portable.exchange import TritonExchange
+    from models.kernels.triton.exchange import TritonExchange
 
     exchange = TritonExchange(1, [torch.zeros(1, dtype=torch.int64)] * 4, torch.device("cpu"))
     exchange._ranks["NAPS"] = True
@@ -174,7 +174,7 @@ def launch_exchange() -> None:
 
 
 def launch_sampling() -> None:
-    from models.backends.portable.sampling import TritonSampling
+    from models.kernels.triton.sampling import TritonSampling
 
     vocab_size = 151_936
     logits = torch.zeros((2, vocab_size))
@@ -185,8 +185,8 @@ def launch_sampling() -> None:
 
 
 def launch_attention(capability: int) -> None:
-    from models.backends.portable.paged_attention import PagedAttention
-    from models.backends.portable.tuned import attention_tiles
+    from models.kernels.triton.paged_attention import PagedAttention
+    from models.kernels.triton.tuned import attention_tiles
     from tests.unit.models.backends.hopper.attention_step import Step
 
     for heads, head_dim in (((32, 8), 128), ((24, 4), 256)):
@@ -198,8 +198,8 @@ def launch_attention(capability: int) -> None:
 
 def launch_hybrid() -> None:
     """27B: a quarter of each head is rotated; rows of prompts, and a decode row."""
-    from models.backends.ops import DeltaHeads, DeltaState, StateRows
-    from models.backends.portable import delta, text
+    from models.kernels.ops import DeltaHeads, DeltaState, StateRows
+    from models.kernels.triton import delta, text
 
     pool, slots = (bf16(4, 16, 4, 256), bf16(4, 16, 4, 256)), torch.zeros(2, dtype=torch.int64)
     text.norm_rope_store(
@@ -218,7 +218,7 @@ def launch_hybrid() -> None:
 
 
 def launch_transfers() -> None:
-    from models.backends.portable.transfers import TritonTransfers
+    from models.kernels.triton.transfers import TritonTransfers
 
     TritonTransfers(torch.device("cpu"))
 
@@ -251,7 +251,7 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
 
 def test_every_kernel_is_here(launches: list[Launch]) -> None:
     """Red if a kernel is written and no `launch_...` above launches it: nobody would know whether it compiles."""
-    from models.backends.portable import launch
+    from models.kernels.triton import launch
 
     launch_all(90)
     sources = Path(launch.__file__).parent.glob("*.py")

@@ -4,7 +4,7 @@ when a token goes to another row."""
 import pytest
 import torch
 
-from models.transfers import Transfers
+from models.kernels.transfers import Transfers
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 
@@ -12,7 +12,7 @@ from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 @pytest.mark.parametrize("num_bytes", [0, 128, 4096, pytest.param(4224, marks=in_gate), 65_536, 100, 70_000])
 def test_fetch(num_bytes: int) -> None:
     """Nothing, a line, whole programs and a part of one, up to the most; then what the copy engine takes: odd bytes, and many."""
-    from models.backends.portable.transfers import TritonTransfers
+    from models.kernels.triton.transfers import TritonTransfers
 
     host = torch.randint(256, (num_bytes + 128,), dtype=torch.uint8)
     device = torch.zeros_like(host)
@@ -23,7 +23,7 @@ def test_fetch(num_bytes: int) -> None:
 @interpreted
 @pytest.mark.parametrize("count", [1, 7, 128, pytest.param(129, marks=in_gate), 300])
 def test_deliver(count: int) -> None:
-    from models.backends.portable.transfers import TritonTransfers
+    from models.kernels.triton.transfers import TritonTransfers
 
     rows, tokens = torch.randperm(512)[:count], torch.randint(1 << 40, (count,))
     ours, theirs = torch.arange(512), torch.arange(512)

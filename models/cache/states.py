@@ -1,0 +1,90 @@
+"""Recurrent states of rows on the device, and their snapshots in blocks of the KV pool."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from models.cache.spec import SPARE_ROWS, StateGroup
+from models.kernels.ops import KVPool
+from models.kernels.transfers import to_device
+
+
+class RowStates:
+    """The states of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8; behind the permanent rows is scratch.
+
+    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. If two chunks
+    of a prompt follow each other in a step, what holds between them is left in a spare row.
+
+    Of a decode row it leaves what holds behind its first token, and behind `layer_bytes` what each further one, a draft, would do to that.
+    The next step does it again for as many as were accepted: a draft that does not hold has never been in a state, so nothing goes back,
+    and a step reads and writes each state once.
+    """
+
+    def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_drafts: int = 0) -> None:
+        layer_bytes = group.layer_bytes + num_drafts * group.draft_bytes
+        num_all = num_rows + 1 + SPARE_ROWS
+        self.values = torch.zeros((group.num_layers, num_all, layer_bytes), dtype=torch.uint8, device=device)
+        self.kept = self.values[:, :, : group.layer_bytes]
+        self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # drafts of each row's last step
+        self.num_drafts = num_drafts
+
+    def accept(self, rows_S: torch.Tensor, num_accepted_S: torch.Tensor | None) -> None:
+        """Behind a step that drew for these rows: how many of their drafts hold; None if there were no drafts."""
+        if self.num_drafts and num_accepted_S is None:
+            self.num_accepted.index_fill_(0, rows_S, 0)
+        elif num_accepted_S is not None:
+            self.num_accepted[rows_S] = num_accepted_S
+
+    def layer(self, ordinal: int) -> torch.Tensor:
+        """(rows + 1 + SPARE_ROWS, bytes) of the group's layer, to be read and written in place."""
+        return self.values[ordinal]
+
+
+class Snapshots:
+    """Copies of rows' states in blocks, whose pages hold bytes then instead of keys and values.
+
+    A block that held a snapshot is cleared before it holds values again: attention multiplies what lies behind a row's end by 0.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], states: Sequence[RowStates]) -> None:
+        self._states = states
+        self._pages = [pages.view(torch.uint8).flatten(1) for pool in pools for pages in pool]  # each (blocks, bytes)
+        self._row_bytes = sum(group.kept[:, 0].numel() for group in states)
+        self._dirty: set[int] = set()
+
+    def save(self, row: int, blocks: Sequence[int]) -> None:
+        """The row's states as they are now, into these blocks."""
+        index = self._index(blocks)
+        content = torch.cat([group.kept[:, row].flatten() for group in self._states])
+        room = len(blocks) * sum(pages.shape[1] for pages in self._pages)
+        content = torch.nn.functional.pad(content, (0, room - self._row_bytes)).view(len(blocks), -1)
+        for pages, part in zip(self._pages, content.split([pages.shape[1] for pages in self._pages], dim=1), strict=True):
+            pages[index] = part
+        self._dirty.update(blocks)
+
+    def load(self, row: int, blocks: Sequence[int]) -> None:
+        """The row's states become what `save` put into these blocks; with none, those of a sequence's beginning."""
+        for group in self._states:
+            group.num_accepted[row] = 0
+            if not blocks:
+                group.kept[:, row] = 0
+        if not blocks:
+            return
+        index = self._index(blocks)
+        content = torch.cat([pages[index] for pages in self._pages], dim=1).flatten()[: self._row_bytes]
+        sizes = [group.kept[:, row].numel() for group in self._states]
+        for group, part in zip(self._states, content.split(sizes), strict=True):
+            group.kept[:, row] = part.view(len(group.kept), -1)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """These blocks hold tokens from now on."""
+        dirty = [block for block in blocks if block in self._dirty]
+        if dirty:
+            index = self._index(dirty)
+            for pages in self._pages:
+                pages[index] = 0
+            self._dirty.difference_update(dirty)
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return to_device(np.asarray(blocks, dtype=np.int64), self._pages[0].device)

@@ -1,0 +1,131 @@
+"""Fills a model's parameters: from safetensors, each rank reading only its slices, or with dummy values."""
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+
+from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index
+from models.config.registry import Architecture
+from models.decoders.contract import LanguageModel
+from models.weights.float8 import BlockScaled, fill_normal_
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_MATRIX = "lm_head.weight"
+INDEX = ".index.json"
+
+Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
+
+
+class Stored(Protocol):
+    """A tensor of which slices can be read, on any device."""
+
+    def get_shape(self) -> Sequence[int]:
+        """Of the whole."""
+
+    def __getitem__(self, index: Index) -> torch.Tensor: ...
+
+
+def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None:
+    """From the folder's safetensors. ValueError names tensors that are missing, not expected, or of another shape."""
+    architecture = model.config.architecture
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
+        names = architecture.names_of(file_of)
+        fill(model, {known: file_of[name].get_slice(name) for known, name in names.items()}, progress)
+
+
+def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress) -> None:
+    """As `load_weights`, from tensors under the names that the model knows. Values are converted to its dtype."""
+    if OUTPUT_MATRIX not in source and not model.config.tie_word_embeddings:
+        logger.warning("the checkpoint has no %s, as embedding models: logits are computed from the input embeddings", OUTPUT_MATRIX)
+        model.tie_embeddings()
+    slots = [slot for part in model.checkpoint_tensors() for slot in _present(part, source)]
+    expected = {slot.name: slot.shape for slot in slots}
+    found = source.keys() - ({OUTPUT_MATRIX} - expected.keys())
+    _demand_none("misses", expected.keys() - found)
+    _demand_none("has unexpected", found - expected.keys())
+    total, done = sum(slot.target.nbytes for slot in slots), 0
+    for slot in slots:
+        if (shape := tuple(source[slot.name].get_shape())) != slot.shape:
+            raise ValueError(f"tensor {slot.name} has shape {shape}, the configuration says {slot.shape}")
+        if slot.target.numel():
+            slot.target.copy_(source[slot.name][slot.index])
+            if slot.offset:
+                slot.target.add_(slot.offset)
+        done += slot.target.nbytes
+        progress(done, total)
+
+
+def _present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:
+    """The tensors of a part; of several ways the only one that the source has whole, or else the one that it has most of."""
+    if isinstance(part, CheckpointTensor):
+        return (part,)
+
+    def num_found(way: tuple[CheckpointTensor, ...]) -> int:
+        return sum(slot.name in source and tuple(source[slot.name].get_shape()) == slot.shape for slot in way)
+
+    whole = [way for way in part.ways if num_found(way) == len(way)]
+    if len(whole) > 1:
+        raise ValueError(f"tensor {whole[0][0].name} can be read in more than one way: the checkpoint has several layouts")
+    return max(part.ways, key=num_found)
+
+
+def init_dummy_weights(model: LanguageModel, seed: int) -> None:
+    """Fill with random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What several ranks hold is equal."""
+
+    def seeded(name: str, rank: int) -> torch.Generator:
+        return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
+
+    def rank_of(name: str) -> int:
+        return 0 if name.startswith(("visual.", "mtp.fc.")) or name.endswith("gate.weight") else model.tp.rank
+
+    for module_name, module in model.named_modules():
+        for name, matrix in vars(module).items():
+            if isinstance(matrix, BlockScaled):
+                matrix.fill_normal_(matrix.shape[1] ** -0.5, seeded(f"{module_name}.{name}", rank_of(module_name)))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=seeded(name, rank_of(name)))
+        else:
+            parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
+    if model.tp.size > model.config.text.num_kv_heads:
+        for slot in _key_value_rows(model):
+            fill_normal_(slot.target, slot.target.shape[-1] ** -0.5, seeded(f"{slot.name}/{slot.index[0].start}", 0))
+
+
+def _key_value_rows(model: LanguageModel) -> Iterator[CheckpointTensor]:
+    """The projections of heads that several ranks share."""
+    for part in model.checkpoint_tensors():
+        if isinstance(part, CheckpointTensor) and part.name.endswith((".k_proj.weight", ".v_proj.weight")):
+            yield part
+
+
+def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
+    """Return the files that hold the model's weights. ValueError if there are none, or if several indexes name different ones."""
+    files: set[Path] = set()
+    for pattern in architecture.weight_files:
+        parent = (folder / pattern).parent
+        indexes = sorted(folder.glob(pattern + INDEX)) or sorted(parent.glob("*.safetensors" + INDEX))
+        found = [{parent / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} for index in indexes]
+        whole = [each for each in found if all(file.is_file() for file in each)] or found[:1]
+        if any(each != whole[0] for each in whole):
+            raise ValueError(f"{parent} holds several weight indexes: {', '.join(index.name for index in indexes)}; keep one")
+        files.update(whole[0] if whole else folder.glob(pattern))
+    if not files:
+        raise ValueError(f"{folder} holds no safetensors weights (dummy weights need no files: --load-format dummy)")
+    return sorted(files)
+
+
+def _demand_none(verb: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise ValueError(f"the checkpoint {verb} tensor{'s' if len(names) > 1 else ''} {shown}")

@@ -1,0 +1,94 @@
+"""From what a user passes as `--model` to a folder on disk. Imports no torch; the hub is contacted only for a model that is not on disk."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from models.config.registry import architecture_of
+from models.demo import CHECKPOINT
+from models.scaffold import SHAPES, write_model_folder
+
+LoadFormat = Literal["auto", "dummy"]
+
+SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
+HYBRIDS = {  # of Qwen3.5 and later: names that are sizes
+    "3.5": ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B"),
+    "3.6": ("27B", "35B-A3B"),
+    "3.8": ("27B",),
+}
+DEMO = "demo"
+CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
+INDEX_PATTERNS = ("*.safetensors.index.json",)
+QWEN = re.compile(rf"(Qwen3-VL-(?:{'|'.join(SIZES)}))(-Instruct|-Thinking)?(-FP8)?")
+HYBRID = re.compile("|".join(rf"Qwen{version}-(?:{'|'.join(sizes)})(?:-FP8)?" for version, sizes in HYBRIDS.items()))
+COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """`folder` holds config and tokenizer (and weights, unless they are dummies); `name` is what clients call the model."""
+
+    folder: Path
+    name: str
+
+
+def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
+    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. A published size with dummy weights needs no
+    network: its files are written below `cache_dir`. ValueError for anything else, and when the download fails."""
+    if model == DEMO:
+        return ResolvedModel(CHECKPOINT, model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ResolvedModel(path, path.resolve().name)
+    hub_id = hub_id_of(model)
+    _demand_hub_id(hub_id)
+    shape_name = _published_size(hub_id)
+    if load_format == "dummy" and shape_name is not None:
+        folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
+        write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0, is_fp8=hub_id.endswith("-FP8"))
+        return ResolvedModel(folder, model)
+    folder = _download(hub_id, CONFIG_PATTERNS)
+    if load_format != "dummy":
+        folder = _download(hub_id, CONFIG_PATTERNS + _weight_patterns(folder))
+    return ResolvedModel(folder, model)
+
+
+def hub_id_of(model: str) -> str:
+    """What a short name stands for: `Qwen3-VL-8B` is the Instruct checkpoint."""
+    if qwen := QWEN.fullmatch(model):
+        return f"Qwen/{qwen[1]}{qwen[2] or '-Instruct'}{qwen[3] or ''}"
+    if HYBRID.fullmatch(model):
+        return f"Qwen/{model}"
+    return f"nvidia/{model.removesuffix('-Reasoner')}" if COSMOS.fullmatch(model) else model
+
+
+def _published_size(hub_id: str) -> str | None:
+    if hub_id.startswith("nvidia/Cosmos-Reason2-"):
+        return hub_id.removeprefix("nvidia/Cosmos-Reason2-")
+    if hybrid := re.fullmatch(rf"Qwen/({HYBRID.pattern})", hub_id):
+        return "3.5-" + hybrid[1].removesuffix("-FP8").partition("-")[2]
+    return next((size for size in SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
+
+
+def _weight_patterns(folder: Path) -> tuple[str, ...]:
+    """What the architecture of a downloaded configuration reads."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return architecture_of(config).weight_files + INDEX_PATTERNS
+
+
+def _demand_hub_id(hub_id: str) -> None:
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):
+        raise ValueError(f"{hub_id!r} is neither a folder, nor a hub id, nor an alias such as Qwen3-VL-8B")
+
+
+def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except (httpx.HTTPError, LocalEntryNotFoundError) as error:
+        raise ValueError(f"{hub_id} could not be fetched from the hub: {error}") from error

@@ -1,0 +1,294 @@
+"""Reads a checkpoint folder's JSON files: the one adapter of Hugging Face configurations, in the layout of transformers 5
+(`rope_parameters`) and in that of the published checkpoints (`rope_scaling`, `rope_theta`). Imports no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from models.config.registry import architecture_of
+from models.config.types import DeltaConfig, ModelConfig, MoeConfig, SamplingDefaults, TextConfig, VisionConfig
+from models.media.geometry import VisionGeometry
+from models.media.video import VideoGeometry
+
+Json = Mapping[str, Any]
+
+# For folders without preprocessor_config.json: those of the published checkpoints.
+DEFAULT_MIN_PIXELS = 65_536
+DEFAULT_MAX_PIXELS = 16_777_216
+DEFAULT_MIN_VIDEO_PIXELS = 4_096
+DEFAULT_MAX_VIDEO_PIXELS = 25_165_824
+LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+
+
+def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
+    """Read config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported, or missing.
+
+    `with_head`: the model's own layer for drafts is read, too.
+    """
+    config = _read_json(folder / "config.json", is_required=True)
+    architecture = architecture_of(config)
+    text = _value(config, "text_config") if architecture.has_tower else config
+    head = [text.get("mtp_num_hidden_layers", 0), text.get("mtp_use_dedicated_embeddings", 0)]
+    if with_head and head != [1, False]:
+        raise ValueError(f"the model has no head of one layer with its embeddings that predicts further tokens: it has {head[0]}")
+    _reject_unsupported(text, str(config["model_type"]))
+    generation = _read_json(folder / "generation_config.json")
+    vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
+    is_fp8 = _is_fp8(config.get("quantization_config"))
+    return ModelConfig(
+        text=_text(text, has_tower=vision is not None, is_fp8=is_fp8, has_head=with_head),
+        vision=vision,
+        architecture=replace(architecture, dropped=None) if with_head else architecture,
+        geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
+        video=_video_geometry(folder, vision),
+        sampling=_sampling(generation),
+        dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
+        tie_word_embeddings=bool(_first((config, text), ("tie_word_embeddings",), False)),
+        image_token_id=-1 if vision is None else _value(config, "image_token_id"),
+        video_token_id=config.get("video_token_id"),
+        vision_start_token_id=-1 if vision is None else _value(config, "vision_start_token_id"),
+        vision_end_token_id=-1 if vision is None else _value(config, "vision_end_token_id"),
+        eos_token_ids=_all_ids(generation, config, text),
+    )
+
+
+def _read_json(path: Path, is_required: bool = False) -> dict[str, Any]:
+    if not path.is_file() and not is_required:
+        return {}
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}")
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path.name} must hold a JSON object")
+    return loaded
+
+
+def _value(config: Json, name: str) -> Any:
+    if config.get(name) is None:
+        raise ValueError(f"config.json has no {name}")
+    return config[name]
+
+
+def _first(sources: tuple[Json, ...], keys: tuple[str, ...], default: object) -> Any:
+    """The first value that any source holds under any of the keys."""
+    for source in sources:
+        for key in keys:
+            if source.get(key) is not None:
+                return source[key]
+    return default
+
+
+def _all_ids(*sources: Json) -> tuple[int, ...]:
+    """Every end token that a file names: a generation may end with another one than a text."""
+    found = [source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None]
+    return tuple(dict.fromkeys(token_id for value in found for token_id in ([value] if isinstance(value, int) else value)))
+
+
+def _reject_unsupported(text: Json, model_type: str) -> None:
+    if model_type.endswith("_moe") != bool(_num_experts(text)):
+        raise ValueError(f"text_config.num_experts does not go with model_type {model_type!r}")
+    for name, default, supported in (
+        ("hidden_act", "silu", "silu"),
+        ("attention_bias", False, False),
+        ("mlp_bias", False, False),
+        ("use_sliding_window", False, False),
+        ("norm_topk_prob", True, True),
+        ("decoder_sparse_step", 1, 1),
+        ("mlp_only_layers", [], []),
+        ("attn_output_gate", _is_hybrid(text), _is_hybrid(text)),
+        ("mamba_ssm_dtype", "float32", "float32"),
+    ):
+        if (found := _first((text,), (name,), default)) != supported:
+            raise ValueError(f"text_config.{name} must be {supported!r}, got {found!r}")
+
+
+def _is_fp8(quantization: Json | None) -> bool:
+    """Whether the weights are as in the published FP8 checkpoints. ValueError if quantized otherwise."""
+    if quantization is None:
+        return False
+    for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128]), ("activation_scheme", "dynamic"), ("fmt", "e4m3")):
+        if (found := quantization.get(name, supported)) != supported:
+            raise ValueError(f"quantization_config.{name} must be {supported!r}, got {found!r}")
+    if not {"quant_method", "weight_block_size"} <= quantization.keys():
+        raise ValueError("quantization_config must name quant_method and weight_block_size")
+    return True
+
+
+def _text(config: Json, has_tower: bool, is_fp8: bool, has_head: bool) -> TextConfig:
+    is_hybrid, moe = _is_hybrid(config), _moe(config)
+    hidden_size, num_heads = _value(config, "hidden_size"), _value(config, "num_attention_heads")
+    head_dim = _value(config, "head_dim") if has_tower else _first((config,), ("head_dim",), hidden_size // num_heads)
+    rope = _rotary(config, default_theta=5_000_000.0 if has_tower else 10_000.0)
+    rotary_dim = int(head_dim * _first((rope, config), ("partial_rotary_factor",), 0.25 if is_hybrid else 1.0))
+    published = (11, 11, 10) if is_hybrid else (24, 20, 20)
+    section = tuple(_first((rope, config), ("mrope_section",), published)) if has_tower else (head_dim // 2, 0, 0)  # one axis
+    if len(section) != 3 or sum(section) != rotary_dim // 2:
+        raise ValueError(f"mrope_section must be three numbers that sum to half of the rotary values ({rotary_dim}), got {section}")
+    return TextConfig(
+        num_layers=_value(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=_value(config, "num_key_value_heads") if has_tower else _first((config,), ("num_key_value_heads",), num_heads),
+        head_dim=head_dim,
+        intermediate_size=_value(config, "intermediate_size") if moe is None else config.get("intermediate_size", 0),  # 0: of no layer
+        vocab_size=_value(config, "vocab_size"),
+        rms_norm_eps=_value(config, "rms_norm_eps"),
+        rope_theta=float(rope["rope_theta"]),
+        rotary_dim=rotary_dim,
+        mrope_section=section,
+        max_position_embeddings=_value(config, "max_position_embeddings"),
+        llama3=rope["llama3"],
+        has_qk_norm=config.get("model_type") != "llama",
+        is_fp8=is_fp8,
+        moe=moe,
+        delta=_delta(config),
+        delta_layers=_delta_layers(config),
+        has_head=has_head,
+    )
+
+
+def _rotary(config: Json, default_theta: float) -> dict[str, Any]:
+    """The rotary parameters, with `rope_theta` and `llama3` (empty: not so scaled) always inside. ValueError for other scalings."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", _first((config,), ("rope_theta",), default_theta))
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ("default", "llama3"):
+        raise ValueError(f"rope_type must be 'default' or 'llama3', got {rope_type!r}")
+    if rope_type == "llama3" and not rope.keys() >= set(LLAMA3):
+        raise ValueError(f"rope_type 'llama3' must come with {', '.join(LLAMA3)}")
+    rope["llama3"] = tuple(float(rope[name]) for name in LLAMA3) if rope_type == "llama3" else ()
+    return rope
+
+
+def _is_hybrid(config: Json) -> bool:
+    return "linear_num_value_heads" in config
+
+
+def _delta(config: Json) -> DeltaConfig | None:
+    if not _is_hybrid(config):
+        return None
+    delta = DeltaConfig(
+        num_key_heads=_value(config, "linear_num_key_heads"),
+        num_value_heads=_value(config, "linear_num_value_heads"),
+        key_dim=_value(config, "linear_key_head_dim"),
+        value_dim=_value(config, "linear_value_head_dim"),
+        kernel_size=_value(config, "linear_conv_kernel_dim"),
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ValueError(f"linear_num_value_heads must be a multiple of linear_num_key_heads, got {delta}")
+    return delta
+
+
+def _delta_layers(config: Json) -> frozenset[int]:
+    """By `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
+    if not _is_hybrid(config):
+        return frozenset()
+    num_layers, interval = _value(config, "num_hidden_layers"), config.get("full_attention_interval", 4)
+    regular = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
+    kinds = config.get("layer_types") or regular
+    if len(kinds) != num_layers or set(kinds) != {"linear_attention", "full_attention"}:
+        raise ValueError("text_config.layer_types must name linear_attention or full_attention for every layer, and each at least once")
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _num_experts(config: Json) -> int:
+    return int(_first((config,), ("num_experts", "num_local_experts"), 0))  # transformers 5 writes the latter
+
+
+def _moe(config: Json) -> MoeConfig | None:
+    if not _num_experts(config):
+        return None
+    size, shared_size = _value(config, "moe_intermediate_size"), config.get("shared_expert_intermediate_size") or 0
+    if shared_size not in (0, size):
+        raise ValueError(f"shared_expert_intermediate_size must be moe_intermediate_size ({size}), as in every published model")
+    moe = MoeConfig(_num_experts(config), _value(config, "num_experts_per_tok"), size, shared_size > 0)
+    if not 0 < moe.num_experts_per_tok <= moe.num_experts:
+        raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({moe.num_experts}), got {moe.num_experts_per_tok}")
+    return moe
+
+
+def _vision(config: Json) -> VisionConfig:
+    if (found := config.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+        raise ValueError(f"vision_config.hidden_act must be 'gelu_pytorch_tanh', got {found!r}")
+    return VisionConfig(
+        depth=_value(config, "depth"),
+        hidden_size=_value(config, "hidden_size"),
+        num_heads=_value(config, "num_heads"),
+        intermediate_size=_value(config, "intermediate_size"),
+        in_channels=_value(config, "in_channels"),
+        patch_size=_value(config, "patch_size"),
+        temporal_patch_size=_value(config, "temporal_patch_size"),
+        merge_size=_value(config, "spatial_merge_size"),
+        out_hidden_size=_value(config, "out_hidden_size"),
+        num_position_embeddings=_value(config, "num_position_embeddings"),
+        deepstack_indexes=tuple(config.get("deepstack_visual_indexes") or ()),
+        rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
+    )
+
+
+def _check_normalisation(preprocessor: Json) -> None:
+    for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
+        if any(value != 0.5 for value in preprocessor.get(key, ())):
+            raise ValueError(f"{key} must be 0.5 for every channel, got {preprocessor[key]}")
+
+
+def _pixels(settings: Json, least: int, most: int) -> tuple[int, int]:
+    """Bounds of an area, in either layout."""
+    size = settings.get("size") or {}
+    return (
+        int(_first((settings, size), ("min_pixels", "shortest_edge"), least)),
+        int(_first((settings, size), ("max_pixels", "longest_edge"), most)),
+    )
+
+
+def _patches(vision: VisionConfig | None) -> tuple[int, int, int]:
+    """Patch size, merge size, frames of a patch. Without a tower those of the published ones: nothing is cut into patches then."""
+    return (16, 2, 2) if vision is None else (vision.patch_size, vision.merge_size, vision.temporal_patch_size)
+
+
+def _geometry(preprocessor: Json, vision: VisionConfig | None) -> VisionGeometry:
+    _check_normalisation(preprocessor)
+    patch_size, merge_size, temporal_patch_size = _patches(vision)
+    min_pixels, max_pixels = _pixels(preprocessor, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS)
+    return VisionGeometry(
+        patch_size=patch_size,
+        merge_size=merge_size,
+        temporal_patch_size=temporal_patch_size,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+    )
+
+
+def _video_geometry(folder: Path, vision: VisionConfig | None) -> VideoGeometry:
+    """Of video_preprocessor_config.json, or the part of processor_config.json that takes its place."""
+    saved = _read_json(folder / "processor_config.json").get("video_processor")
+    settings = saved or _read_json(folder / "video_preprocessor_config.json")
+    _check_normalisation(settings)
+    patch_size, merge_size, temporal_patch_size = _patches(vision)
+    min_pixels, max_pixels = _pixels(settings, DEFAULT_MIN_VIDEO_PIXELS, DEFAULT_MAX_VIDEO_PIXELS)
+    return VideoGeometry(
+        patch_size=patch_size,
+        merge_size=merge_size,
+        temporal_patch_size=temporal_patch_size,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        fps=float(_first((settings,), ("fps",), 2.0)),
+        min_frames=int(_first((settings,), ("min_frames",), 4)),
+        max_frames=int(_first((settings,), ("max_frames",), 768)),
+        num_frames=settings.get("num_frames"),
+        samples=bool(_first((settings,), ("do_sample_frames",), True)),
+        max_frame_tokens=int(_first((settings,), ("max_video_tokens",), 768)) if settings.get("cap_pixels_per_frame") else None,
+    )
+
+
+def _sampling(generation: Json) -> SamplingDefaults:
+    greedy = generation.get("do_sample") is False
+    return SamplingDefaults(
+        temperature=0.0 if greedy else float(generation.get("temperature", 1.0)),
+        top_p=float(generation.get("top_p", 1.0)),
+        top_k=int(generation.get("top_k", 0)),
+        min_p=float(generation.get("min_p") or 0.0),
+        repetition_penalty=float(generation.get("repetition_penalty") or 1.0),
+    )

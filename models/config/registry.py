@@ -1,0 +1,62 @@
+"""A checkpoint's `model_type` -> how its files lie and which class runs it. Imports no torch."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.config.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAMES
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`model` is `module:name` of what makes one (see `models.decoders.contract`), which workers import. `weight_files` are patterns of
+    paths below the folder; an index is followed instead, where there is one."""
+
+    model: str
+    weight_files: tuple[str, ...] = ("model*.safetensors",)
+    renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
+    dropped: str | None = None  # tensors that match belong to something else
+    has_tower: bool = True
+
+    def names_of(self, stored: Iterable[str]) -> dict[str, str]:
+        """Names that the model knows -> names in the files. ValueError if two tensors become one."""
+        names: dict[str, str] = {}
+        for name in stored:
+            if self.dropped is not None and re.search(self.dropped, name):
+                continue
+            known = name
+            for pattern, replacement in self.renames:
+                known = re.sub(pattern, replacement, known)
+            if known in names:
+                raise ValueError(f"the checkpoint has {known} twice: as {names[known]} and as {name}")
+            names[known] = name
+        return names
+
+
+# A layer has one mixer of tokens, whatever its kind. The head that predicts further tokens is read if it is used.
+QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
+TEXT_ONLY = Architecture(
+    "models.decoders.causal_lm:CausalLM",
+    renames=((r"^model\.", ""), (r"^(layers|embed_tokens|norm)\.", r"model.language_model.\1.")),  # embedding models lack `model.`
+    has_tower=False,
+)
+QWEN3_VL = Architecture("models.decoders.qwen3_vl:Qwen3VL", renames=((r"^(language_model|visual)\.", r"model.\1."),))
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+    "llama": TEXT_ONLY,
+    "qwen3": TEXT_ONLY,
+    "cosmos3_omni": Architecture("models.decoders.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
+}
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """ValueError for a model type that nobody here runs."""
+    found = ARCHITECTURES.get(str(config.get("model_type")))
+    if found is None:
+        raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {config.get('model_type')!r}")
+    return found

@@ -1,0 +1,149 @@
+"""A model's configuration as typed values; `config.huggingface` reads them from a folder. Imports no torch."""
+
+from dataclasses import dataclass
+
+from models.cache.spec import CacheSpec, PagedGroup, StateGroup
+from models.config.registry import Architecture
+from models.kernels.heads import Heads
+from models.media.geometry import VisionGeometry
+from models.media.video import VideoGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Every layer has these experts in place of one SwiGLU. The weights of those that the router gives a token sum to one."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    has_shared: bool = False  # one more, that every token is given, by a weight of its own
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated DeltaNet, which some layers have in place of attention: see `layers.delta`. Value heads share key heads in groups."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel_size: int  # of the convolution over time
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def state_bytes(self, tp: int, dtype_bytes: int) -> int:
+        """Of a layer and row: the recurrent state in float32 and the last inputs of the convolution, of one rank's heads."""
+        recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
+
+    def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
+        """What a draft is repeated from: its inputs before and behind the convolution, and its gates; rounded up to keep rows aligned."""
+        return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """`head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 on a hidden size of 5120."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rotary_dim: int  # values of a head that are rotated, its first ones
+    mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to rotary_dim / 2
+    max_position_embeddings: int
+    llama3: tuple[float, ...] = ()  # of its rotary scaling: factor, low and high frequency factor, original positions; empty: unscaled
+    has_qk_norm: bool = True  # RMSNorm of the heads of queries and keys
+    is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
+    moe: MoeConfig | None = None
+    delta: DeltaConfig | None = None
+    delta_layers: frozenset[int] = frozenset()  # the layers that have it; the others have attention, with a gate on its output
+    has_head: bool = False  # see `layers.head`; an attention layer more
+
+    def ordinal(self, layer: int) -> int:
+        """Of a layer among those of its kind."""
+        num_delta = sum(other < layer for other in self.delta_layers)
+        return num_delta if layer in self.delta_layers else layer - num_delta
+
+    def heads(self, tp: int) -> Heads:
+        """Of each of `tp` ranks. With more ranks than KV heads each has one."""
+        return Heads(self.num_heads // tp, max(1, self.num_kv_heads // tp), self.head_dim, self.rotary_dim)
+
+    def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
+        """Of each of `tp` ranks."""
+        num_paged = self.num_layers - len(self.delta_layers) + self.has_head
+        paged = PagedGroup(num_paged, self.heads(tp).num_kv, self.head_dim, dtype_bytes)
+        if self.delta is None:
+            return CacheSpec(paged)
+        sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.draft_bytes(tp, dtype_bytes)
+        return CacheSpec(paged, (StateGroup(len(self.delta_layers), *sizes),))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int  # a square grid, 48 x 48 in every published size
+    deepstack_indexes: tuple[int, ...]
+    rope_theta: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What generation_config.json recommends where a request is silent. `top_k` 0 means off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """All that the engine needs to know of a checkpoint besides its weights."""
+
+    text: TextConfig
+    vision: VisionConfig | None  # None: a text model
+    architecture: Architecture
+    geometry: VisionGeometry
+    video: VideoGeometry
+    sampling: SamplingDefaults
+    dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
+    tie_word_embeddings: bool
+    image_token_id: int  # -1: the model has no vision
+    video_token_id: int | None  # None: the model takes no videos
+    vision_start_token_id: int
+    vision_end_token_id: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def vision_head_dim(self) -> int:
+        """0 without a tower."""
+        return 0 if self.vision is None else self.vision.head_dim
+
+    @property
+    def num_visual_levels(self) -> int:
+        """Rows of one visual token: the main embedding and one per DeepStack level."""
+        return 1 if self.vision is None else 1 + len(self.vision.deepstack_indexes)

@@ -1,0 +1,54 @@
+"""The explicit input of one forward pass of the decoder.
+
+Shape legend used in all of `models/`: T tokens of the step, R rows (sequences) of the step, P patches, V vocabulary, D hidden size, H
+heads, K head_dim, B batch, L DeepStack levels, N tokens of one image.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from models.cache.layout import AttentionLayout
+from models.cache.states import RowStates
+from models.kernels.ops import StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class VisualSlice:
+    """Rows `start : start + length` of the step's tokens are image tokens `offset : offset + length` of `embedding`."""
+
+    start: int
+    length: int
+    offset: int
+    embedding: torch.Tensor  # (1 + L, N, D): the main embedding, then one per DeepStack level
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+    def level(self, index: int) -> torch.Tensor:
+        """(length, D)."""
+        return self.embedding[index, self.offset : self.offset + self.length]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step. `logits_indices` may be empty: then no logits are computed (a chunk in the middle of a prompt)."""
+
+    input_ids_T: torch.Tensor  # int64 on the device; `visual` overwrites image placeholders
+    positions_3T: torch.Tensor  # (3, T) int64 on the device: M-RoPE positions (time, height, width)
+    attention: AttentionLayout
+    visual: tuple[VisualSlice, ...]
+    logits_indices: torch.Tensor  # (S,) int64 on the device, ascending: tokens whose logits are wanted
+    states: tuple[RowStates, ...] = ()  # one for each state group
+    rows: StateRows | None = None  # of models with states
+    padding_slot: int | None = None  # that of tokens which are padding; None: there are none
+    hidden_TD: torch.Tensor | None = None  # where the final hidden states of all tokens go, for the model's head
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTokens:
+    """Tokens of one pass of the model's head."""
+
+    positions_3T: torch.Tensor  # as in `ForwardBatch`
+    slots_T: torch.Tensor  # int64 on the device: where their keys and values go

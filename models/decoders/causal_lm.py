@@ -1,0 +1,83 @@
+"""A decoder and its head, without a tower: Llama, Qwen3. What a model with a tower adds is in a class of its own."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from models.cache.spec import CacheSpec
+from models.checkpoint.names import CheckpointPart, module_tensors
+from models.config.types import ModelConfig, TextConfig
+from models.decoders.batch import ForwardBatch
+from models.decoders.contract import Drafter, Tower
+from models.decoders.drafter import HeadDrafter
+from models.decoders.text import TextModel
+from models.kernels.backend import Backend
+from models.kernels.paged import AttentionBackend
+from models.layers.decoder import DecoderLayer, SelfAttention
+from models.layers.head import PredictionHead
+from models.layers.linear import Setup, VocabParallelEmbedding
+from models.parallel.group import TensorParallel
+
+
+class CausalLM(nn.Module):
+    """See `LanguageModel`."""
+
+    norm_offset = 0.0  # see `Setup`
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.tp = tp
+        self.dtype = dtype
+        self.device = backend.device
+        self.ops = backend.ops
+        setup = Setup(tp, self.ops, dtype, self.device, self.norm_offset)
+        self.language_model = TextModel(config, setup, self.make_layer)
+        self.mtp = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
+        self.lm_head = self.language_model.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
+        self.tower: Tower | None = None
+        self.drafter: Drafter | None = None
+        if self.mtp is not None:
+            self.drafter = HeadDrafter(self.mtp, self.language_model.rope, self.lm_head, self.ops, tp)
+
+    @staticmethod
+    def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
+        return DecoderLayer(SelfAttention(layer, config, setup), config, setup)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        return self.config.text.cache_spec(self.tp.size, self.dtype.itemsize)
+
+    def quantize_(self) -> None:
+        self.language_model.quantize_()
+        if self.mtp is not None:
+            self.mtp.quantize_()
+
+    def tie_embeddings(self) -> None:
+        self.lm_head.weight = self.language_model.embed_tokens.weight
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        hidden_TD: torch.Tensor = self.language_model.embed_tokens(ids_T)
+        return hidden_TD
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        hidden_SD: torch.Tensor = self.language_model(batch, attention)
+        return hidden_SD
+
+    def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        if len(hidden_SD) == 0:
+            return hidden_SD.new_empty((0, self.config.text.vocab_size), dtype=torch.float32)
+        if self.tp.size == 1:
+            return self.ops.linear_f32(hidden_SD, self.lm_head.weight, out_SV)
+        logits_SV = self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
+        return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
+        yield from module_tensors(self.language_model, "model.language_model")
+        if self.mtp is not None:
+            yield from module_tensors(self.mtp, "mtp")
+        if self.lm_head.weight is not self.language_model.embed_tokens.weight:
+            yield from module_tensors(self.lm_head, "lm_head")

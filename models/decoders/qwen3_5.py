@@ -1,0 +1,24 @@
+"""Qwen3.5, 3.6 and 3.8: the tower of Qwen3-VL without DeepStack, and a decoder most of whose layers have Gated DeltaNet in place of
+attention. What attention is left has gated outputs and rotates a quarter of each head. Norms are stored as their distance from 1, except
+that inside DeltaNet.
+
+    [DeltaNet, DeltaNet, DeltaNet, attention] x n, or as `layer_types` says; behind each SwiGLU, or experts of which all tokens share one
+"""
+
+from models.config.types import TextConfig
+from models.decoders.qwen3_vl import Qwen3VL
+from models.layers.decoder import DecoderLayer, SelfAttention
+from models.layers.delta import GatedDeltaNet
+from models.layers.linear import Setup
+
+
+class Qwen35(Qwen3VL):
+    """See `LanguageModel`."""
+
+    norm_offset = 1.0
+
+    @staticmethod
+    def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
+        if layer in config.delta_layers:
+            return DecoderLayer(GatedDeltaNet(layer, config, setup), config, setup)
+        return DecoderLayer(SelfAttention(layer, config, setup, is_gated=True), config, setup)

@@ -1,0 +1,27 @@
+"""Qwen3-VL: a vision tower whose embeddings join a decoder's tokens."""
+
+from collections.abc import Iterator
+
+import torch
+
+from models.checkpoint.names import CheckpointPart, module_tensors
+from models.config.types import ModelConfig
+from models.decoders.causal_lm import CausalLM
+from models.kernels.backend import Backend
+from models.layers.linear import Setup
+from models.parallel.group import TensorParallel
+from models.vision.encoder import ImageEncoder, make_tower
+
+
+class Qwen3VL(CausalLM):
+    """See `LanguageModel`. With experts or without, as the configuration says."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
+        super().__init__(config, tp, backend, dtype)
+        setup = Setup(tp, backend.ops, dtype, backend.device)
+        self.visual = make_tower(config, backend, setup)
+        self.tower = ImageEncoder(config, backend, setup, self.visual)
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
+        yield from module_tensors(self.visual, "model.visual")
+        yield from super().checkpoint_tensors()

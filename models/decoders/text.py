@@ -1,0 +1,60 @@
+"""A decoder: embedding, layers, DeepStack, final norm."""
+
+import torch
+from torch import nn
+
+from models.config.types import ModelConfig
+from models.decoders.batch import ForwardBatch
+from models.kernels.ops import Residual
+from models.kernels.paged import AttentionBackend, FusedAttention
+from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
+from models.layers.linear import Setup, VocabParallelEmbedding
+from models.layers.rotary import MRope
+
+
+class TextModel(nn.Module):
+    """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
+
+    def __init__(self, config: ModelConfig, setup: Setup, make_layer: MakeLayer) -> None:
+        super().__init__()
+        text = config.text
+        self.ops = setup.ops
+        self._is_sparse = text.moe is not None
+        self.num_deepstack_levels = config.num_visual_levels - 1
+        assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
+        self.rope = MRope(text, setup.ops, setup.device)
+        self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
+        self._layers = [make_layer(i, text, setup) for i in range(text.num_layers)]
+        self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
+
+    def quantize_(self) -> None:
+        for layer in self._layers:
+            layer.quantize_()
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """(S, D): normalised hidden states of `batch.logits_indices`. After the last layer's keys are stored, only the wanted tokens go
+        on."""
+        hidden_TD = self.embed_tokens(batch.input_ids_T)
+        for item in batch.visual:
+            hidden_TD[item.tokens] = item.level(0)
+        residual = Residual(hidden_TD)
+        slots_T = batch.attention.slot_mapping_T
+        real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
+        fused = attention if isinstance(attention, FusedAttention) else None
+        states = batch.states[0] if batch.states else None
+        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T, states, batch.rows)
+        *layers, last = self._layers
+        for i, layer in enumerate(layers):
+            layer(residual, context)
+            for item in batch.visual if i < self.num_deepstack_levels else ():
+                residual.sum_TD[item.tokens] += item.level(1 + i)
+        wanted_S = batch.logits_indices
+        if batch.hidden_TD is not None:
+            last(residual, context)
+            return batch.hidden_TD.copy_(self.ops.norm(self.norm(residual)))[wanted_S]
+        if len(wanted_S) == 0:
+            last.store(residual, context)
+            return hidden_TD[:0]
+        last(residual, context, wanted_S if len(wanted_S) < len(hidden_TD) else None)
+        return self.ops.norm(self.norm(residual))

@@ -1,0 +1,155 @@
+"""The one choice of a backend: by what the driver says of the GPUs and by what is installed.
+
+| backend  | device                      | needs                                                            |
+|----------|-----------------------------|------------------------------------------------------------------|
+| hopper   | compute capability 9.0      | Triton, FlashInfer (which compiles our CUDA sources), nvcc, g++   |
+| portable | compute capability >= 8.0   | Triton and a C compiler                                          |
+| torch    | CPU, or any of these GPUs   | torch: the reference, not fast                                   |
+"""
+
+import ctypes
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from models.kernels.heads import Heads, portable_lack
+from models.kernels.hopper.toolkit import has_compiler
+
+BackendName = Literal["hopper", "portable", "torch"]
+DeviceName = Literal["cuda", "cpu"]
+
+HOPPER = (9, 0)
+OLDEST = (8, 0)  # bfloat16 on tensor cores
+MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_* of CUDA's driver interface
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the driver says of one."""
+
+    name: str
+    capability: tuple[int, int]
+    total_memory: int  # bytes
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`note`: one line that the user should see, if any."""
+
+    backend: BackendName
+    device: DeviceName
+    note: str = ""
+
+
+def list_gpus() -> list[Gpu]:
+    """The visible GPUs; none without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    return [_describe(cuda, index) for index in range(count.value)]
+
+
+def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_size_t()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    numbers = []
+    for attribute in (MAJOR, MINOR):
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        numbers.append(value.value)
+    return Gpu(name.value.decode(errors="replace"), (numbers[0], numbers[1]), memory.value)
+
+
+def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu]) -> Choice:
+    """The backend for these flags; `auto` is the best that works. ValueError, in one line, for what cannot be had."""
+    if device == "cpu" or (device == "auto" and not gpus):
+        if requested not in ("auto", "torch"):
+            raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "there is none"))
+        return Choice("torch", "cpu")
+    used = gpus[:tp]
+    problem = _problem_of_gpus(used, tp)
+    if problem and requested == "auto" and device == "auto" and is_demo:
+        return Choice("torch", "cpu", f"serving on the CPU: {problem}")
+    if problem:
+        raise ValueError(problem)
+    if requested != "auto":
+        lack = _lack_of(requested, used)
+        if lack:
+            raise ValueError(f"--backend {requested} {lack}")
+        return Choice(_named(requested), "cuda")
+    lacks = {name: _lack_of(name, used) for name in ("hopper", "portable", "torch")}
+    best = next(name for name, lack in lacks.items() if not lack)
+    is_hopper = all(gpu.capability == HOPPER for gpu in used)
+    wanted = "hopper" if is_hopper else "portable"
+    note = f"serving with --backend {best}; the faster --backend {wanted} {lacks[wanted]}" if lacks[wanted] else ""
+    return Choice(_named(best), "cuda", note)
+
+
+def suit(choice: Choice, requested: str, heads: Heads) -> Choice:
+    """The backend that was chosen, if it computes a decoder's heads; with `auto`, plain torch if not. ValueError if it was requested."""
+    lack = "" if choice.backend == "torch" else portable_lack(heads)  # `hopper` uses these kernels, too
+    if lack and requested != "auto":
+        raise ValueError(f"--backend {requested} {lack}")
+    return Choice("torch", choice.device, f"serving with --backend torch; the faster --backend {choice.backend} {lack}") if lack else choice
+
+
+def has_jpeg_decoder() -> bool:
+    return find_spec("nvidia") is not None and find_spec("nvidia.nvimgcodec") is not None
+
+
+def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
+    """Whether the workers' GPUs decode plain JPEGs, not their hosts."""
+    return choice.device == "cuda" and choice.backend != "torch" and jpeg_decoder != "cpu" and has_jpeg_decoder()
+
+
+def _named(name: str) -> BackendName:
+    assert name in ("hopper", "portable", "torch")
+    return name  # type: ignore[return-value]
+
+
+def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:
+    """Why no backend can use these GPUs."""
+    if len(gpus) < tp:
+        return f"--tp {tp} needs as many GPUs; there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'none'}"
+    old = next((gpu for gpu in gpus if gpu.capability < OLDEST), None)
+    if old is not None:
+        return f"{old} is too old: compute capability 8.0 or newer is needed"
+    if not _torch_has_cuda():
+        return "the installed torch is built for CPUs: install one that is built for CUDA"
+    return None
+
+
+def _lack_of(backend: str, gpus: list[Gpu]) -> str:
+    """What a backend lacks, in words that follow its name."""
+    if backend == "torch":
+        return ""
+    if backend == "hopper" and (other := next((gpu for gpu in gpus if gpu.capability != HOPPER), None)):
+        return f"needs GPUs of compute capability 9.0, not {other}"
+    if find_spec("triton") is None:
+        return "needs the package triton, which comes with torch for CUDA"
+    if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+        return "needs a C compiler and Python's headers for Triton (packages gcc and python3-dev)"
+    if backend == "hopper" and find_spec("flashinfer") is None:
+        return 'needs the package flashinfer-python: pip install -e ".[cuda]"'
+    if backend == "hopper" and not has_compiler():
+        return "needs CUDA's compiler, which the extra [cuda] brings"
+    if backend == "hopper" and not (shutil.which("c++") or shutil.which("g++")):
+        return "needs a C++ compiler (package g++)"
+    return ""
+
+
+def _torch_has_cuda() -> bool:
+    """Told from its files: importing torch takes seconds."""
+    spec = find_spec("torch")
+    return spec is not None and spec.origin is not None and any(Path(spec.origin).parent.glob("lib/libtorch_cuda*"))

@@ -1,0 +1,51 @@
+"""`portable` with attention on our CUDA kernels and cuBLAS's float8."""
+
+from collections.abc import Sequence
+
+import torch
+
+from models.kernels.heads import Heads, hopper_takes
+from models.kernels.hopper import float8_gemv
+from models.kernels.hopper.attention import EagerAttention, fixed_attention_factory
+from models.kernels.hopper.compile import NO_HEADS, load_kernels
+from models.kernels.hopper.fp8 import multiply
+from models.kernels.hopper.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES
+from models.kernels.hopper.varlen_attention import HopperVarlen
+from models.kernels.ops import KVPool, Ops
+from models.kernels.paged import AttentionBackend, MakeFixed
+from models.kernels.triton.backend import PortableBackend
+from models.kernels.triton.ops import TritonOps
+from models.kernels.varlen import VarlenAttention
+
+
+def takes(pools: Sequence[KVPool], num_heads: int) -> bool:
+    """Whether our CUDA kernels compute the attention of these heads."""
+    _, _, num_kv, head_dim = pools[0][0].shape
+    return pools[0][0].dtype == torch.bfloat16 and hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim))
+
+
+class HopperBackend(PortableBackend):
+    """See `Backend`."""
+
+    step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.ops: Ops = TritonOps(SPLIT_TOKENS, multiply, float8_gemv)
+
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
+        load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)
+
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+        return EagerAttention(pools, num_heads) if takes(pools, num_heads) else super().attention(pools, num_heads)
+
+    def fixed_attention(
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
+    ) -> MakeFixed | None:
+        if not takes(pools, num_heads):
+            return super().fixed_attention(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
+        return fixed_attention_factory(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks, has_norms)
+
+    def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
+        return HopperVarlen(num_heads, head_dim, self.device)

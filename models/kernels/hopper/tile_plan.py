@@ -1,0 +1,111 @@
+"""How tiles of queries are dealt to the blocks of `hopper_attention.cuh`: round by round; those of the last round are cut along their keys,
+so that no block waits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.kernels.hopper.tuned import TILES_TO_MERGE, TILES_TO_START
+from models.kernels.paged import Int32s
+
+Ints = npt.NDArray[np.int64]
+
+ITEM_FIELDS = 12  # three aligned pieces of memory
+MAX_TURNS = 4  # of a block with parts: rounds that cutting adds, at most
+
+
+@dataclass(frozen=True, slots=True)
+class PartMemory:
+    """Shared by kernels on one stream. Arrivals are zero before and after."""
+
+    parts: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def allocate(cls, kernel: Any, num_blocks: int, device: torch.device) -> "PartMemory":
+        count = 2 * num_blocks  # there are no more: a cut at the end of each share, and at that of each item
+        return cls(
+            parts=torch.empty((count, kernel.part_floats()), device=device),
+            arrivals=torch.zeros((count, kernel.part_arrivals()), dtype=torch.int32, device=device),
+        )
+
+
+def plan_items(tiles: Int32s, num_heads: int, tile_keys: int, num_blocks: int) -> Int32s:
+    """(1 + n, ITEM_FIELDS): a header that begins with n and `num_blocks`, then n items. Block b computes b, b + num_blocks and so on.
+
+    `tiles` (t, 4) are those of every head: first token, number of tokens, where the keys begin, end of the last token's keys. An item has
+    these four, its head, the first and the end of its tiles of `tile_keys` keys, 0, the number of its tile's first part, its place among
+    the parts, and how many they are. An item that ends at 0 is none; its block has no more.
+
+    An item costs its tiles of keys. Complete rounds are dealt back and forth, dearest first; of the rest, see `cut_round`.
+    """
+    number, head = np.tile(np.arange(len(tiles)), num_heads), np.repeat(np.arange(num_heads), len(tiles))
+    costs = -(-tiles[number, 3] // tile_keys)
+    order = np.lexsort((head, -tiles[number, 1], -costs))  # neighbours share keys
+    order = order[deal(len(order), num_blocks)]
+    num_whole = len(order) // num_blocks * num_blocks
+    rest = cut_round(costs[order[num_whole:]], num_blocks)
+    order = np.concatenate((order[:num_whole], order[num_whole:][rest[:, 0]]))
+    items = np.zeros((1 + len(order), ITEM_FIELDS), dtype=np.int32)
+    items[0, :2] = len(order), num_blocks
+    items[1:, :4], items[1:, 4] = tiles[number[order]], head[order]
+    items[1:, 6], items[1:, 10] = costs[order], 1
+    items[1 + num_whole :, [5, 6, 8, 9, 10]] = rest[:, 1:]
+    return items
+
+
+def num_blocks_of(items: Int32s) -> int:
+    return int(items[0, 1])
+
+
+def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
+    """For at most `num_tiles` tiles of each head on at most `num_blocks` blocks."""
+    return num_tiles * num_heads + MAX_TURNS * num_blocks
+
+
+def deal(count: int, num_blocks: int) -> Ints:
+    """Deals 0 ... count - 1 to blocks in rounds that go back and forth; the last one, which may be short, goes forth."""
+    order = np.arange(count)
+    rounds = order[: (count - 1) // num_blocks * num_blocks].reshape(-1, num_blocks)  # without the last
+    rounds[::-2] = rounds[::-2, ::-1]
+    return order
+
+
+def cut_round(costs: Ints, num_blocks: int) -> Ints:
+    """(n, 6): item, its first tile, end of its tiles, number of the item's first part, place among its parts, how many parts it has.
+
+    The items, fewer than blocks, stay whole or are laid end to end and cut into equal shares: for all blocks, or for so many that equal
+    items are cut into equal parts. Whatever is done first.
+    """
+    count = len(costs)
+    whole = np.stack([np.arange(count), np.zeros_like(costs), costs, np.arange(count), np.zeros_like(costs), np.ones_like(costs)], axis=1)
+    best, shortest = whole, int(costs.max(initial=0)) + TILES_TO_START
+    for num_shares in {num_blocks // count * count, num_blocks} if count else ():
+        item, first, end, share = _cut(costs, num_shares)
+        turn, part = _places(share), _places(item)
+        time = np.bincount(share, end - first + TILES_TO_START).max() + TILES_TO_MERGE
+        if time >= shortest or turn.max() >= MAX_TURNS:
+            continue
+        shortest, best = time, np.zeros(((1 + turn.max()) * num_blocks, 6), dtype=np.int64)
+        num_parts = np.bincount(item)[item]
+        best[turn * num_blocks + share] = np.stack([item, first, end, np.arange(len(item)) - part, part, num_parts], axis=1)
+    return best
+
+
+def _cut(costs: Ints, num_shares: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Of the pieces in their order: item, first and end of the tiles in it, share."""
+    ends = costs.cumsum()
+    begins = np.arange(num_shares) * ends[-1] // num_shares  # of the shares
+    edges = np.unique(np.concatenate((begins, ends)))
+    item = np.searchsorted(ends, edges[:-1], side="right")
+    share = np.searchsorted(begins, edges[:-1], side="right") - 1
+    start = (ends - costs)[item]
+    return item, edges[:-1] - start, edges[1:] - start, share
+
+
+def _places(values: Ints) -> Ints:
+    """Of each of the sorted values, its place among its equals."""
+    return np.arange(len(values)) - np.searchsorted(values, values)

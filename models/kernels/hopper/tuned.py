@@ -1,0 +1,59 @@
+"""Measured numbers: on an H200, at the widths of the 8B model, with heads of 128 values."""
+
+from typing import NamedTuple
+
+from models.kernels.step_sizes import StepSizes
+from models.vision.shares import SplitCosts
+
+# A product loses up to a tenth at some numbers of rows, where its tiles do not fit or cuBLAS chooses badly; these lose little.
+# `launch_work`: the host launches a layer in 0.4 to 0.5 ms, which even a step that takes as long on the device waits for.
+STEP_SIZES = StepSizes(
+    mixed=(104, 128, 160, 208, 216, 256, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024),
+    cheap=208,
+    usual=312,
+    usual_sparse=528,
+    max_mixed_prefill=1008,
+    decodes=(1, 2, 4, *range(8, 129, 8)),
+    mixed_decodes=(0, 8, 16, 24, 32, 48, 64, 96, 128),
+    small_chunks=(16, 64),
+    largest_chunk=512,
+    few_decodes=8,
+    launch_work=230_000_000_000,
+    verify_rows=160,  # computed: an H200 reads a weight in the time of 184 products, of 160 in float8
+    read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
+)
+
+# A patch takes 1.84 us. Two ranks encode 2K in 40 ms, one in 66; 1080p in 25 ms instead of 27, but each has to read the picture first.
+SPLIT_COSTS = SplitCosts(fixed=7600, exchanged=0.1, square=9500)
+
+SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too
+FEW_FLOAT8_TOKENS = 64  # up to here our float8 product is faster than cuBLAS's, or at least gate and up, also if it is not cut
+MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
+
+# Tiles of queries, in tiles of keys.
+TILES_TO_START = 7  # that an item takes longer than its tiles
+TILES_TO_MERGE = 7  # after the last part of a tile
+
+# While prompts and decode rows are computed side by side.
+KEYS_PER_TILE = 97  # of one KV head, read for decode rows while a block multiplies a tile
+ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
+MANY = 4  # items of a block: dealt by cost, they come out even
+
+
+class Cluster(NamedTuple):
+    """How decode rows of one KV head are computed: blocks that share its keys, and warps of a block."""
+
+    splits: int
+    warps: int
+
+
+FUSED_ROWS = 1  # of a step, at most, whose attention is fused with what comes before it
+ANY_SPLITS = 8  # any GPU runs clusters of so many blocks
+WHOLE_GPU = 114  # multiprocessors of an H100 that is not shared out: larger clusters run, too
+
+
+def fused_cluster(kv_heads: int, group: int) -> Cluster:
+    """Sixteen query heads fill so many registers that a block has 8 warps."""
+    if group <= 8 and kv_heads > 2:
+        return Cluster(8, 8 if kv_heads > 4 else 16)
+    return Cluster(16, 8)

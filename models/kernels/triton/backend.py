@@ -1,0 +1,62 @@
+"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from models.kernels.heads import Heads
+from models.kernels.jpeg import JpegDecoder
+from models.kernels.ops import KVPool, Ops
+from models.kernels.paged import AttentionBackend, MakeFixed
+from models.kernels.sampling import SamplingOps
+from models.kernels.transfers import Transfers
+from models.kernels.triton.exchange import TritonExchange
+from models.kernels.triton.jpeg import pick_jpeg_decoder
+from models.kernels.triton.ops import TritonOps
+from models.kernels.triton.paged_attention import PagedAttention, fixed_attention_factory
+from models.kernels.triton.sampling import TritonSampling
+from models.kernels.triton.self_check import check_kernels
+from models.kernels.triton.transfers import TritonTransfers
+from models.kernels.triton.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES, attention_tiles
+from models.kernels.triton.varlen_attention import DenseVarlen
+from models.kernels.varlen import VarlenAttention
+
+
+class PortableBackend:
+    """See `Backend`."""
+
+    captures_graphs = True
+    step_sizes = STEP_SIZES
+    split_costs = SPLIT_COSTS
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ops: Ops = TritonOps(SPLIT_TOKENS)
+        self.transfers: Transfers = TritonTransfers(device)
+        self._capability = torch.cuda.get_device_capability(device)
+        self.has_float8 = self._capability >= (8, 9)
+
+    def load(self, heads: Heads, vision_head_dim: int) -> None:
+        check_kernels(self, heads.dim, vision_head_dim)
+
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+        return PagedAttention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))
+
+    def fixed_attention(
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
+    ) -> MakeFixed | None:
+        tiles = attention_tiles(self._capability, pools[0][0].shape[3])
+        return fixed_attention_factory(pools, num_heads, tiles, max_prefill_rows, max_decode_rows, max_blocks)
+
+    def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
+        return DenseVarlen()
+
+    def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
+        return TritonSampling(max_rows, vocab_size, self.device)
+
+    def exchange(self, group: dist.ProcessGroup) -> TritonExchange:
+        return TritonExchange.over(group, self.device)
+
+    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
+        return pick_jpeg_decoder(name, num_threads, self.device)

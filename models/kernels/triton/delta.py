@@ -1,0 +1,383 @@
+"""Gated DeltaNet in Triton (`layers.delta`). Convolution and gates, then decode rows token by token, and rows of prompts in chunks:
+
+    _prepare, each chunk for itself:    (I + L) U = beta V,  (I + L) W = beta e^G K,  P = [q_i k_j e^(G_i - G_j) for j <= i]
+    _scan, a row's chunks in order:     U' = U - W S,  O = e^G Q S + P U',  S = e^(G_last) S + K' (e^(G_last - G) U')
+
+The system is solved by blocks of 16 and substitution: powers of L would lose every digit where keys are alike. Which rows begin where, and
+how many drafts of theirs hold, is read on the device: a captured graph serves any. Operands have the model's dtype, sums are float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_wait
+
+from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
+from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.tuned import DELTA, DeltaTiles
+
+# Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
+BLOCK = 16  # of the triangular system
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
+    """Logarithms of the decay, 0 outside."""
+    a = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside, 0.0).to(tl.float32) + tl.load(dt_bias + head)
+    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return tl.where(inside, -tl.exp(tl.load(a_log + head)) * softplus, 0.0)
+
+
+@triton.jit
+def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
+    """beta, 0 outside."""
+    b = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + head, inside, 0.0).to(tl.float32)
+    return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["starts", "sources", "firsts"])
+def _convolve(
+    inputs: tensor, conv: tensor, before: tensor, accepted: tensor, starts: tensor, sources: tensor, firsts: tensor, out: tensor,
+    num_tokens: tensor, num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr,
+    TAPS: constexpr, TOKENS: constexpr, ROWS: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
+    token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    inside = token < num_tokens
+    every = tl.arange(0, ROWS)
+    first = tl.load(starts + every, every < num_rows, 2147483647)
+    row = tl.sum((first[None, :] <= token[:, None]).to(tl.int32), 1) - 1
+    start = tl.load(firsts + row, inside, 0)
+    place = tl.load(sources + row, inside, 0)
+    kept = before + place * row_stride + tl.load(accepted + place, inside, 0) * CHANNELS
+    channel = head * DIM + tl.arange(0, DIM)
+    total = tl.zeros((TOKENS, DIM), tl.float32)
+    await_kernel_ahead(OVERLAP)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1) + tap
+        is_new = at >= start
+        new = tl.load(inputs + at.to(tl.int64)[:, None] * stride + channel[None, :], (inside & is_new)[:, None], 0.0)
+        place = (TAPS - 1 + at - start)[:, None] * CHANNELS + channel[None, :]
+        old = tl.load(kept[:, None] + place, (inside & (at < start))[:, None], 0.0)
+        total += (new.to(tl.float32) + old.to(tl.float32)) * tl.load(conv + channel * TAPS + tap).to(tl.float32)[None, :]
+    total = total.to(out.dtype.element_ty).to(tl.float32)
+    value = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty).to(tl.float32)
+    if head < 2 * KEY_HEADS:
+        length = tl.rsqrt(tl.sum(value * value, 1) + L2_EPS)
+        if head < KEY_HEADS:
+            length *= DIM**-0.5
+        value *= length[:, None]
+    place = token.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
+
+
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
+def _keep(
+    inputs: tensor, mixed: tensor, gates: tensor, before: tensor, kept_mixed: tensor, kept_gates: tensor, accepted: tensor, rows: tensor,
+    starts: tensor, sources: tensor, firsts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr,
+    HEADS: constexpr, TAPS: constexpr, WIDTH: constexpr, GATES: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
+    row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    await_kernel_ahead(OVERLAP)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if start == end:
+        return
+    drafts = end if row < first_row else start + 1
+    inside, place, source, first = channel < CHANNELS, tl.load(rows + row), tl.load(sources + row), tl.load(firsts + row)
+    kept = before + place * row_stride + channel
+    again = before + source * row_stride + channel + tl.load(accepted + source) * CHANNELS
+    for tap in tl.static_range(TAPS - 1):
+        at = drafts - (TAPS - 1) + tap
+        if at >= first:
+            value = tl.load(inputs + at.to(tl.int64) * stride + channel, inside, 0.0)
+        else:
+            value = tl.load(again + (TAPS - 1 + at - first) * CHANNELS, inside, 0.0)
+        tl.store(kept + tap * CHANNELS, value, inside)
+    gate = tl.arange(0, GATES)
+    for number in range(0, end - drafts):
+        token = drafts.to(tl.int64) + number
+        tl.store(kept + (TAPS - 1 + number) * CHANNELS, tl.load(inputs + token * stride + channel, inside, 0.0), inside)
+        of_draft = place * row_stride + number * CHANNELS + channel
+        tl.store(kept_mixed + of_draft, tl.load(mixed + token * CHANNELS + channel, inside, 0.0), inside)
+        if tl.program_id(1) == 0:
+            line = kept_gates + place * row_stride + number * (2 * HEADS)
+            tl.store(line + gate, tl.load(gates + token * (2 * HEADS) + gate, gate < 2 * HEADS, 0.0), gate < 2 * HEADS)
+
+
+@triton.jit
+def _advance(
+    state: tensor, mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, head: tensor, column: tensor,
+    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
+) -> tensor:  # fmt: skip
+    """The state of a head behind a token."""
+    line, there = mixed + token * CHANNELS, token >= 0
+    k = tl.load(line + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM + tl.arange(0, DIM)).to(tl.float32)
+    v = tl.load(line + (2 * KEY_HEADS + head) * DIM + column).to(tl.float32)
+    state *= tl.exp(_gates_of(gates, a_log, dt_bias, token, there, head, HEADS))
+    change = (v - tl.sum(state * k[:, None], 0)) * _rates_of(gates, token, there, head, HEADS)
+    return state + k[:, None] * change[None, :]
+
+
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
+def _step(
+    mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, kept_mixed: tensor, kept_gates: tensor,
+    accepted: tensor, rows: tensor, starts: tensor, out: tensor, first_row: tensor, row_stride: tensor, kept_stride: tensor,
+    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, COLUMNS: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program (r, h, v): drafts of row `first_row` + r that were accepted, then its tokens, one after the other, for head h and COLUMNS
+    values. The state behind its first token is kept."""
+    row, head = first_row + tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if start == end:
+        if OVERLAP:
+            gdc_wait()
+        return
+    key, column = tl.arange(0, DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    permanent = tl.load(rows + row)
+    kept = permanent * kept_stride
+    place = permanent * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
+    state = tl.load(memory + place)
+    for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
+        token = tl.cast(number, tl.int64)
+        state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
+    await_kernel_ahead(OVERLAP)  # nothing above is written by the kernel ahead
+    for number in range(0, end - start):
+        token = start.to(tl.int64) + number
+        state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
+        if number == 0:
+            tl.store(memory + place, state)
+        q = tl.load(mixed + token * CHANNELS + head // (HEADS // KEY_HEADS) * DIM + key).to(tl.float32)
+        result = tl.sum(state * q[:, None], 0)
+        tl.store(out + (token * HEADS + head) * DIM + column, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _inverse(system: tensor, SIZE: constexpr) -> tensor:
+    """Of I + L, for L strictly below the diagonal."""
+    index = tl.arange(0, SIZE)
+    result = (index[:, None] == index[None, :]).to(tl.float32)
+    for i in tl.static_range(1, SIZE):
+        line = tl.sum(tl.where(index[:, None] == i, system, 0.0), 0)
+        update = tl.sum(line[:, None] * result, 0)
+        result = tl.where(index[:, None] == i, result - update[None, :], result)
+    return result
+
+
+@triton.jit
+def _coupling(k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, EXACT: constexpr) -> tensor:
+    """A block of L."""
+    products = tl.dot(k, tl.trans(other), input_precision="ieee" if EXACT else None)
+    exponent = sums[:, None] - other_sums[None, :]
+    if DIAGONAL:
+        index = tl.arange(0, k.shape[0])
+        below = index[:, None] > index[None, :]
+        return tl.where(below, beta[:, None] * products * tl.exp(tl.where(below, exponent, 0.0)), 0.0)
+    return beta[:, None] * products * tl.exp(exponent)
+
+
+@triton.jit
+def _times(left: tensor, right: tensor, EXACT: constexpr) -> tensor:
+    return tl.dot(left, right, input_precision="ieee" if EXACT else "tf32")
+
+
+@triton.jit
+def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr, ROWS: constexpr) -> tuple[tensor, tensor]:
+    """First token of a chunk, and the end of its row; chunks are counted row after row. The end is 0 if there are not so many."""
+    row = tl.arange(0, ROWS)
+    inside = row < num_rows
+    first, end = tl.load(starts + row, inside, 0), tl.load(starts + row + 1, inside, 0)
+    counts = (end - first + CHUNK - 1) // CHUNK
+    ends = tl.cumsum(counts, 0)
+    mine = (ends > chunk) & (ends - counts <= chunk)
+    token = tl.sum(tl.where(mine, first + (chunk - ends + counts) * CHUNK, 0), 0)
+    return token, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
+def _prepare(
+    mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
+    num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
+    ROWS: constexpr, EXACT: constexpr,
+) -> None:  # fmt: skip
+    """Program (c, h): chunk c of head h, four blocks of SIZE."""
+    first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
+    if end == 0:
+        return
+    head, dim = tl.program_id(1), tl.arange(0, DIM)
+    key_head = head // (HEADS // KEY_HEADS)
+    query_at, key_at, value_at = key_head * DIM + dim, (KEY_HEADS + key_head) * DIM + dim, (2 * KEY_HEADS + head) * DIM + dim
+    whole = first + tl.arange(0, CHUNK)
+    there = whole < end
+    total = tl.cumsum(_gates_of(gates, a_log, dt_bias, whole, there, head, HEADS), 0)
+    tl.store(sums + whole.to(tl.int64) * HEADS + head, total, there)
+    lines = mixed + whole.to(tl.int64)[:, None] * CHANNELS
+    queries, keys = tl.load(lines + query_at[None, :], there[:, None], 0.0), tl.load(lines + key_at[None, :], there[:, None], 0.0)
+    index = whole - first
+    seen = index[:, None] >= index[None, :]
+    products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else None)
+    attended = tl.where(seen, products * tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
+    place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
+    tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
+
+    zeros = tl.zeros((SIZE, DIM), tl.float32)
+    u0, u1, u2, w0, w1, w2 = zeros, zeros, zeros, zeros, zeros, zeros
+    k0, k1, k2 = zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty)
+    s0, s1, s2, carry = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), 0.0
+    for block in tl.static_range(CHUNK // SIZE):
+        token = first + block * SIZE + tl.arange(0, SIZE)
+        inside = token < end
+        line = mixed + token.to(tl.int64)[:, None] * CHANNELS
+        k = tl.load(line + key_at[None, :], inside[:, None], 0.0)
+        v = tl.load(line + value_at[None, :], inside[:, None], 0.0).to(tl.float32)
+        beta = _rates_of(gates, token, inside, head, HEADS)
+        decay = _gates_of(gates, a_log, dt_bias, token, inside, head, HEADS)
+        s = carry + tl.cumsum(decay, 0)
+        carry += tl.sum(decay, 0)
+        inverse = _inverse(_coupling(k, k, beta, s, s, True, EXACT), SIZE)
+        u_new, w_new = beta[:, None] * v, (beta * tl.exp(s))[:, None] * k.to(tl.float32)
+        if block > 0:
+            coupling = _coupling(k, k0, beta, s, s0, False, EXACT)
+            u_new, w_new = u_new - _times(coupling, u0, EXACT), w_new - _times(coupling, w0, EXACT)
+        if block > 1:
+            coupling = _coupling(k, k1, beta, s, s1, False, EXACT)
+            u_new, w_new = u_new - _times(coupling, u1, EXACT), w_new - _times(coupling, w1, EXACT)
+        if block > 2:
+            coupling = _coupling(k, k2, beta, s, s2, False, EXACT)
+            u_new, w_new = u_new - _times(coupling, u2, EXACT), w_new - _times(coupling, w2, EXACT)
+        u_new, w_new = _times(inverse, u_new, EXACT), _times(inverse, w_new, EXACT)
+        place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+        tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
+        tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])
+        if block == 0:
+            u0, w0, k0, s0 = u_new, w_new, k, s
+        elif block == 1:
+            u1, w1, k1, s1 = u_new, w_new, k, s
+        elif block == 2:
+            u2, w2, k2, s2 = u_new, w_new, k, s
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
+def _scan(
+    mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, sources: tensor,
+    firsts: tensor, out: tensor, num_rows: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr,
+    DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr, EXACT: constexpr,
+) -> None:  # fmt: skip
+    """Program (r, h, v): the chunks of row r and of those that go on behind it, for head h and COLUMNS values."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if (start == end) | (tl.load(firsts + row) < start):
+        return
+    key, index, column = tl.arange(0, DIM), tl.arange(0, CHUNK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    place = head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
+    state = tl.load(memory + tl.load(sources + row) * row_stride + place)
+    key_head = head // (HEADS // KEY_HEADS)
+    dtype = mixed.dtype.element_ty
+    while start < end:
+        for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+            token = first + index
+            inside = token < end
+            line, mine = token.to(tl.int64)[:, None] * CHANNELS, (token.to(tl.int64) * HEADS + head)[:, None]
+            q = tl.load(mixed + line + key_head * DIM + key[None, :], inside[:, None], 0.0)
+            k = tl.load(mixed + line + (KEY_HEADS + key_head) * DIM + key[None, :], inside[:, None], 0.0)
+            w_here = tl.load(w + mine * DIM + key[None, :], inside[:, None], 0.0)
+            changes = tl.load(u + mine * DIM + column[None, :], inside[:, None], 0.0).to(tl.float32)
+            attended = tl.load(p + mine * CHUNK + index[None, :], inside[:, None], 0.0)
+            total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
+            last = tl.min(total, 0)  # sums never grow
+            rounded = state.to(dtype)
+            changes -= tl.dot(w_here, rounded, input_precision="ieee" if EXACT else None)
+            result = tl.dot(q, rounded, input_precision="ieee" if EXACT else None) * tl.exp(total)[:, None]
+            result = tl.dot(attended, changes.to(dtype), result, input_precision="ieee" if EXACT else None)
+            left = (changes * tl.exp(last - total)[:, None]).to(dtype)
+            state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision="ieee" if EXACT else None)
+            tl.store(out + mine * DIM + column[None, :], result.to(out.dtype.element_ty), inside[:, None])
+        tl.store(memory + tl.load(rows + row) * row_stride + place, state)
+        row, start = row + 1, end
+        goes_on = tl.load(firsts + row, row < num_rows, 2147483647) < start
+        end = tl.where(goes_on, tl.load(starts + row + 1, row < num_rows, 0), start)
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def _gated_norm(
+    o: tensor, z: tensor, weight: tensor, out: tensor, eps: tensor, num_lines: tensor, stride: tensor, HEADS: constexpr, DIM: constexpr,
+    LINES: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program i: LINES heads of tokens."""
+    await_kernel_ahead(OVERLAP)
+    line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
+    inside = (line < num_lines)[:, None]
+    value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
+    gate = tl.load(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+    value = value.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
+    value = value.to(out.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + line[:, None] * DIM + dim[None, :], value.to(out.dtype.element_ty), inside)
+
+
+def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:
+    """As `Ops.delta_rule_`, for heads of as many keys as values, a power of two."""
+    memory, before, kept = state.recurrent_RHKV, state.inputs_RWC, (state.mixed_RDC, state.gates_RDG, state.num_accepted_R)
+    num_heads, dim, value_dim = memory.shape[1:]
+    assert dim == value_dim == heads.key_dim and heads.inputs_TX.stride(1) == 1 and heads.gates_TX.is_contiguous()
+    assert not state.gates_RDG.numel() or before.stride(0) == state.mixed_RDC.stride(0) == state.gates_RDG.stride(0)
+    num_tokens, num_rows, stride = len(heads.inputs_TX), len(rows.rows_R), heads.inputs_TX.stride(0)
+    channels, taps = heads.conv_CW.shape
+    sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
+    mixed_TC, early = heads.inputs_TX.new_empty((num_tokens, channels)), early_launch(memory)
+    tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
+    _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
+        heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.starts_R1, *rows.origins, mixed_TC, num_tokens, num_rows,
+        stride, before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens,
+        ROWS=_padded(num_rows), **early,
+    )  # fmt: skip
+    o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
+    if rows.num_prefill_rows:
+        _chunked(heads, memory, rows, mixed_TC, o_THV, tiles, sizes)
+    if num_rows > rows.num_prefill_rows:
+        columns = min(dim, tiles.step_columns)
+        _step[(num_rows - rows.num_prefill_rows, num_heads, dim // columns)](
+            mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, *kept, rows.rows_R, rows.starts_R1, o_THV,
+            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes, **early,
+        )  # fmt: skip
+    _keep[(num_rows, triton.cdiv(channels, tiles.channels))](
+        heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, *rows.origins, rows.num_prefill_rows,
+        stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
+        GATES=triton.next_power_of_2(2 * num_heads), **early,
+    )  # fmt: skip
+    out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
+    lines = num_tokens * num_heads
+    _gated_norm[(triton.cdiv(lines, tiles.lines),)](
+        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride, HEADS=num_heads, DIM=dim, LINES=tiles.lines,
+        **early,
+    )
+    return out_TX
+
+
+def _padded(num_rows: int) -> int:
+    """Few sizes, as each is compiled when it is met first."""
+    return 16 if num_rows <= 16 else max(128, triton.next_power_of_2(num_rows))
+
+
+def _chunked(
+    heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, tiles: DeltaTiles,
+    sizes: dict[str, int],
+) -> None:  # fmt: skip
+    """Rows of prompts. There are at most so many chunks as if each row had one that is not full."""
+    num_tokens, num_heads, dim = o_THV.shape
+    num_rows, exact = rows.num_prefill_rows, mixed_TC.dtype == torch.float32
+    num_chunks = num_tokens // DELTA_CHUNK + num_rows
+    u_THV, w_THV = torch.empty_like(o_THV), torch.empty_like(o_THV)
+    p_THC = mixed_TC.new_empty((num_tokens, num_heads, DELTA_CHUNK))
+    sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
+    _prepare[(num_chunks, num_heads)](
+        mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=_padded(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
+    )  # fmt: skip
+    columns = min(dim, tiles.scan_columns)
+    _scan[(num_rows, num_heads, dim // columns)](
+        mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, *rows.origins, o_THV, num_rows, memory.stride(0),
+        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=tiles.scan_stages, EXACT=exact, num_warps=tiles.scan_warps, **sizes,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""As `gemv`, for the bfloat16 matrices of a single token's experts."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
+from models.kernels.triton.tuned import EXPERT_GEMV
+from models.weights.float8 import Weight
+
+
+@triton.jit
+def _fetch(
+    matrices: tensor, chosen: tensor, index: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
+    BLOCK: constexpr,
+) -> tuple[tensor, tensor]:  # fmt: skip
+    """The `index`-th ROWS rows of the chosen gates and other factors, zeros of experts that are not ours."""
+    PIECES: tl.constexpr = INNER // ROWS
+    slot, row, column = index // PIECES, index % PIECES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    expert = tl.where(slot < CHOSEN, tl.load(chosen + tl.minimum(slot, CHOSEN - 1)), -1)
+    place = matrices + ((expert.to(tl.int64) * (2 * INNER) + row) * WIDTH)[:, None] + column[None, :]
+    inside = (column < tl.where(expert < 0, 0, WIDTH))[None, :]
+    return tl.load(place, inside, 0.0), tl.load(place + INNER * WIDTH, inside, 0.0)
+
+
+@triton.jit
+def _gate_up(
+    x: tensor, matrices: tensor, chosen: tensor, inner: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
+    BLOCK: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: every num_programs-th ROWS values of the experts' SwiGLU."""
+    await_kernel_ahead(OVERLAP)
+    gate, up = _fetch(matrices, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
+    for index in range(tl.program_id(0), CHOSEN * (INNER // ROWS), tl.num_programs(0)):
+        coming = _fetch(matrices, chosen, index + tl.num_programs(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
+        result = tl.sum(gate.to(tl.float32) * value, 1)
+        result = result / (1 + tl.exp(-result)) * tl.sum(up.to(tl.float32) * value, 1)
+        tl.store(inner + index * ROWS + tl.arange(0, ROWS), result.to(inner.dtype.element_ty))
+        gate, up = coming
+
+
+@triton.jit
+def _rows_of_choice(
+    matrices: tensor, chosen: tensor, row: tensor, column: tensor, K: constexpr, WIDTH: constexpr, INNER: constexpr,
+) -> tensor:  # fmt: skip
+    """Rows of the K-th choice's matrix (R, C), zeros if its expert is not ours."""
+    expert = tl.load(chosen + K)
+    place = matrices + (expert.to(tl.int64) * WIDTH + row)[:, None] * INNER + column[None, :]
+    return tl.load(place, (column < tl.where(expert < 0, 0, INNER))[None, :], 0.0)
+
+
+@triton.jit
+def _down(
+    inner: tensor, matrices: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr,
+    ROWS: constexpr, BLOCK: constexpr, AHEAD: constexpr, ADD: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: ROWS of the WIDTH values that all chosen experts of ours give, by the router's weights. Those of AHEAD choices are under
+    way, the first before the kernel ahead, which alone writes `inner`, has ended."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    fetched = ()
+    for k in tl.static_range(AHEAD):
+        fetched += (_rows_of_choice(matrices, chosen, row, column, k, WIDTH, INNER),)  # type: ignore[assignment]
+    await_kernel_ahead(OVERLAP)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.static_range(CHOSEN):
+        if k + AHEAD < CHOSEN:
+            fetched += (_rows_of_choice(matrices, chosen, row, column, k + AHEAD, WIDTH, INNER),)  # type: ignore[assignment]
+        is_ours = tl.load(chosen + k) >= 0  # what else lies at its place is void
+        value = tl.load(inner + k * INNER + column, column < tl.where(is_ours, INNER, 0), 0.0).to(tl.float32)
+        value *= tl.where(is_ours, tl.load(weights + k).to(tl.float32), 0.0)
+        total += fetched[k].to(tl.float32) * value[None, :]
+    result = tl.sum(total, 1)
+    if ADD:
+        result += tl.load(out + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
+
+
+def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """(K, I): silu(gate) * up of a token's chosen experts; void at a choice of -1."""
+    inner, width, chosen = len(gate_up) // num_experts // 2, gate_up.shape[1], len(chosen_K)
+    inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, triton.next_power_of_2(width)
+    rows = math.gcd(inner, max(1, tiles.up_values // (2 * block)))
+    assert isinstance(gate_up, torch.Tensor) and x_1D.is_contiguous() and gate_up.is_contiguous()
+    _gate_up[(min(tiles.programs * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
+        x_1D, gate_up, chosen_K, inner_KI,
+        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=block, num_warps=tiles.up_warps, **early_launch(x_1D),
+    )  # fmt: skip
+    return inner_KI
+
+
+def expert_sum(
+    inner_KI: torch.Tensor, down: Weight, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
+) -> None:
+    """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
+    (chosen, inner), width, tiles = inner_KI.shape, out_1D.shape[1], EXPERT_GEMV
+    rows = math.gcd(width, tiles.down_rows)
+    assert isinstance(down, torch.Tensor) and inner_KI.is_contiguous() and down.is_contiguous() and out_1D.is_contiguous()
+    _down[(width // rows,)](
+        inner_KI, down, chosen_K, weights_K, out_1D,
+        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=triton.next_power_of_2(inner),
+        AHEAD=min(chosen, tiles.down_ahead), ADD=adds, num_warps=tiles.down_warps, **early_launch(out_1D),
+    )  # fmt: skip

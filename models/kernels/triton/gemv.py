@@ -1,0 +1,99 @@
+"""Triton kernel: matrix times a single token, with norm, SwiGLU and residual. Arithmetic is float32."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
+from models.kernels.triton.tuned import gemv_tiles
+
+Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
+
+
+@triton.jit
+def _fetch(place: tensor, row: tensor, column: tensor, OUT: constexpr, WIDTH: constexpr) -> tensor:
+    """Weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
+    return tl.load(place, (row < OUT)[:, None] & (column < WIDTH)[None, :], 0.0)
+
+
+@triton.jit
+def _norm(
+    value: tensor, weight: tensor, normed: tensor, eps: tensor, column: tensor, WIDTH: constexpr, KEPT: constexpr,
+) -> tensor:  # fmt: skip
+    """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    if KEPT:
+        kept = value.to(normed.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed + column, kept, column < WIDTH)
+        value = kept.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _gemv(
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
+    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    BLOCKS: constexpr,
+) -> None:  # fmt: skip
+    """One program: every num_programs-th group of ROWS values. The next weights are under way while the last are multiplied, the first
+    before the kernel ahead has ended: nobody writes them."""
+    column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    step = tl.num_programs(0) * ROWS
+    place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    gate = _fetch(place, row, column, OUT, WIDTH)
+    up = gate
+    if GATED:
+        up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
+    await_kernel_ahead(OVERLAP)
+    value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
+    if NORM:
+        value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)
+    for _ in range(tl.program_id(0) * ROWS, OUT, step):
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            first = ((block + 1) % BLOCKS) * BLOCK  # column of the weights that come next, which may be those of the next group
+            coming = row
+            if block + 1 == BLOCKS:
+                place += step.to(tl.int64) * WIDTH
+                coming = row + step
+            next_gate = _fetch(place + first, coming, first + column, OUT, WIDTH)
+            next_up = next_gate
+            if GATED:
+                next_up = _fetch(place + OUT * WIDTH, coming, column, OUT, WIDTH)
+            total += gate.to(tl.float32) * value[None, :]
+            if BLOCKS > 1:
+                value = tl.load(x + first + column, first + column < WIDTH, 0.0).to(tl.float32)
+            gate = next_gate
+        result = tl.sum(total, 1)
+        if GATED:
+            result = result / (1 + tl.exp(-result)) * tl.sum(up.to(tl.float32) * value[None, :], 1)
+            up = next_up
+        if ADD:
+            result += tl.load(out + row, row < OUT, 0.0).to(tl.float32)
+        tl.store(out + row, result.to(out.dtype.element_ty), row < OUT)
+        row += step
+
+
+def gemv(
+    x_1D: torch.Tensor,
+    weight_ND: torch.Tensor,
+    out_1N: torch.Tensor,
+    norm: Norm | None = None,
+    gated: bool = False,
+    adds: bool = False,
+    normed_1D: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) @ weight.T into `out_1N`, or added to it; if `gated`, silu(g) * u of its halves g and u. norm(x) is left in `normed_1D`."""
+    assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
+    norm_weight, eps = norm or (x_1D, 0.0)
+    width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated
+    tiles = gemv_tiles(num_out, width, gated, is_whole)
+    assert width <= tiles.block or not is_whole
+    _gemv[(min(tiles.programs * num_multiprocessors(x_1D.device), triton.cdiv(num_out, tiles.rows)),)](
+        x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
+        OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
+        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),
+    )  # fmt: skip
+    return out_1N

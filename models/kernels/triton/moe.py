@@ -1,0 +1,164 @@
+"""Triton kernels of a mixture of SwiGLU experts that `routing` chose. A choice (slot) is token * CHOSEN + k: the token's k-th best expert,
+or behind these the shared one.
+
+Programs for few tokens look through all choices for those of their expert; many choices are sorted. Nothing waits for the host.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_wait
+
+from models.kernels.ops import Experts
+from models.kernels.triton.launch import capability_of, early_launch
+from models.kernels.triton.routing import Choices, route
+from models.kernels.triton.text import quantized
+from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
+from models.weights.float8 import BlockScaled, GroupScaled, Weight
+
+TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
+
+
+@triton.jit
+def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tensor, TURNED: constexpr) -> tensor:
+    """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
+    if TURNED:
+        product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
+    else:
+        product = tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
+    return product
+
+
+@triton.jit
+def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
+    """The scale at `place`; every other column has the one DISTANCE behind, if there is one."""
+    scale = tl.load(place)
+    if DISTANCE:
+        scale = tl.where(column % 2 == 0, scale, tl.load(place + DISTANCE))
+    return tl.broadcast_to(scale, column.shape)
+
+
+@triton.jit
+def _multiply(
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, slot: tensor,
+    inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr,
+) -> None:  # fmt: skip
+    """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
+
+    GATED: of tokens, with rows of gate and other factor in turn; stores the SwiGLU of each choice. Otherwise of such values, times the
+    router's weight: parts of a token's addends. TURNED: ROWS are the columns of the hardware's product.
+    """
+    column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    source, row, first = slot, column, tile * COLUMNS
+    if GATED:
+        source, row, first = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2, tile * (COLUMNS // 2)
+    inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
+    factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
+    block = scales + (expert * (OUT // 128) + first // 128) * SCALES
+    total = tl.zeros((COLUMNS, ROWS) if TURNED else (ROWS, COLUMNS), tl.float32)
+    for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
+        values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
+        factor = tl.load(factors + step * DEPTH)
+        if SCALED:
+            group = step * DEPTH // 128
+            input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
+            scale = _column_scales(block + group, column, OUT // 256 * SCALES if GATED else 0)
+            total += _scaled_dot(values, factor, input_scale, scale, TURNED)
+        else:
+            total = tl.dot(values, factor, total)
+    if TURNED:
+        total = tl.trans(total)
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS // 2, 2)))
+        half = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        place = out + slot.to(tl.int64)[:, None] * (OUT // 2) + half[None, :]
+        tl.store(place, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), inside[:, None])
+    else:
+        total *= tl.load(weights + slot, inside, 0.0).to(tl.float32)[:, None]
+        part = (slot % CHOSEN).to(tl.int64) * num_tokens + slot // CHOSEN
+        tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
+def _multiply_experts(
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, choices: tensor, blocks: tensor,
+    num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """With SLOTS, program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same. Else one program:
+    some columns of one block of sorted `choices`; those of one block follow each other."""
+    if OVERLAP:
+        gdc_wait()
+    if SLOTS:
+        index, every = tl.program_id(0), tl.arange(0, SLOTS)
+        expert_of = tl.load(choices + every, every < num_slots, -1)
+        expert = tl.load(choices + index)
+        mine = (expert_of == expert).to(tl.int32)
+        is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
+        count = tl.where(is_later | (expert < 0), 0, tl.sum(mine, 0))
+        rank = tl.cumsum(mine, 0) - 1
+        for start in range(0, count, ROWS):
+            row = start + tl.arange(0, ROWS)
+            is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
+            slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
+            _multiply(
+                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
+                GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            )  # fmt: skip
+    else:
+        TILES: tl.constexpr = OUT // COLUMNS
+        block, row = tl.program_id(0) // TILES, tl.arange(0, ROWS)
+        expert, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+        if count > 0:
+            slot = tl.load(choices + block * ROWS + row, row < count, 0)
+            _multiply(
+                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
+                GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+            )  # fmt: skip
+
+
+def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+    """(K, T, D): see `Ops`; `logits_TE` are the router's. At least one token."""
+    num_tokens, width = x_TD.shape
+    tiles = expert_tiles(num_tokens, isinstance(experts.gate_up, BlockScaled), capability_of(x_TD.device))
+    parts_KTD = x_TD.new_empty((experts.num_given, num_tokens, width))
+    choices = route(logits_TE, experts, real_T, tiles.rows, parts_KTD)
+    inner_SI = x_TD.new_empty((num_tokens * experts.num_given, experts.down.shape[1]))
+    _launch(x_TD, experts.gate_up, choices, inner_SI, tiles, is_gated=True)
+    _launch(inner_SI, experts.down, choices, parts_KTD, tiles, is_gated=False)
+    return parts_KTD
+
+
+def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
+    """x are tokens if it `is_gated`, else values of each choice."""
+    (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
+    rows_out = len(weight) // choices.num_experts
+    values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
+    columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
+    depth, is_scaled = math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
+    num_tiles, num_slots = rows_out // columns, num_tokens * chosen
+    if choices.slots is not None and choices.blocks is not None:
+        grid, places, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
+    else:
+        grid, places = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
+        lists = choices.experts_TK, choices.experts_TK
+    _multiply_experts[grid](
+        values, x_scales, matrices, scales, choices.weights_TK, out, *lists, num_slots, num_tokens, stride, SLOTS=places,
+        GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
+        ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
+    )  # fmt: skip
+
+
+def _operands(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """x, its scales, the matrices, theirs, how many of these a row of blocks has, and how far apart columns of x's scales are."""
+    if not isinstance(weight, BlockScaled):
+        return x, x, weight, weight, 0, 0
+    rounded: GroupScaled = quantized(x)
+    return rounded.padded, rounded.scales, weight.values, weight.padded_scales, weight.padded_scales.shape[1], len(rounded.padded)

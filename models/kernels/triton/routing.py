@@ -1,0 +1,147 @@
+"""Triton kernels of a mixture's router. Many choices are sorted by expert into tiles, with atomic counts: their order within an expert may
+differ, which alters no row. A choice (slot): see `moe`."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_wait
+
+from models.kernels.ops import Experts
+from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.tuned import FEW_CHOICES
+
+SORTED = 128  # choices of a program that sorts
+ROUTE_WARPS, SORT_WARPS = 1, 4
+SORTED_BY_WARP = 64  # experts that a warp compares with choices, at most
+
+
+@triton.jit
+def _in_order(bits: tensor, BITS: constexpr) -> tensor:
+    """The bits of floats as integers in the floats' order, and back."""
+    return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
+
+
+@triton.jit
+def _best(
+    logits: tensor, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr, BITS: constexpr
+) -> tuple[tensor, tensor]:
+    """(CHOICES,): the experts with a token's largest logits, of BITS bits, and their softmax. A logit and its expert are one integer:
+    of equals the first expert wins."""
+    LOW: tl.constexpr = (1 << BITS) - 1
+    LEAST: tl.constexpr = -(1 << (2 * BITS - 1))
+    expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
+    logit = tl.load(logits + expert, expert < EXPERTS, 0.0)
+    bits = logit.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else logit.to(tl.int32, bitcast=True).to(tl.int64)
+    key = tl.where(expert < EXPERTS, (_in_order(bits, BITS) << BITS) | (LOW - expert.to(bits.dtype)), LEAST)
+    found = tl.full((CHOICES,), LEAST, key.dtype)
+    for k in tl.static_range(CHOSEN):
+        largest = tl.max(key, 0)
+        found, key = tl.where(choice == k, largest, found), tl.where(key == largest, LEAST, key)
+    bits = _in_order(found >> BITS, BITS)
+    logit = bits.to(tl.int16 if BITS == 16 else tl.int32).to(logits.dtype.element_ty, bitcast=True).to(tl.float32)
+    logit = tl.where(choice < CHOSEN, logit, -float("inf"))
+    weight = tl.exp(logit - tl.max(logit, 0))
+    return (LOW - (found & LOW)).to(tl.int32), weight / tl.sum(weight, 0)
+
+
+@triton.jit
+def _route(
+    logits: tensor, is_real: tensor, chosen: tensor, weights: tensor, ranks: tensor, counts: tensor, parts: tensor, first: tensor,
+    num_experts: tensor, LOGITS: constexpr, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr,
+    GIVEN: constexpr, CHOICES: constexpr, BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: the experts of one token, CHOSEN by the router and GIVEN with the shared one, counted from expert `first` on, or -1 if
+    not ours: ZEROED gives these parts of zeros. If COUNTED, each has a rank among the choices of its expert."""
+    token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
+    await_kernel_ahead(OVERLAP)
+    best, weight = _best(logits + token * LOGITS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
+    if GIVEN > CHOSEN:
+        shared = tl.load(logits + token * LOGITS + EXPERTS).to(tl.float32)
+        best = tl.where(choice == CHOSEN, EXPERTS, best)
+        weight = tl.where(choice == CHOSEN, 1 / (1 + tl.exp(-shared)), weight)
+    mine = (best >= first) & (best < first + num_experts)
+    if PADDED:
+        mine = mine & (tl.load(is_real + token) != 0)
+    best = tl.where(mine, best - first, -1)
+    mine = best >= 0
+    slot, inside = token * GIVEN + choice, choice < GIVEN
+    tl.store(chosen + slot, best, inside)
+    tl.store(weights + slot, weight.to(weights.dtype.element_ty), inside)
+    if COUNTED:
+        tl.store(ranks + slot, tl.atomic_add(counts + best, 1, mine), mine)
+    if ZEROED and tl.sum(mine.to(tl.int32), 0) < GIVEN:
+        for k in tl.static_range(GIVEN):
+            if tl.sum(tl.where(choice == k, mine.to(tl.int32), 0), 0) == 0:
+                place = (k * tl.num_programs(0) + token) * WIDTH
+                for start in range(0, WIDTH, STRIPE):
+                    column = start + tl.arange(0, STRIPE)
+                    tl.store(parts + place + column, tl.zeros((STRIPE,), parts.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _sort(
+    chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, blocks: tensor, num_slots: tensor, num_blocks: tensor, EXPERTS: constexpr,
+    BLOCK: constexpr, ROWS: constexpr, SORTED: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
+    expert = tl.arange(0, BLOCK)
+    slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
+    if OVERLAP:
+        gdc_wait()
+    count = tl.load(counts + expert, expert < EXPERTS, 0)
+    padded = (count + ROWS - 1) // ROWS * ROWS
+    end = tl.cumsum(padded, 0)
+    start = end - padded
+    mine = tl.load(chosen + slot, slot < num_slots, -1)
+    first = tl.sum(tl.where(mine[:, None] == expert[None, :], start[None, :], 0), 1)
+    tl.store(slots + first + tl.load(ranks + slot, mine >= 0, 0), slot, mine >= 0)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        index = tl.sum((end <= block * ROWS).to(tl.int32), 0)
+        rows = tl.sum(tl.where(expert == index, start + count - block * ROWS, 0), 0)
+        tl.store(blocks + 2 * block, index)
+        tl.store(blocks + 2 * block + 1, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The experts of each token, (T, K): int32, counted from this rank's first, or -1; and the router's weights."""
+
+    experts_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    num_experts: int
+    slots: torch.Tensor | None = None  # sorted by expert, each expert's from a multiple of a tile's rows on
+    blocks: torch.Tensor | None = None  # (B, 2): of each such tile the expert, and how many rows are left
+
+
+def route(
+    logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
+) -> Choices:
+    """What the router chooses, sorted into tiles of `rows` if it is much; parts that no expert of ours writes become zeros."""
+    num_tokens, given = len(logits_TE), experts.num_given
+    assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
+    ints = logits_TE.new_empty((2, num_tokens, given), dtype=torch.int32)
+    choices = Choices(ints[0], logits_TE.new_empty((num_tokens, given)), experts.count)
+    is_much = num_tokens * given > FEW_CHOICES
+    counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
+    options = early_launch(logits_TE)
+    _route[(num_tokens,)](
+        logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts,
+        logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
+        LOGITS=logits_TE.shape[1], PADDED=real_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
+        BLOCK=triton.next_power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=triton.next_power_of_2(given),
+        BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
+    )  # fmt: skip
+    if not is_much:
+        return choices
+    num_slots = num_tokens * given
+    num_blocks = triton.cdiv(num_slots, rows) + experts.count  # at most: each expert may have a tile that is not full
+    slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
+    block = triton.next_power_of_2(experts.count)
+    _sort[(triton.cdiv(num_slots, SORTED),)](
+        ints[0], ints[1], counts, slots, blocks, num_slots, num_blocks,
+        EXPERTS=experts.count, BLOCK=block, ROWS=rows, SORTED=SORTED, num_warps=max(SORT_WARPS, block // SORTED_BY_WARP), **options,
+    )  # fmt: skip
+    return Choices(choices.experts_TK, choices.weights_TK, experts.count, slots, blocks)

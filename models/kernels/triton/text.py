@@ -1,0 +1,302 @@
+"""Triton kernels of the decoder, all bound by memory."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_wait
+
+from models.kernels.ops import KVPool, NewHeads
+from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.weights.float8 import GroupScaled
+
+MAX_HEADS_PER_PROGRAM = 4
+MANY_TOKENS, HEADS_OF_MANY = 32, 16  # from so many tokens on, a program has several with that many heads together
+NORM_WARPS, ROTARY_TOKENS = 8, 4
+SWIGLU_BLOCK = 1024
+
+
+@triton.jit
+def _store(
+    value: tensor, out: tensor, scales: tensor, token: tensor, first: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
+    """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
+    if SCALED:
+        groups = tl.reshape(value, (BLOCK // 128, 128))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
+        group = first // 128 + tl.arange(0, BLOCK // 128)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = group < WIDTH // 128
+        tl.store(out + token * WIDTH + column, (groups / scale[:, None]).to(tl.float8e4nv), inside[:, None])
+        tl.store(scales + group * scale_stride + token, scale, inside)
+    else:
+        column = first + tl.arange(0, BLOCK)
+        tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _rms_norm(
+    x: tensor, weight: tensor, addends: tensor, out: tensor, scales: tensor, eps: tensor, addend_size: tensor, scale_stride: tensor,
+    ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: one token, to which ADDENDS values are added first."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    await_kernel_ahead(OVERLAP)
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    if ADDENDS > 0:
+        for part in tl.static_range(ADDENDS):
+            value += tl.load(addends + part * addend_size + place, inside, 0.0).to(tl.float32)
+        whole = value.to(x.dtype.element_ty)
+        tl.store(x + place, whole, inside)
+        value = whole.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
+    if SCALED:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    _store(value, out, scales, tl.program_id(0).to(tl.int64), 0, scale_stride, SCALED, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _swiglu(
+    gate_up: tensor, out: tensor, scales: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: BLOCK values of one token."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    first = tl.program_id(0) % BLOCKS * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if OVERLAP:
+        gdc_wait()
+    gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
+    value = gate / (1 + tl.exp(-gate)) * up
+    if SCALED:
+        value = value.to(gate_up.dtype.element_ty).to(tl.float32)
+    _store(value, out, scales, token, first, scale_stride, SCALED, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize(
+    x: tensor, out: tensor, scales: tensor, scale_stride: tensor, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: one token."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + token * WIDTH + column, column < WIDTH, 0.0).to(tl.float32)
+    _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
+
+
+# A slice of a staging buffer must not compile anew, wherever it begins.
+@triton.jit(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
+def _rotary_rows(
+    positions: tensor, axis: tensor, inv_freq: tensor, out: tensor, num_tokens: tensor, stride: tensor, HALF: constexpr, TOKENS: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """One program: TOKENS tokens, whose positions on the next axis lie `stride` behind."""
+    token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
+    if OVERLAP:
+        gdc_wait()
+    position = tl.load(positions + tl.load(axis + pair) * stride + token, token < num_tokens, 0)
+    angle = position.to(tl.float32) * tl.load(inv_freq + pair)
+    place = out + token * (2 * HALF) + pair
+    tl.store(place, tl.cos(angle), token < num_tokens)
+    tl.store(place + HALF, tl.sin(angle), token < num_tokens)
+
+
+@triton.jit
+def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: constexpr, HALF: constexpr) -> tensor:
+    """Their sum over each head: of its first two pieces, and of the others."""
+    squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
+    for piece in tl.static_range(2, DIM // HALF):
+        rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
+    return squares
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
+def _norm_rope_store(
+    qkv: tensor,
+    q_out: tensor,
+    k_pool: tensor,
+    v_pool: tensor,
+    slots: tensor,
+    cos_sin: tensor,
+    q_weight: tensor,
+    k_weight: tensor,
+    eps: tensor,
+    num_tokens: tensor,
+    stride: tensor,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    DIM: constexpr,
+    HALF: constexpr,
+    GROUP: constexpr,
+    TOKENS: constexpr,
+    NORMED: constexpr,
+    OVERLAP: constexpr,
+) -> None:
+    """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
+    rotated; its other values come in pieces of as many."""
+    await_kernel_ahead(OVERLAP)
+    first, row = tl.program_id(1) * GROUP, tl.arange(0, TOKENS * GROUP)[:, None]
+    token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
+    inside, pairs = token < num_tokens, tl.arange(0, HALF)[None, :]
+    source = qkv + token * stride + heads * DIM + pairs
+    lower = tl.load(source, inside, 0.0).to(tl.float32)
+    upper = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+    scale = tl.full((TOKENS * GROUP, 1), 1.0, tl.float32)
+    weight = tl.where(first < HEADS, q_weight, k_weight) if NORMED else q_weight
+    if first < HEADS + KV_HEADS:
+        if NORMED:
+            scale = tl.rsqrt(_squares(lower, upper, source, inside, DIM, HALF) / DIM + eps)[:, None]
+            lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
+            upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
+        cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
+        sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs, inside, 0.0)
+        lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
+    target = q_out + (token * HEADS + heads) * DIM + pairs
+    if first >= HEADS:
+        slot = tl.load(slots + token, inside, 0)
+        target = k_pool + (slot * KV_HEADS + heads - HEADS) * DIM + pairs
+        if first >= HEADS + KV_HEADS:
+            lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
+            upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
+            target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * DIM + pairs
+    for piece in tl.static_range(2, DIM // HALF):
+        rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+        if first < HEADS + KV_HEADS:
+            if NORMED:
+                rest = rest * scale * tl.load(weight + piece * HALF + pairs).to(tl.float32)
+        else:
+            rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
+        tl.store(target + piece * HALF, rest.to(q_out.dtype.element_ty), inside)
+    tl.store(target, lower.to(q_out.dtype.element_ty), inside)
+    tl.store(target + HALF, upper.to(q_out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr, OVERLAP: constexpr) -> None:
+    """Program (t, i): BLOCK values of token t."""
+    await_kernel_ahead(OVERLAP)
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    logit = tl.load(gate + token * stride + column // GROUP, inside, 0.0).to(tl.float32)
+    value = tl.load(x + token * WIDTH + column, inside, 0.0).to(tl.float32) / (1.0 + tl.exp(-logit))
+    tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
+    out_TD = torch.empty_like(x_TD)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, out_TD)
+    return out_TD
+
+
+def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
+    num_tokens, width = x_TD.shape
+    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, out.padded, out.scales)
+    return out
+
+
+def _launch_norm(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    addends_STD: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
+    assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
+    num_tokens, width = x_TD.shape
+    if num_tokens:
+        _rms_norm[(num_tokens,)](
+            x_TD, weight_D, addends, out_TD, x_TD if scales is None else scales, eps, x_TD.numel(), len(out_TD),
+            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            num_warps=NORM_WARPS, **early_launch(x_TD),
+        )  # fmt: skip
+
+
+def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
+    out_TI = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
+    _launch_swiglu(gate_up_TX, out_TI)
+    return out_TI
+
+
+def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
+    out = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
+    _launch_swiglu(gate_up_TX, out.padded, out.scales)
+    return out
+
+
+def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+    assert gate_up_TX.is_contiguous()
+    num_tokens, width = len(gate_up_TX), out_TI.shape[1]
+    _swiglu[(num_tokens * triton.cdiv(width, SWIGLU_BLOCK),)](
+        gate_up_TX, out_TI, gate_up_TX if scales is None else scales, len(out_TI),
+        SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, **early_launch(out_TI),
+    )  # fmt: skip
+
+
+def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
+    """As `Ops.gate_`."""
+    num_tokens, width = x_TX.shape
+    assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(width))
+    if num_tokens:
+        _gate[(num_tokens, triton.cdiv(width, block))](
+            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block, **early_launch(x_TX)
+        )
+
+
+def quantized(x_TD: torch.Tensor) -> GroupScaled:
+    """As `GroupScaled.quantized`, for at least one token."""
+    assert x_TD.is_contiguous()
+    num_tokens, width = x_TD.shape
+    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    _quantize[(num_tokens,)](
+        x_TD, out.padded, out.scales, len(out.padded),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **early_launch(x_TD),
+    )  # fmt: skip
+    return out
+
+
+def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
+    """As `Ops.rotary_rows`, for K / 2 that is a power of two."""
+    num_tokens, half = positions_AT.shape[1], len(inv_freq_J)
+    assert positions_AT.stride(1) == 1 or num_tokens <= 1
+    out_TK = inv_freq_J.new_empty((num_tokens, 2 * half))
+    if num_tokens:
+        _rotary_rows[(triton.cdiv(num_tokens, ROTARY_TOKENS),)](
+            positions_AT, axis_J, inv_freq_J, out_TK, num_tokens, positions_AT.stride(0),
+            HALF=half, TOKENS=ROTARY_TOKENS, **early_launch(out_TK),
+        )  # fmt: skip
+    return out_TK
+
+
+def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
+    """As `Ops.norm_rope_store_`, for a head_dim that is a power of two, and a power of two of rotated values."""
+    qkv_TX, cos_sin_TK = heads.qkv_TX, heads.cos_sin_TK
+    k_pool, v_pool = pool
+    kv_heads, head_dim = k_pool.shape[2:]
+    num_heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
+    assert qkv_TX.stride(1) == 1 and cos_sin_TK.is_contiguous() and k_pool.is_contiguous() and v_pool.is_contiguous()
+    num_tokens, group = len(qkv_TX), math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
+    tokens = 1 if num_tokens < MANY_TOKENS else HEADS_OF_MANY // group
+    q_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
+    grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
+    _norm_rope_store[grid](
+        qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
+        qkv_TX.stride(0),
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=cos_sin_TK.shape[1] // 2, GROUP=group, TOKENS=tokens,
+        NORMED=heads.q_weight_K is not None, num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
+    )  # fmt: skip
+    return q_THK

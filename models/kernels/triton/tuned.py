@@ -1,0 +1,180 @@
+"""Numbers that were measured or that a GPU's shared memory allows."""
+
+from dataclasses import dataclass
+
+from models.kernels.step_sizes import StepSizes
+from models.vision.shares import SplitCosts
+
+SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too (H200)
+
+SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # computed for GPUs that exchange over PCIe
+
+# Those that fit the tiles of matrix products on any GPU.
+STEP_SIZES = StepSizes(
+    mixed=(128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    cheap=192,
+    usual=320,
+    usual_sparse=512,
+    max_mixed_prefill=1008,
+    decodes=(1, 2, 4, *range(8, 129, 8)),
+    mixed_decodes=(0, 8, 16, 32, 48, 64, 96, 128),
+    small_chunks=(16, 64),
+    largest_chunk=512,
+    few_decodes=8,
+    launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
+    verify_rows=96,  # computed: an H200 has 184 products a weight that it reads, an A100 160, an L40S 210; tiles of few rows lose some
+    read_bytes=64 << 30,  # about 40 ms of an A100, 200 of an L4
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of an attention kernel. Rows: query tokens times the heads that share a KV head."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """`chunk` for many query tokens, `few` for decode rows; `blocks` of these run at once on a multiprocessor."""
+
+    chunk: Tiles
+    few: Tiles
+    blocks: int
+
+
+LARGE = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), blocks=4)  # 160 KB of shared memory and more
+SMALL = AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 3), blocks=3)  # 99 KB
+WIDE_HOPPER = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 32, 4, 2), blocks=3)  # heads of more than 128 values; 200 KB and more
+WIDE = {  # those of other GPUs: what fits, not measured
+    LARGE: AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 2), blocks=2),
+    SMALL: AttentionTiles(Tiles(64, 16, 4, 2), Tiles(16, 16, 4, 2), blocks=2),
+}
+ATTENTION = {(8, 0): LARGE, (8, 6): SMALL, (8, 7): LARGE, (8, 9): SMALL, (9, 0): LARGE, (10, 0): LARGE, (10, 3): LARGE, (12, 0): SMALL}
+
+
+def attention_tiles(capability: tuple[int, int], head_dim: int) -> AttentionTiles:
+    tiles = ATTENTION.get(capability, SMALL)
+    if head_dim <= 128:
+        return tiles
+    return WIDE_HOPPER if capability >= (9, 0) and tiles == LARGE else WIDE[tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTiles:
+    """Of the kernels of `delta`: a program's tokens and channels of the convolution, columns of a state, heads of the norm."""
+
+    many_tokens: int  # from so many on, a program of the convolution has `tokens`
+    tokens: int
+    channels: int
+    step_columns: int
+    step_warps: int
+    prepare_warps: int
+    scan_columns: int
+    scan_warps: int
+    scan_stages: int
+    lines: int
+
+
+DELTA = DeltaTiles(32, 16, 256, 64, 2, 4, 64, 4, 3, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTiles:
+    """Of a matrix times a vector: rows and values at once, warps, programs on each multiprocessor."""
+
+    rows: int
+    block: int
+    warps: int = 8
+    programs: int = 4
+
+
+GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: enough to keep the memory busy, and they fit registers
+LONG_BLOCK = 4096  # of a vector that need not be whole
+FEW_ROWS = 1024  # programs with one row each fill the device
+GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
+    (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
+    (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
+    (2048, 6144, False): GemvTiles(4, 2048, 4, 8),
+    (5120, 2048, False): GemvTiles(4, 2048, 4, 8),  # 30B-A3B
+    (2048, 4096, False): GemvTiles(2, 4096, 8, 4),
+    (5120, 17408, False): GemvTiles(2, 2048, 4, 8),  # 3.5-27B
+    (12288, 2048, False): GemvTiles(4, 2048, 4, 8),  # 3.5-35B-A3B
+}
+
+
+def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTiles:
+    """If `is_whole`, the vector must be one block."""
+    tuned = GEMV_TILES.get((num_out, width, gated))
+    if tuned is not None and (width <= tuned.block or not is_whole):
+        return tuned
+    whole = 1 << (width - 1).bit_length()
+    block = whole if is_whole else min(whole, LONG_BLOCK)
+    rows = 1 if num_out <= FEW_ROWS else max(1, min(4, GEMV_VALUES // (block * (1 + gated))) // (1 + gated))
+    return GemvTiles(rows, block)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGemvTiles:
+    """Of a single token's experts. Gate and up: weights that a program fetches at once, warps, programs on each multiprocessor; down: rows
+    of a program, warps, experts whose weights are under way."""
+
+    up_values: int
+    up_warps: int
+    programs: int
+    down_rows: int
+    down_warps: int
+    down_ahead: int
+
+
+EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Of the experts' products, up to so many tokens: rows (choices), columns of gate and up (as many of each factor) and of down, inputs
+    at once, warps, stages. In float8 columns of a factor are 128 at most."""
+
+    num_tokens: int
+    rows: int
+    up_columns: int
+    down_columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+FEW_CHOICES = 256  # experts times tokens: with more, choices are sorted before they are multiplied
+
+# 128 experts of 768 values, 8 for a token.
+ANY = 1 << 30
+EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
+    (False, False): (
+        ExpertTiles(16, 16, 64, 64, 128, 4, 4),
+        ExpertTiles(32, 16, 64, 64, 64, 4, 4),
+        ExpertTiles(128, 16, 64, 64, 128, 4, 4),
+        ExpertTiles(384, 32, 128, 128, 128, 4, 3),
+        ExpertTiles(1024, 64, 128, 128, 64, 4, 3),
+        ExpertTiles(ANY, 128, 128, 128, 64, 8, 3),
+    ),
+    (False, True): (
+        ExpertTiles(16, 16, 128, 128, 128, 4, 4),
+        ExpertTiles(32, 16, 256, 128, 128, 8, 4),
+        ExpertTiles(208, 16, 128, 128, 128, 4, 4),
+        ExpertTiles(ANY, 64, 128, 128, 128, 4, 4),
+    ),
+    (True, False): (
+        ExpertTiles(128, 16, 128, 128, 64, 4, 3),
+        ExpertTiles(320, 32, 128, 128, 64, 4, 3),
+        ExpertTiles(ANY, 64, 128, 128, 64, 4, 3),
+    ),
+    (True, True): (ExpertTiles(128, 16, 128, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 128, 4, 3)),
+}
+
+
+def expert_tiles(num_tokens: int, is_float8: bool, capability: tuple[int, int]) -> ExpertTiles:
+    is_small = ATTENTION.get(capability, SMALL) is SMALL
+    return next(tiles for tiles in EXPERT_TILES[is_small, is_float8] if num_tokens <= tiles.num_tokens)

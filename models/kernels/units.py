@@ -1,0 +1,76 @@
+"""How attention over paged keys is cut into units of work on the host: query tokens into groups that share a reading of their keys, and for
+few tokens (flash-decoding) the keys into parts."""
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.cache.layout import AttentionLayout
+from models.kernels.paged import Int32s
+
+UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is none
+ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
+TILE = 32  # keys; units begin at multiples
+MAX_PARTS = 512  # of a group: all shares are kept while they are merged
+MIN_TILES = 3  # of a unit, if its group has them: merging many parts takes longer than reading a few tiles
+
+
+def group_tokens(num_heads: int, kv_heads: int) -> int:
+    """Query tokens that share a reading of the keys: so many that their heads fill the rows of a matrix product."""
+    return ROWS // (num_heads // kv_heads)
+
+
+def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
+    """Enough groups of up to `size` tokens for `num_tokens` in `num_rows` rows, however they are spread."""
+    return min(num_tokens, (num_tokens + num_rows * (size - 1)) // size)
+
+
+def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
+    """Enough to fill the `num_blocks` that run at once, each with one KV head, and more than groups, so that the longest can be cut."""
+    return max(-(-num_blocks // kv_heads), num_groups + num_groups // 2 + 1)
+
+
+def token_groups(layout: AttentionLayout, size: int) -> Int32s:
+    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), the row's first page, end of the last token's keys."""
+    first_tokens = layout.qo_indptr_cpu.numpy()
+    num_tokens = first_tokens[1:] - first_tokens[:-1]
+    row, before, tokens = cut(num_tokens, size)
+    end = (layout.kv_lens_cpu.numpy() - num_tokens)[row] + before + tokens
+    return np.stack((first_tokens[row] + before, tokens, layout.page_indptr_cpu.numpy()[row], end), axis=1).astype(np.int32)
+
+
+def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
+    """Rows in pieces of `size`, or a row's rest: for each piece its row, what is before it in the row, its length."""
+    counts = -(-lengths // size)
+    row = np.repeat(np.arange(len(counts)), counts)
+    before = (np.arange(len(row)) - (counts.cumsum() - counts)[row]) * size
+    return row, before, np.minimum(lengths[row] - before, size)
+
+
+def plan_units(groups: Int32s, limit: int) -> Int32s:
+    """At most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS of a group. The limit must be above the number of groups.
+
+    A unit is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
+    part among all, number of the group's first part, parts of the group.
+
+    Units are as short as the limit and MIN_TILES allow; those of a group are equal up to a tile. The shortest length in tiles lies between
+    sum / limit and (sum - groups) / (limit - groups), as t tiles are at most (t - 1) / length + 1 units. The last of several units is never
+    shorter than the others: each token of the group has keys in every part.
+    """
+    num_groups, end = len(groups), groups[:, 3]
+    limit = min(limit, num_groups + MAX_PARTS - 1)
+    tiles = -(-end // TILE)
+    total = int(tiles.sum())
+    low, high = -(-total // limit), max(1, -(-(total - num_groups) // (limit - num_groups)))
+    length = low + bisect_left(range(low, high), True, key=lambda size: int((-(-tiles // size)).sum()) <= limit)
+    counts = -(-tiles // max(length, MIN_TILES))
+    group = np.repeat(np.arange(num_groups), counts)
+    first = (np.cumsum(counts) - counts)[group]
+    index = np.arange(len(group))
+    part, parts, group_tiles = index - first, counts[group], tiles[group]
+    start, stop = part * group_tiles // parts * TILE, np.minimum((part + 1) * group_tiles // parts * TILE, end[group])
+    parts_UF = np.stack((start, stop, index, first, parts), axis=1).astype(np.int32)
+    units_UF = np.concatenate((groups[group, :3], parts_UF), axis=1)
+    return units_UF[np.argsort(start - stop, kind="stable")]

@@ -1,0 +1,87 @@
+"""Which frames of a video a model sees, how large, and at what times: the formulas of transformers' `Qwen3VLVideoProcessor`. No torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.media.geometry import MAX_ASPECT_RATIO, Grid
+
+DEFAULT_SOURCE_FPS = 24.0  # of a video that does not tell
+FLOOR_MARGIN = 1.05  # a capped video keeps a little more than the least number of pixels
+
+
+@dataclass(frozen=True, slots=True)
+class VideoGeometry:
+    """`min_pixels` and `max_pixels` bound frames * height * width after resizing. `max_frame_tokens`: of one frame, None: no bound of its
+    own. `num_frames` excludes `fps`, of which the least and most frames are bounds."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    num_frames: int | None = None
+    samples: bool = True  # otherwise all frames are seen
+    max_frame_tokens: int | None = None
+
+    def sample(self, total: int, source_fps: float | None) -> list[int]:
+        """Indices of frames, ascending; as many as `num_frames`, even if there are fewer to choose from."""
+        if not self.samples:
+            return list(range(total))
+        num_frames = self.num_frames
+        if num_frames is None:
+            num_frames = int(total / (source_fps or DEFAULT_SOURCE_FPS) * self.fps)
+            num_frames = min(max(num_frames, self.min_frames), self.max_frames, total)
+        indices: list[int] = np.linspace(0, total - 1, num_frames).round().astype(int).tolist()
+        return indices
+
+    def grid(self, num_frames: int, height: int, width: int) -> Grid:
+        """The patch grid (pairs, h, w) of so many frames of this size; h and w are multiples of `merge_size`. ValueError for a single
+        frame, an empty one, or an aspect ratio above 200."""
+        if num_frames < self.temporal_patch_size:
+            raise ValueError(f"a video needs at least {self.temporal_patch_size} frames, got {num_frames}")
+        if height < 1 or width < 1:
+            raise ValueError(f"a frame needs at least one pixel, got {width}x{height}")
+        factor = self.patch_size * self.merge_size
+        max_pixels = self.max_pixels
+        if self.max_frame_tokens is not None:
+            share = min(self.max_frame_tokens * factor**2, max_pixels // num_frames)
+            max_pixels = max(share, int(self.min_pixels * FLOOR_MARGIN)) * num_frames
+        new_height, new_width = self._resize(num_frames, height, width, factor, max_pixels)
+        pairs = -(-num_frames // self.temporal_patch_size)
+        return pairs, new_height // self.patch_size, new_width // self.patch_size
+
+    def _resize(self, num_frames: int, height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
+        """`smart_resize` of the reference's file, which rounds the number of frames half to even."""
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+            raise ValueError(f"the aspect ratio of a video must not exceed {MAX_ASPECT_RATIO}, got {width}x{height}")
+        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+        pixels = round(num_frames / self.temporal_patch_size) * self.temporal_patch_size * new_height * new_width
+        if pixels > max_pixels:
+            scale = math.sqrt(num_frames * height * width / max_pixels)
+            new_height = max(factor, math.floor(height / scale / factor) * factor)
+            new_width = max(factor, math.floor(width / scale / factor) * factor)
+        elif pixels < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (num_frames * height * width))
+            new_height = math.ceil(height * scale / factor) * factor
+            new_width = math.ceil(width * scale / factor) * factor
+        return new_height, new_width
+
+    def pair_times(self, times: Sequence[float]) -> list[float]:
+        """Seconds of each pair: the mean of its first and last frame's; the last frame is repeated where one is missing."""
+        size = self.temporal_patch_size
+        padded = [*times, *[times[-1]] * (-len(times) % size)]
+        return [(padded[i] + padded[i + size - 1]) / 2 for i in range(0, len(padded), size)]
+
+
+def time_text(seconds: float) -> str:
+    """What stands before a pair in the prompt."""
+    return f"<{seconds:.1f} seconds>"

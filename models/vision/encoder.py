@@ -1,0 +1,69 @@
+"""A vision tower with what it takes to encode images of any size: patches, graphs, and images that all ranks encode together."""
+
+from collections.abc import Sequence
+
+import torch
+
+from models.config.types import ModelConfig
+from models.kernels.backend import Backend
+from models.layers.linear import Setup
+from models.media.geometry import Grid
+from models.vision.graphs import TowerGraphs
+from models.vision.preprocess import Preprocessor
+from models.vision.split import SplitAttention
+from models.vision.tower import VisionTower
+
+
+def make_tower(config: ModelConfig, backend: Backend, setup: Setup) -> VisionTower:
+    """The tower's layers, whole on every rank."""
+    assert config.vision is not None
+    tp, heads, head_dim = setup.tp, config.vision.num_heads, config.vision.head_dim
+    attention = backend.varlen_attention(heads, head_dim)
+    if tp.size > 1 and heads % tp.size == 0:
+        attention = SplitAttention(attention, backend.varlen_attention(heads // tp.size, head_dim), tp, config.vision.merge_size**2)
+    return VisionTower(config.vision, attention, setup)
+
+
+class ImageEncoder:
+    """See `Tower` of `models.decoders.contract`."""
+
+    def __init__(self, config: ModelConfig, backend: Backend, setup: Setup, visual: VisionTower) -> None:
+        self.config, self.dtype, self.device = config, setup.dtype, setup.device
+        self.preprocessor = Preprocessor(config.geometry, setup.ops, setup.device)
+        self._visual, self._num_ranks = visual, setup.tp.size
+        self._graphs = TowerGraphs(visual) if backend.captures_graphs else None
+
+    def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        if not images:
+            return []
+        patches_FPX = self._patches(images, grids)
+        levels = replayed = None if self._graphs is None else self._graphs.replay(patches_FPX, grids)
+        if levels is None:
+            levels = self._visual(patches_FPX, grids)
+        if replayed is None and len(images) == 1:
+            return [levels]
+        parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+    def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        return self._visual.part(self._patches(images, grids), grids)
+
+    def part_bytes(self, grids: Sequence[Grid]) -> int:
+        return self._visual.part_bytes(sum(t * h * w for t, h, w in grids), self._num_ranks)
+
+    def kept_bytes(self) -> int:
+        graphs = 0 if self._graphs is None else self._graphs.max_bytes()
+        return self._visual.max_table_bytes() + graphs
+
+    def prepare(self, is_busy: bool = False) -> bool:
+        return self._graphs is not None and self._graphs.capture_one(is_busy)
+
+    def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        """(F, P, X): of images one frame, of pairs two."""
+        frames = [image if image.ndim == 4 else image[None] for image in images]
+        patches_FPX = self._visual.empty_patches(grids, len(frames[0]))
+        parts = patches_FPX.split([t * h * w for t, h, w in grids], dim=1)
+        for frames_FHWC, grid, out_FPX in zip(frames, grids, parts, strict=True):
+            for frame_HWC, out_PX in zip(frames_FHWC, out_FPX, strict=True):
+                self.preprocessor.write_patches(frame_HWC, grid, out_PX)
+        return patches_FPX
