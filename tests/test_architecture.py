@@ -37,7 +37,7 @@ SERVER_MAY_IMPORT = {
     "engine.helper",
     "engine.arena",
     "engine.plain_jpeg",
-    "models.config.types",
+    "models.config",
     "models.media.geometry",
     "models.media.video",
 }
