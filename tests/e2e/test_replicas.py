@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +16,14 @@ import httpx
 import pytest
 
 from tests.e2e.serving import ROOT, SMALL, chat_body, is_alive, text_part
+from tests.eventually import eventually
 
 pytest.importorskip("ray", reason='pip install -e ".[ray]"')
 
 pytestmark = pytest.mark.replicas
 
 STARTED = r"Started HTTP server on port (\d+)"
-START_S, REPLACE_S, STOP_S = 120, 90, 60
+GUARD_S = 300.0  # a hang guard: Ray takes minutes to start and to replace a replica on a busy machine
 
 
 def free_port() -> int:
@@ -51,18 +51,17 @@ class Cluster:
         environment = dict(os.environ) | {"RAY_DEDUP_LOGS": "0"}
         with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        self.address = self.await_log(rf"ready: \S+ by {replicas} replicas, on the Ray cluster (\S+)", START_S)[0]
+        self.address = self.await_log(rf"ready: \S+ by {replicas} replicas, on the Ray cluster (\S+)")[0]
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def await_log(self, pattern: str, timeout: float, count: int = 1) -> list[str]:
-        """All matches in the log, as soon as there are so many."""
-        deadline = time.monotonic() + timeout
-        while len(found := re.findall(pattern, self.log())) < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log()[-6000:]
-            time.sleep(0.1)
+    def await_log(self, pattern: str, count: int = 1) -> list[str]:
+        """Return all matches in the log, as soon as there are so many."""
+        eventually(lambda: self.process.poll() is not None or len(re.findall(pattern, self.log())) >= count, pattern, GUARD_S)
+        found = re.findall(pattern, self.log())
+        assert len(found) >= count, self.log()[-6000:]
         return found
 
     def requests_of(self, port: str) -> float:
@@ -84,24 +83,38 @@ def running(model: Path, replicas: int, *flags: str) -> Iterator[Cluster]:
     finally:
         cluster.client.close()
         cluster.process.send_signal(signal.SIGTERM)
-        code = cluster.process.wait(STOP_S)
+        code = cluster.process.wait(GUARD_S)
     assert code == 0, cluster.log()[-6000:]
-    deadline = time.monotonic() + STOP_S
-    while left := [pid for pid in started if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"processes are left: {left}"
-        time.sleep(0.1)
+    eventually(lambda: not any(is_alive(pid) for pid in started), "the end of all processes", GUARD_S)
     cluster.log_path.unlink()
 
 
-def read_stream(url: str, session: str, num_tokens: int, ended: list[str]) -> None:
-    """Streams a long answer; how it ended."""
+def read_stream(url: str, session: str, num_tokens: int, ended: list[str], begun: threading.Event | None = None) -> None:
+    """Stream a long answer and note its end; `begun` is set at the first line."""
     body = chat_body("go on", max_tokens=num_tokens, ignore_eos=True, stream=True)
+    lines: list[str] = []
     try:
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers={"x-session-id": session}, timeout=90) as response:
-            lines = [line for line in response.iter_lines() if line]
+            for line in response.iter_lines():
+                lines += [line] if line else []
+                if begun is not None:
+                    begun.set()
         ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
     except httpx.HTTPError as error:
         ended.append(f"broken: {error}")
+
+
+def start_streams(url: str, name: str, num_tokens: int, ended: list[list[str]]) -> list[threading.Thread]:
+    """Clients of these long answers, all of which have begun."""
+    begun = [threading.Event() for _ in ended]
+    clients = [
+        threading.Thread(target=read_stream, args=(url, f"{name} {i}", num_tokens, outcome, event))
+        for i, (outcome, event) in enumerate(zip(ended, begun, strict=True))
+    ]
+    for client in clients:
+        client.start()
+    eventually(lambda: all(event.is_set() for event in begun), "the beginning of all streams", GUARD_S)
+    return clients
 
 
 # Before the others: HAProxy has ports that only one cluster of a machine can have.
@@ -119,11 +132,11 @@ def test_busy_replicas_get_another_one(tiny: Path) -> None:
         for client in clients:
             client.start()
         try:
-            cluster.await_log(STARTED, 2 * REPLACE_S, count=2)
+            cluster.await_log(STARTED, count=2)
         finally:
             is_over.set()
             for client in clients:
-                client.join(90)
+                client.join()
         assert {outcome for outcomes in ended for outcome in outcomes} == {"whole"}
 
 
@@ -134,14 +147,17 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
 
 
 def ports(cluster: Cluster) -> list[str]:
-    return sorted(set(cluster.await_log(STARTED, START_S, count=2)))
+    return sorted(set(cluster.await_log(STARTED, count=2)))
 
 
 def test_a_session_stays_on_its_replica_and_sessions_spread(cluster: Cluster) -> None:
     """Red if HAProxy does not hash the header, or hashes all to one."""
-    deadline = time.monotonic() + START_S
-    while not all(cluster.requests_of(port) for port in ports(cluster)):  # HAProxy hears of a replica a second after it is ready
-        assert cluster.client.post("/v1/chat/completions", json=chat_body("Hello")).status_code == 200 and time.monotonic() < deadline
+
+    def all_answered() -> bool:
+        assert cluster.client.post("/v1/chat/completions", json=chat_body("Hello")).status_code == 200
+        return all(cluster.requests_of(port) for port in ports(cluster))
+
+    eventually(all_answered, "answers of both replicas", GUARD_S)  # HAProxy learns of a replica a second after it is ready
     counts = [cluster.requests_of(port) for port in ports(cluster)]
     num_moved = 0
     for session in range(12):
@@ -158,37 +174,30 @@ def test_a_session_stays_on_its_replica_and_sessions_spread(cluster: Cluster) ->
 def test_a_replica_that_dies_is_replaced_and_its_clients_are_told(cluster: Cluster) -> None:
     """Red if a client of a dead engine waits or takes its half for the whole, one of the other notices, or nobody takes its place."""
     ended: list[list[str]] = [[] for _ in range(6)]
-    clients = [threading.Thread(target=read_stream, args=(cluster.url, f"conversation {i}", 1500, ended[i])) for i in range(6)]
-    for client in clients:
-        client.start()
-    time.sleep(1.5)
+    clients = start_streams(cluster.url, "conversation", 1500, ended)
     before = cluster.workers()
     assert len(before) == 2
     subprocess.run(["kill", "-9", str(before[0])], check=True)
     for client in clients:
-        client.join(90)
+        client.join()
     outcomes = [outcome[0] for outcome in ended]
     errors = [outcome for outcome in outcomes if outcome != "whole"]
     assert 0 < len(errors) < 6, outcomes
     assert all('"error"' in outcome for outcome in errors), outcomes
-    deadline = time.monotonic() + REPLACE_S
-    while len(cluster.workers()) != 2 or before[0] in cluster.workers() or len(ports(cluster)) < 2:
-        assert time.monotonic() < deadline, cluster.log()[-6000:]
-        time.sleep(0.2)
-    cluster.await_log(STARTED, REPLACE_S, count=3)
-    deadline = time.monotonic() + REPLACE_S
-    while any(cluster.client.post("/v1/chat/completions", json=chat_body([text_part("Hello")])).status_code != 200 for _ in range(8)):
-        assert time.monotonic() < deadline, cluster.log()[-6000:]
-        time.sleep(0.5)
+    eventually(lambda: len(cluster.workers()) == 2 and before[0] not in cluster.workers(), "another worker", GUARD_S)
+    cluster.await_log(STARTED, count=3)
+    body = chat_body([text_part("Hello")])
+
+    def all_succeed() -> bool:
+        return all(cluster.client.post("/v1/chat/completions", json=body).status_code == 200 for _ in range(8))
+
+    eventually(all_succeed, "good answers of both replicas", GUARD_S)
 
 
 def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> None:
     """Red if a new version cuts streams of the old one, or a request finds nobody meanwhile."""
     ended: list[list[str]] = [[] for _ in range(6)]
-    clients = [threading.Thread(target=read_stream, args=(cluster.url, f"update {i}", 600, ended[i])) for i in range(6)]
-    for client in clients:
-        client.start()
-    time.sleep(1)
+    clients = start_streams(cluster.url, "update", 600, ended)
     before = cluster.workers()
     command = [sys.executable, "-m", "engine.replicas", "--replicas", "2", "--address", cluster.address, *cluster.flags]
     update = subprocess.Popen([*command, "--max-num-seqs", "64"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -196,18 +205,14 @@ def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> No
     num_started = len(re.findall(STARTED, cluster.log()))
     has_overlapped = False
     while update.poll() is None:
-        is_replacing = len(re.findall(STARTED, cluster.log())) > num_started  # what was there before has begun to go
+        is_replacing = len(re.findall(STARTED, cluster.log())) > num_started  # the old replicas have begun to stop
         has_overlapped |= is_replacing and any(client.is_alive() for client in clients)
         session = {"x-session-id": f"short {len(statuses)}"}
         statuses.append(cluster.client.post("/v1/chat/completions", json=chat_body("Hello"), headers=session).status_code)
-        time.sleep(0.1)
     said = update.communicate()[0]
     for client in clients:
-        client.join(90)
+        client.join()
     assert update.returncode == 0, said
     assert [outcome[0] for outcome in ended] == ["whole"] * 6
     assert has_overlapped and len(statuses) > 10 and set(statuses) == {200}
-    deadline = time.monotonic() + REPLACE_S
-    while set(before) & set(cluster.workers()):
-        assert time.monotonic() < deadline, "the old replicas stay"
-        time.sleep(0.2)
+    eventually(lambda: not set(before) & set(cluster.workers()), "the end of the old replicas", GUARD_S)

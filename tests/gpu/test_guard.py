@@ -5,7 +5,6 @@ import base64
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +16,7 @@ from PIL import Image
 from bench.client import text_of
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, image_part, picture, role_of, serve, text_part
+from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.media_corpus import CORPUS
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
@@ -26,7 +26,6 @@ AT_ONCE = 8
 SPARE_BYTES = 16 << 20
 LARGE = 4096  # pixels a side: 48 MiB as RGB
 LONG = 12_000  # tokens of a prompt: more than has a graph
-NOTICED_S = 10
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +100,8 @@ def test_a_worker_that_stands_still_is_noticed_and_goes_on(engine: Engine) -> No
     worker = next(pid for pid in engine.children if role_of(pid) == "worker")
     os.kill(worker, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + NOTICED_S
-        while httpx.get(f"{engine.url}/health").status_code == 200:
-            assert time.monotonic() < deadline, "nobody noticed"
-            time.sleep(0.2)
+        eventually(lambda: httpx.get(f"{engine.url}/health", timeout=HANG_GUARD_S).status_code != 200, "an unhealthy engine")
     finally:
         os.kill(worker, signal.SIGCONT)
-    deadline = time.monotonic() + NOTICED_S
-    while httpx.get(f"{engine.url}/health").status_code != 200:
-        assert time.monotonic() < deadline, "what goes on is not seen to"
-        time.sleep(0.2)
+    eventually(lambda: httpx.get(f"{engine.url}/health", timeout=HANG_GUARD_S).status_code == 200, "a healthy engine")
     assert_well(engine)
