@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.serving import ROOT, SMALL
+from tests.eventually import HANG_GUARD_S
 from tests.unit.engine.test_working_directory import DECOY, NAMES
 
 pytestmark = pytest.mark.packaging
@@ -53,6 +54,6 @@ def test_the_installed_command_serves_the_demo(installed: Path, tmp_path: Path) 
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     finally:
         process.send_signal(signal.SIGTERM)
-        code = process.wait(30)
+        code = process.wait(HANG_GUARD_S)
     assert page.status_code == 200 and answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
     assert code == 0 and str(ROOT) not in (tmp_path / "log").read_text()
