@@ -27,9 +27,9 @@ MUTATIONS = (
     # Images and positions: wrong answers without an error.
     Mutation(
         "images of one pass are swapped",
-        "models/decoders/qwen3_vl.py",
-        "parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)",
-        "parts = levels.split([self.config.geometry.num_tokens(grid) for grid in grids], dim=1)[::-1]",
+        "models/vision/encoder.py",
+        "return [part.clone(memory_format=torch.contiguous_format) for part in parts]",
+        "return [part.clone(memory_format=torch.contiguous_format) for part in parts[::-1]]",
         ("tests/unit/models/test_parity.py", "tests/unit/models/vision"),
     ),
     Mutation(
@@ -245,8 +245,8 @@ MUTATIONS = (
     Mutation(
         "a region is one unit short",
         "engine/arena.py",
-        "            if self._free_ends[i] - start >= need:",
-        "            if self._free_ends[i] - start >= need - ALIGNMENT:",
+        "for start, end in ranges if end - start >= need), None)",
+        "for start, end in ranges if end - start >= need - ALIGNMENT), None)",
         ("tests/unit/engine/test_arena.py",),
     ),
     Mutation(
