@@ -180,12 +180,19 @@ class Growing:
         )  # fmt: skip
 
 
+def _joined(pieces: list[str]) -> str:
+    """Join pieces of text, also in the list itself, so that the next call joins only what has come since."""
+    if len(pieces) > 1:
+        pieces[:] = ["".join(pieces)]
+    return pieces[0] if pieces else ""
+
+
 def _completion(choice: Choice) -> CompletionOutput:
     return CompletionOutput(
         index=choice.index,
-        text="".join(choice.content),
-        reasoning="".join(choice.reasoning),
-        tool_calls=[ToolCall(call.id, call.name, call.arguments) for call in choice.calls],
+        text=_joined(choice.content),
+        reasoning=_joined(choice.reasoning),
+        tool_calls=[ToolCall(call.id, call.name, _joined(call.pieces)) for call in choice.calls],
         logprobs=list(choice.logprobs) or None,
         token_ids=list(choice.token_ids),
         num_tokens=choice.usage.num_generated,
