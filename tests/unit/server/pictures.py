@@ -98,7 +98,6 @@ DECODED = {
     "16 bit": sixteen_bit(),
     "animated gif": animation("GIF"),
     "animated webp": animation("WEBP"),
-    "interlaced": save(pixels(), "PNG", interlace=True),
     "1x1": save(pixels(1, 1), "PNG"),
 }
 
