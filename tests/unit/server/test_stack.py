@@ -4,7 +4,6 @@ import base64
 import json
 import os
 
-import httpx
 import openai
 import pytest
 from PIL import Image
@@ -263,7 +262,7 @@ def test_other_routes(stack: Stack) -> None:
 
 def test_metrics_count_what_happened(stack: Stack) -> None:
     """Red if a metric that operators watch disappears or stops counting."""
-    before = _metrics(stack.http)
+    before = metrics_of(stack)
     stack.chat("x", temperature=-1)
     stack.scheduler.script = hold
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -273,7 +272,7 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
         rid = stack.scheduler.requests[-1].rid
         stack.scheduler.send([RequestOutput(rid, [65], "stop")], [rid])
         assert "data: [DONE]" in [*lines]
-    after = _metrics(stack.http)
+    after = metrics_of(stack)
     for name in (
         'engine_responses_total{status="200"}', 'engine_responses_total{status="400"}', 'engine_finished_requests_total{reason="stop"}',
         "engine_time_to_first_token_seconds_count", "engine_inter_token_seconds_count", 'engine_stage_seconds_count{stage="prepare"}',
@@ -282,7 +281,7 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
     assert after["engine_steps_total"] > 0 and "engine_num_running" in after and "engine_prefix_cache_hit_rate" in after
 
 
-def _metrics(http: httpx.Client) -> dict[str, float]:
-    lines = [line for line in http.get("/metrics").text.split("\n") if line and not line.startswith("#")]
+def metrics_of(stack: Stack) -> dict[str, float]:
+    lines = [line for line in stack.http.get("/metrics").text.split("\n") if line and not line.startswith("#")]
     values = (line.rsplit(" ", 1) for line in lines)
     return {name.replace('model_name="test-model",', "").replace('{model_name="test-model"}', ""): float(value) for name, value in values}

@@ -24,7 +24,7 @@ from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, StackOf, answer_ids, hold_silently
 from tests.unit.server.test_direct import large_image
-from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
+from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri
 
 
 def test_every_answer_has_an_id(stack: Stack) -> None:
@@ -318,18 +318,13 @@ def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -
 
 def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
     """Red if requests that generate nothing are no answers to operators, or if their errors are no refusals."""
-
-    def totals() -> dict[str, float]:
-        families = text_string_to_metric_families(stack.http.get("/metrics").text)
-        samples = [sample for family in families for sample in family.samples if sample.name.endswith("_total")]
-        return {value: sample.value for sample in samples for label, value in sample.labels.items() if label in ("status", "reason")}
-
-    before = totals()
+    before = metrics_of(stack)
     for data, status in ((PLAIN["4:2:0"], 200), (b"bad", 422)):
         body = {"messages": [{"role": "user", "content": [image(uri(data))]}]}
         assert stack.http.post("/tokenize", json=body).status_code == status
-    after = totals()
-    assert all(after[name] == before.get(name, 0) + 1 for name in ("200", "422", "invalid_image"))
+    after = metrics_of(stack)
+    for name in ('responses_total{status="200"}', 'responses_total{status="422"}', 'refused_requests_total{reason="invalid_image"}'):
+        assert after[f"engine_{name}"] == before.get(f"engine_{name}", 0) + 1, name
 
 
 def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
