@@ -103,7 +103,7 @@ def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
         assert float((ours - expected).norm() / expected.norm()) < 1.5e-2
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.extended), 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
     start_ranks(worker, size, tiny_folder, tmp_path)
     expected = all_logits(tiny)
@@ -113,7 +113,7 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("size", "is_sparse", "whole"), [pytest.param(2, False, False, marks=pytest.mark.extended), (4, True, False), (2, True, True)]
+    ("size", "is_sparse", "whole"), [pytest.param(2, False, False, marks=pytest.mark.nightly), (4, True, False), (2, True, True)]
 )
 def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_sparse: bool, whole: bool) -> None:
     """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""

@@ -111,7 +111,7 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_embeddings_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
     """Red if a patch, a head, a level or a part gets lost on its way between ranks, or a picture that cannot be read stops them."""
     start_ranks(worker, size, tiny_folder, tmp_path)

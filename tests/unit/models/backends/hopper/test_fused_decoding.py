@@ -33,8 +33,8 @@ def slots_of(step: Step, page: int) -> torch.Tensor:
     return step.layout.pages[step.layout.page_indptr_cpu[:-1].long() + last // page].long() * page + last % page
 
 
-@pytest.mark.parametrize("lengths", [[1], [16], [17], [700], [9, 40, 1]])
-def test_rows(torch_kernels: None, lengths: list[int]) -> None:
+def test_rows(torch_kernels: None) -> None:
+    lengths = [9, 16, 17, 700, 1]
     step = Step.build(lengths, heads=(4, 2), head_dim=128)
     backend = FusedDecoding([step.pool], 4, len(lengths), max_pages=100)
     assert isinstance(backend, FusedAttention)

@@ -1,9 +1,8 @@
-"""The plan of our attention of tiles, on its own and through the kernel's arithmetic in torch; the kernels themselves are tested on GPUs.
+"""The plan of our attention of tiles. `test_attention.py` runs it with torch in place of the kernel; the kernels are tested on GPUs.
 
 Red when a tile leaves out a token or a key, takes one twice or one too many, names a wrong page, or when blocks get unequal work.
 """
 
-import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.cache.layout import AttentionLayout
-from models.kernels.hopper import tile_plan
 from models.kernels.hopper.tile_plan import TILES_TO_START, cut_round, deal, max_items, num_blocks_of, plan_items
 from models.kernels.units import max_token_groups, token_groups
 from models.kernels.varlen import varlen_tiles
@@ -119,60 +117,6 @@ def test_rounds_go_back_and_forth() -> None:
     assert deal(11, 4).tolist() == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10]
     assert deal(8, 4).tolist() == [3, 2, 1, 0, 4, 5, 6, 7]
     assert deal(3, 4).tolist() == [0, 1, 2] and deal(0, 4).tolist() == []
-
-
-def attend(step: Step, tile_rows: int, tile_keys: int, num_blocks: int) -> tuple[torch.Tensor, int]:
-    """`prefill_attention.cu`, step by step: tiles of rows, tiles of keys from the last to the first, parts merged when all are there.
-
-    What it does not write is NaN. Also returns the greatest number of parts.
-    """
-    layout, (k_pool, v_pool) = step.layout.prefill_rows(), step.pool
-    page_size, kv_heads, head_dim = k_pool.shape[1:]
-    group = step.q.shape[1] // kv_heads
-    items = plan_items(token_groups(layout, tile_rows // group), kv_heads, tile_keys, num_blocks)
-    out, parts = torch.full_like(step.q, torch.nan), {}
-    row_tokens = torch.arange(tile_rows) // group
-    for first, count, page_offset, end, head, first_tile, end_tile, _, first_part, part, num_parts, _ in items[1:].tolist():
-        if end_tile == 0:
-            continue
-        heads = slice(head * group, (head + 1) * group)
-        q = torch.zeros(tile_rows, head_dim)
-        inside = step.q[first : first + tile_rows // group, heads].flatten(0, 1)
-        q[: len(inside)] = inside
-        top, total, values = torch.full((tile_rows, 1), -1e30), torch.zeros(tile_rows, 1), torch.zeros(tile_rows, head_dim)
-        visible = end - count + 1 + row_tokens
-        for tile in reversed(range(first_tile, end_tile)):
-            key = tile * tile_keys + torch.arange(tile_keys)
-            pages = layout.pages[page_offset + key.clamp(max=end - 1) // page_size].long()
-            scores = q @ k_pool[pages, key % page_size, head].T * head_dim**-0.5
-            if tile == end_tile - 1 or tile >= (end - count + 1) // tile_keys:
-                scores = scores.where(key[None, :] < visible[:, None], -math.inf)
-            new_top = torch.maximum(top, scores.amax(1, keepdim=True))
-            weights, shrink = (scores - new_top).exp(), (top - new_top).exp()
-            total, values = total * shrink + weights.sum(1, keepdim=True), values * shrink + weights @ v_pool[pages, key % page_size, head]
-            top = new_top
-        parts[first_part, part] = top, total, values
-        members = [parts.get((first_part, i)) for i in range(num_parts)]
-        if num_parts > 1 and None not in members:
-            tops, totals, sums = (torch.stack(x) for x in zip(*members, strict=True))
-            shrink = (tops - tops.amax(0)).exp()
-            total, values = (totals * shrink).sum(0), (sums * shrink).sum(0)
-        if None not in members:
-            out[first : first + count, heads] = (values / total)[: count * group].view(count, group, head_dim)
-    return out, int(items[:, 10].max())
-
-
-@pytest.mark.parametrize(("heads", "num_blocks"), [((2, 2), 50), ((4, 2), 25), ((8, 2), 50), ((16, 1), 50)])
-@pytest.mark.parametrize("page", [8, 16, 64])
-def test_the_kernels_arithmetic(heads: tuple[int, int], num_blocks: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 32 rows and 8 keys, so that rows begin and end anywhere in them, and some are cut; decode rows behind are left alone."""
-    monkeypatch.setattr(tile_plan, "TILES_TO_START", 0)  # small as they are, cutting them pays
-    monkeypatch.setattr(tile_plan, "TILES_TO_MERGE", 0)
-    tokens, lengths = [1, 37, 0, 100, 33, 0, 64], [1, 37, 0, 300, 200, 50, 65]
-    step = Step.build(lengths, heads, page=page, tokens=tokens).with_finite_values()
-    (ours, num_parts), expected = attend(step, tile_rows=32, tile_keys=8, num_blocks=num_blocks), step.expected()
-    assert not ours.isnan().any() and num_parts > 1
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_items_are_those_of_prefill_rows() -> None:
