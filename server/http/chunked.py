@@ -3,7 +3,8 @@
 import re
 
 MAX_LINE_BYTES = 1 << 12  # of a chunk's size with its extensions, and of a trailer
-SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\r\n]*)?\r\n")
+MAX_TRAILER_BYTES = 1 << 16  # of all trailers
+SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\r\n]{0,4000})?\r\n")
 
 
 class BadChunk(ValueError):
@@ -11,7 +12,7 @@ class BadChunk(ValueError):
 
 
 class LineTooLong(ValueError):
-    """A size line or a trailer exceeds MAX_LINE_BYTES."""
+    """A size line or a trailer exceeds MAX_LINE_BYTES, or the trailers MAX_TRAILER_BYTES."""
 
 
 class ChunkedDecoder:
@@ -24,6 +25,7 @@ class ChunkedDecoder:
         self._line = bytearray()  # of the framing, not complete yet
         self._is_in_chunk = False  # the next line ends a chunk
         self._is_in_trailers = False
+        self._num_trailer_bytes = 0
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Return the payload in `data` and the number of bytes that belong to the body. BadChunk or LineTooLong."""
@@ -38,6 +40,9 @@ class ChunkedDecoder:
             elif self._is_in_chunk and not self._line and data.startswith(b"\r\n", position):
                 self._is_in_chunk = False
                 position += 2
+            elif not (self._line or self._is_in_chunk or self._is_in_trailers) and (line := SIZE.match(data, position)):
+                self._begin_chunk(int(line[1], 16))
+                position = line.end()
             else:
                 position = self._read_line(data, position)
         return b"".join(pieces), position
@@ -60,11 +65,15 @@ class ChunkedDecoder:
         is_empty = line == b"\r\n"
         if self._is_in_trailers and line.endswith(b"\r\n"):
             self.is_complete = is_empty
+            self._num_trailer_bytes += len(line)
+            if self._num_trailer_bytes > MAX_TRAILER_BYTES:
+                raise LineTooLong
         elif self._is_in_chunk and is_empty:
             self._is_in_chunk = False
         elif self._is_in_trailers or self._is_in_chunk or not (match := SIZE.fullmatch(line)):
             raise BadChunk
         else:
-            self._left = int(match[1], 16)
-            self._is_in_chunk = self._left > 0
-            self._is_in_trailers = not self._left
+            self._begin_chunk(int(match[1], 16))
+
+    def _begin_chunk(self, size: int) -> None:
+        self._left, self._is_in_chunk, self._is_in_trailers = size, size > 0, size == 0

@@ -263,7 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             payload, size = self._chunked.feed(data)
         except LineTooLong:
-            self._refuse(431, "An extension of a chunk or a trailer is too long.")
+            self._refuse(431, "The trailers or an extension of a chunk are too large.")
             return b""
         except BadChunk:
             self._refuse(400, "The request's chunks are malformed.")
