@@ -19,6 +19,7 @@ from engine.ipc import die_with_parent, settle_heap
 
 LENGTH_BYTES = 4
 MAX_CLIENTS = 1024  # whose use of a helper is remembered
+WALL_S = 60.0  # of a child: only a busy machine takes so long for the CPU time that it has
 START_S = 120.0  # importing takes seconds on a busy machine
 FORK = multiprocessing.get_context("fork")
 
@@ -128,7 +129,7 @@ class Turns:
             self._used.clear()
 
 
-def answer_in_child(work: Callable[[], bytes], cpu_seconds: float, wall_seconds: float) -> bytes:
+def answer_in_child(work: Callable[[], bytes], cpu_seconds: float, wall_seconds: float = WALL_S) -> bytes:
     """Fork a child and return its answer. Call it in a helper, which must not have threads. The child has ended when this function returns.
 
     Raises TimeoutError if the child exceeds its limit of CPU time, ChildStopped, or EOFError if the child ends by itself without an answer.

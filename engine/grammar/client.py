@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from engine.helper import Helper, HelperDied, Turns
+from engine.helper import WALL_S, Helper, HelperDied, Turns
 from engine.params import Grammar
 
 QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
-WALL_FACTOR = 10  # wall-clock time per CPU time: compilers have the lowest priority
 GRACE_S = 10.0  # for a process that ends its compilation in time
 SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
@@ -21,7 +20,6 @@ ENTRY_BYTES = 1 << 12  # beside its data
 class Question(msgspec.Struct, frozen=True, array_like=True):
     grammar: Grammar
     cpu_seconds: float
-    wall_seconds: float
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -56,10 +54,9 @@ class Lane:
 
     async def ask(self, grammar: Grammar) -> Compiled:
         """In a turn."""
-        wall_seconds = WALL_FACTOR * self._seconds
-        question = msgspec.msgpack.encode(Question(grammar, self._seconds, wall_seconds))
+        question = msgspec.msgpack.encode(Question(grammar, self._seconds))
         try:
-            return msgspec.msgpack.decode(await self.helper.ask(question, wall_seconds + GRACE_S), type=Compiled)
+            return msgspec.msgpack.decode(await self.helper.ask(question, WALL_S + GRACE_S), type=Compiled)
         except (TimeoutError, HelperDied):
             return Compiled(is_stopped=True)
 

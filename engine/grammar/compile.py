@@ -65,7 +65,7 @@ def answer(compiler: xgrammar.GrammarCompiler, question: Question) -> bytes:
         return msgspec.msgpack.encode(compiled(compiler, question.grammar))
 
     try:
-        return answer_in_child(work, question.cpu_seconds, question.wall_seconds)
+        return answer_in_child(work, question.cpu_seconds)
     except TimeoutError:
         limit = f"{question.cpu_seconds:g} s CPU time (--grammar-timeout)"
         problem = Compiled(error=f"the grammar exceeds the compiler's limit of {limit}", is_late=True)

@@ -4,10 +4,10 @@ import contextlib
 
 import msgspec
 
-from engine.helper import Helper, HelperDied, Turns
+from engine.helper import WALL_S, Helper, HelperDied, Turns
 from engine.params import ChatPrompt
 from server.errors import RequestError
-from server.processor.renderer import WAIT_S, Answer, interrupted
+from server.processor.renderer import Answer, interrupted
 from server.processor.template import Rendered, Setting
 
 GRACE_S = 10.0  # for a process that ends its child in time
@@ -32,7 +32,7 @@ class RequestTemplates:
         question = msgspec.msgpack.encode(prompt)
         async with self._turns.take(client, len(question)):
             try:
-                answer = msgspec.msgpack.decode(await self._helper.ask(question, WAIT_S + GRACE_S), type=Answer)
+                answer = msgspec.msgpack.decode(await self._helper.ask(question, WALL_S + GRACE_S), type=Answer)
             except (TimeoutError, HelperDied):
                 raise interrupted() from None
         if answer.error is not None:
