@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -34,6 +33,7 @@ from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
+from models.decoders.make import make_model
 from models.kernels.backend import Backend
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.make import make_backend
@@ -192,8 +192,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     if (rounds or model_config.text.is_fp8) and not backend.has_float8:
         raise ValueError("float8 needs a GPU of compute capability 8.9 or newer")
     stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 or (rounds and is_dummy)))
-    module, _, name = stored.architecture.model.partition(":")
-    model: LanguageModel = vars(import_module(module))[name](stored, tp, backend, dtype)
+    model = make_model(stored, tp, backend, dtype)
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:

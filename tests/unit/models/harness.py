@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from models.checkpoint.names import Index
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch, VisualSlice
+from models.decoders.make import make_model
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.kernels.ops import StateRows
@@ -40,9 +40,7 @@ MAX_ROWS = 16
 
 def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
     """What the registry says, in float32 on the CPU, without values."""
-    module, _, name = config.architecture.model.partition(":")
-    model: Qwen3VL = vars(import_module(module))[name](config, tp, TORCH, torch.float32)
-    return model
+    return cast(Qwen3VL, make_model(config, tp, TORCH, torch.float32))
 
 
 def load(folder: Path, with_head: bool = False) -> Qwen3VL:

@@ -1,13 +1,17 @@
 """Which encodes get a graph: the policy of `TowerGraphs` without CUDA. Captured graphs are tested on GPUs."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from models.decoders.qwen3_vl import Qwen3VL
+from models.media.geometry import Grid
 from models.vision import graphs as module
 from models.vision.graphs import MAX_PATCHES_OF_ONE, SIGHTINGS, SIGHTINGS_WHEN_BUSY, Key, TowerGraph, TowerGraphs
+from tests.unit.models.harness import noise_image
 
 
 @pytest.fixture
@@ -61,3 +65,23 @@ def test_a_capture_without_memory_is_given_up(graphs: TowerGraphs, monkeypatch: 
     for _ in range(SIGHTINGS):
         replay(graphs, 1, 4)
     assert graphs.capture_one() and not graphs.capture_one() and replay(graphs, 1, 4) is None
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@torch.inference_mode()
+def test_replayed_embeddings_are_the_callers_own(tiny: Qwen3VL, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The engine caches and evicts each image alone. Red if an embedding is overwritten by the next replay, or keeps others' memory."""
+    images, grids = [noise_image(64, 96, seed=i) for i in range(count)], [(1, 4, 6)] * count
+    expected, shared = tiny.tower.encode(images, grids), torch.empty(0)
+
+    def replay(patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        nonlocal shared
+        shared = tiny.visual(patches_FPX, grids)
+        return shared
+
+    monkeypatch.setattr(tiny.tower, "_graphs", SimpleNamespace(replay=replay))
+    ours = tiny.tower.encode(images, grids)
+    shared.zero_()
+    for got, wanted in zip(ours, expected, strict=True):
+        assert got.equal(wanted) and got.is_contiguous()
+        assert got.untyped_storage().nbytes() == wanted.untyped_storage().nbytes() == got.nbytes
