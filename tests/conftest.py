@@ -3,12 +3,16 @@
 With `pytest -n 2`, tests that share a server run in one process, so that the server starts once. The groups are listed in `GROUPS`.
 """
 
+import functools
 import gc
 import itertools
+import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +31,7 @@ GROUPS = {"stack_of": "stack", "running_processes": "processes", "llm": "demo", 
 # Groups and files that take longest come first.
 FIRST = ("tests/test_static.py", "stack", "demo", "processes", "tiny", "tests/e2e/", "tests/unit/models/backends/portable/")
 LAST_USES = pytest.StashKey[list[str]]()
+GROUPS_FILE = pytest.StashKey[Path]()  # in which a worker of pytest-xdist tells the controller, which does not collect, each test's group
 
 SPEED = [HealthCheck.too_slow]  # a verdict on the machine
 settings.register_profile("gate", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SPEED)
@@ -81,10 +86,7 @@ def group_of(item: pytest.Item) -> str:
 
 
 def shared_by(nodeid: str) -> str:
-    """The group in a test's id, or else what its file shares: the GPU, the fixed ports of Ray's HAProxy, the clients' engine."""
-    name, _, group = nodeid.rpartition("@")
-    if name and re.fullmatch(r"\w+", group):
-        return group
+    """What a test's file shares with other files: the GPU, the fixed ports of Ray's HAProxy, the clients' engine, or nothing."""
     path = PurePosixPath(nodeid.partition("::")[0])
     if "clients" in path.parts and "schemathesis" not in path.name:
         return "clients"
@@ -93,7 +95,7 @@ def shared_by(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by group and by the servers that they share. pytest-xdist's scheduler sees only ids, so an id names the test's group."""
+    """Sort tests by group and by the servers that they share, and write down the groups if this is the first worker."""
     groups = {item: group_of(item) for item in items}
     order = {group: i for i, group in enumerate(dict.fromkeys(groups.values()))}
     first = {group: next((i for i, name in enumerate(FIRST) if group.startswith(name)), len(FIRST)) for group in order}
@@ -102,16 +104,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     last_users = {name: item for item in items for name in fixtures_of(item) if name in SHARED}
     for item in items:
         item.stash[LAST_USES] = [name for name, user in last_users.items() if user is item]
-        if hasattr(config, "workerinput") and groups[item] in GROUPS.values():
-            item._nodeid = f"{item.nodeid}@{groups[item]}"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Report ids that can be pasted into a command."""
-    name, _, group = report.nodeid.rpartition("@")
-    if group in GROUPS.values():
-        report.nodeid = name
+    worker: dict[str, str] = getattr(config, "workerinput", {})
+    if worker.get("workerid") == "gw0":
+        Path(worker["groups_file"]).write_text(json.dumps({item.nodeid: group for item, group in groups.items()}))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,9 +117,20 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         close_shared(*item.stash[LAST_USES])
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Close shared servers if the run was interrupted."""
     close_shared()
+    if GROUPS_FILE in session.config.stash:
+        session.config.stash[GROUPS_FILE].unlink()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give each worker of pytest-xdist the name of the file of groups."""
+    stash = node.config.stash
+    if GROUPS_FILE not in stash:
+        stash[GROUPS_FILE] = Path(tempfile.mkstemp(prefix="test-groups-", suffix=".json")[1])
+    node.workerinput["groups_file"] = str(stash[GROUPS_FILE])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -133,8 +139,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
+        @functools.cached_property
+        def _groups(self) -> dict[str, str]:
+            groups: dict[str, str] = json.loads(config.stash[GROUPS_FILE].read_text())
+            return groups
+
         def _split_scope(self, nodeid: str) -> str:
-            return shared_by(nodeid)
+            return self._groups[nodeid]
 
     config.option.loadscopereorder = False  # groups of few tests are often long
     return Scheduling(config, log)

@@ -89,6 +89,7 @@ def test_bad_bodies(tiny_engine: Engine) -> None:
         assert tiny_engine.text("Still well?"), name
 
 
+@pytest.mark.gate
 def test_the_other_pages(tiny_engine: Engine) -> None:
     """Red if a client that looks around finds nothing."""
     assert tiny_engine.client.get("/health").status_code == 200

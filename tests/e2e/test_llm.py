@@ -98,6 +98,7 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
     assert output.outputs[0].text == "472" and output.prompt_token_ids == outputs[0].prompt_token_ids
 
 
+@pytest.mark.gate
 def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
     """Red if a video is taken for a picture, or if its file and its frames are lost on the way."""
     frames = [picture(seed, 64, 64) for seed in range(4)]

@@ -39,6 +39,7 @@ def unit(hidden: torch.Tensor, size: int | None = None) -> np.ndarray[Any, Any]:
     return part / np.linalg.norm(part)
 
 
+@pytest.mark.gate
 def test_embeddings_of_texts(tiny_engine: Engine, reference: Reference) -> None:
     """Red if the template, the pooled token, the norm or the order of inputs is another, or if a cached prefix changes numbers."""
     texts = ["What is this?", "Something else, much longer. " * 20, "What is this?"]

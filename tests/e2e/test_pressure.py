@@ -76,6 +76,7 @@ def test_a_mixed_stress_leaves_nothing() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.gate
 def test_a_prompt_that_the_pool_never_holds(tight: Engine) -> None:
     """Red if the reported length, or the error of a longer prompt, ignores a small KV pool."""
     limit = tight.client.get("/v1/models").json()["data"][0]["max_model_len"]

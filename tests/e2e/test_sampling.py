@@ -35,6 +35,7 @@ def test_answers_follow_a_schema_among_free_ones(tight: Engine) -> None:
     assert [ask(tight, **fields) for fields in settings] == answers[:8]
 
 
+@pytest.mark.gate
 def test_a_wrong_grammar_is_the_clients_error(demo: Engine) -> None:
     """Red if a schema that cannot be compiled is anything but HTTP 400, or harms the next request."""
     wrong = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "nonsense"}}}

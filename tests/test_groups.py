@@ -1,0 +1,85 @@
+"""`tests/conftest.py`: which files are collected, and which tests run in one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import may_be_selected, shared_by
+from tests.shared import close_shared, shared
+
+ROOT = Path(__file__).parents[1]
+GATE = "gate or not (e2e or kernels)"
+TESTS = """
+import pytest
+
+@pytest.fixture
+def stack_of(): pass
+
+@pytest.mark.parametrize("i", range(3))
+def test_alone(i): pass
+
+@pytest.mark.parametrize("i", range(3))
+def test_shared(i, stack_of): pass
+"""
+
+
+def test_users_of_a_server_and_tests_of_a_file_run_in_one_process(tmp_path: Path) -> None:
+    """Red if each process starts every server: pytest 9.2 once made xdist's groups ineffective without a message."""
+    for name in ("test_a.py", "test_b.py", "test_c.py"):
+        (tmp_path / name).write_text(TESTS)
+    unused = ("-p", "no:schemathesis", "-p", "no:langsmith_plugin")  # take seconds
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", "2", "-p", "tests.conftest", *unused]
+    output = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True).stdout
+    ran = re.findall(r"\[(gw\d)\].* PASSED .*(test_.\.py)::(\w+)", output)
+    assert len(ran) == 18, output
+    assert len({process for process, _, test in ran if test == "test_shared"}) == 1, output
+    assert len({(process, file) for process, file, test in ran if test == "test_alone"}) == 3, output
+
+
+def test_what_files_share() -> None:
+    """Red if two processes may use one GPU, the same ports, or two engines for the clients."""
+    assert shared_by("tests/gpu/test_moe.py::test_a[1-tests/x]") == shared_by("tests/gpu/test_guard.py::test_b") == "gpu"
+    assert shared_by("tests/e2e/test_replicas.py::test") == shared_by("tests/unit/engine/test_replicas.py::test")
+    assert shared_by("tests/clients/test_openai.py::test") == shared_by("tests/clients/test_litellm.py::test")
+    assert shared_by("tests/e2e/test_demo.py::test") != shared_by("tests/e2e/test_dp.py::test")
+
+
+@pytest.mark.parametrize(
+    ("source", "expression", "expected"),
+    [
+        ("def test(): pass", GATE, True),
+        ("def test(): pass", "e2e", False),
+        ("def test(): pass", "", True),
+        ("pytestmark = pytest.mark.e2e", GATE, False),
+        ("pytestmark = pytest.mark.e2e", "e2e and not gate", True),
+        ("pytestmark = pytest.mark.e2e\n\n@pytest.mark.gate\ndef test(): pass", GATE, True),
+        ("pytestmark = [\n    pytest.mark.timeout(9),\n    pytest.mark.e2e,\n]", GATE, False),
+        ("@pytest.mark.kernels\ndef test(): pass", GATE, True),
+        ("@pytest.mark.kernels\ndef test(): pass", "kernels", True),
+        ("from hypothesis import given", "nightly or hypothesis", True),
+    ],
+)
+def test_files_without_selected_tests_are_not_imported(source: str, expression: str, expected: bool) -> None:
+    """Red if a file is imported in vain, or if its tests are lost."""
+    assert may_be_selected(source, expression) == expected
+
+
+def test_a_shared_server_starts_once_and_can_be_closed() -> None:
+    """Red if a server starts for each test, or is not stopped."""
+    events: list[str] = []
+
+    class Server:
+        def __enter__(self) -> "Server":
+            events.append("start")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            events.append("stop")
+
+    assert shared("a server of this test", Server) is shared("a server of this test", Server)
+    close_shared("a server of this test", "another one")
+    assert events == ["start", "stop"]
