@@ -23,44 +23,44 @@ def is_clock(node: ast.AST) -> bool:
     return called(node) in CLOCKS or is_time
 
 
-def target_names(node: ast.AST) -> set[str]:
-    """Names and attributes that an assignment, or the `append` of a list, changes."""
+def assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """Pairs of target and value. Tuples are taken apart, and what is appended to a list is a value of the list."""
     if isinstance(node, ast.Assign):
-        targets: list[ast.expr] = node.targets
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-        targets = [node.target]
+        pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value) for target in node.targets]
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
+        pairs = [(node.target, node.value)]
     elif isinstance(node, ast.Call) and called(node) in ("append", "add") and isinstance(node.func, ast.Attribute):
-        targets = [node.func.value]
+        pairs = [(node.func.value, argument) for argument in node.args]
     else:
-        return set()
-    parts = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return {ast.unparse(part.value if isinstance(part, ast.Subscript) else part) for part in parts}
+        return []
+    found = []
+    for target, value in pairs:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            found += list(zip(target.elts, value.elts, strict=True))
+        else:
+            found += [(part, value) for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return found
 
 
 def measures(node: ast.AST, tainted: set[str]) -> bool:
     """Whether a value is a clock's, or comes by arithmetic from one or from a tainted name."""
     if is_clock(node) or (isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in tainted):
         return True
-    if isinstance(node, ast.Lambda):
+    if isinstance(node, ast.Lambda) or (isinstance(node, ast.Call) and called(node) not in ARITHMETIC):
         return False
-    if isinstance(node, ast.Call) and called(node) not in ARITHMETIC:
-        return any(is_clock(child) for argument in node.args for child in ast.walk(argument)) and called(node) in ("append", "add")
     return any(measures(child, tainted) for child in ast.iter_child_nodes(node))
 
 
 def tainted_names(function: Function) -> set[str]:
     """Names of a function that hold times of a clock."""
     tainted: set[str] = set()
+    pairs = [pair for node in ast.walk(function) for pair in assignments(node)]
     while True:
-        found = set(tainted)
-        for node in ast.walk(function):
-            value = node if isinstance(node, ast.Call) else getattr(node, "value", None)
-            if (names := target_names(node)) and isinstance(value, ast.AST):
-                values = value.args if isinstance(value, ast.Call) and called(value) in ("append", "add") else [value]
-                found |= names if any(measures(part, tainted) for part in values) else set()
-        if found == tainted:
+        targets = [target for target, value in pairs if measures(value, tainted)]
+        names = {ast.unparse(target.value if isinstance(target, ast.Subscript) else target) for target in targets}
+        if names <= tainted:
             return tainted
-        tainted = found
+        tainted |= names
 
 
 def fails(statement: ast.stmt) -> bool:
@@ -84,9 +84,15 @@ def is_short_sleep(node: ast.AST) -> bool:
     return not isinstance(seconds, int | float) or 0 < seconds < FOREVER_S
 
 
+def is_virtual(node: ast.AST) -> bool:
+    """Whether a test runs in an event loop with a clock of its own, which sleeps advance."""
+    return isinstance(node, Function) and any(isinstance(mark, ast.Name) and mark.id == "virtual" for mark in node.decorator_list)
+
+
 def violations(tree: ast.Module) -> list[int]:
     """Line numbers."""
-    lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and is_short_sleep(node)}
+    virtual = {inner for node in ast.walk(tree) if is_virtual(node) for inner in ast.walk(node)}
+    lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and is_short_sleep(node) and node not in virtual}
     functions = {node: tainted_names(node) for node in ast.walk(tree) if isinstance(node, Function)}
     timers = {node.name for node, tainted in functions.items() for part in ast.walk(node) if is_return_of(part, tainted)}
     for function, tainted in functions.items():
