@@ -1,15 +1,14 @@
 """Images of a large body are decoded while the rest of it arrives; however the request then ends, every region comes back exactly once."""
 
-import json
 import os
 from pathlib import Path
-
-import pytest
 
 from engine.messages import Region
 from server.http.body import Body
 from server.http.scan import Scanner
-from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer
+from tests.eventually import eventually
+from tests.unit.server.conftest import StackOf
+from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer, request_of, text_body
 from tests.unit.server.stack import MIB, Stack, hold
 from tests.unit.server.test_stack import image, uri
 
@@ -21,11 +20,9 @@ def images() -> list[bytes]:
 
 
 def ask(stack: Stack, body: bytes) -> tuple[int, dict[str, object]]:
-    connection = connect(stack)
-    connection.sendall(head_of(len(body)) + body)
-    answer = read_answer(connection)
-    connection.close()
-    return answer
+    with connect(stack) as connection:
+        connection.sendall(request_of(body))
+        return read_answer(connection)
 
 
 def is_decoded(stack: Stack, data: bytes) -> bool:
@@ -33,12 +30,12 @@ def is_decoded(stack: Stack, data: bytes) -> bool:
 
 
 def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
-    """Red if the processor hears of images only when the last byte is here, or of one that has not arrived."""
+    """Fails if the processor learns of images only when the last byte is here, or of one that has not arrived."""
     pictures = images()
     body = body_of(*pictures)
     connection = connect(stack)
     connection.sendall(head_of(len(body)) + body[: -MIB // 2])
-    stack.wait_until(lambda: all(is_decoded(stack, picture) for picture in pictures[:-1]))
+    eventually(lambda: all(is_decoded(stack, picture) for picture in pictures[:-1]), "the first images in the arena")
     assert not is_decoded(stack, pictures[-1])
     connection.sendall(body[-MIB // 2 :])
     assert read_answer(connection)[0] == 200
@@ -46,75 +43,56 @@ def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.99])
-def test_a_body_that_breaks_off_between_images(stack: Stack, share: float) -> None:
-    """Red if what was begun is lost, or given back while a thread still reads or writes it (fixture)."""
+def test_a_body_that_breaks_off_between_images(stack: Stack) -> None:
+    """Fails if what was begun is lost, or given back while a thread still reads or writes it (fixture)."""
     body = body_of(*images())
-    for _ in range(3):
-        connection = connect(stack)
-        connection.sendall(head_of(len(body)) + body[: int(share * len(body))])
-        connection.close()
+    for share in (0.3, 0.6, 0.99):
+        for _ in range(3):
+            with connect(stack) as connection:
+                connection.sendall(head_of(len(body)) + body[: int(share * len(body))])
 
 
-@pytest.mark.parametrize(
-    ("change", "status"),
-    [
-        (lambda body: body[:-1] + b"!", 400),
-        (lambda body: body[:-1] + b', "model": "another"}', 404),
-        (lambda body: body[:-1] + b', "temperature": "hot"}', 400),
-        (lambda body: body.replace(b";base64,", b";base64,!", 1), 422),
-        (lambda body: body[:-1] + b', "user": "data:image/jpeg;base64,' + b"A" * 400_000 + b'"}', 200),
-        (lambda body: body[:-1] + b', "user": "data:image/jpeg;base64,' + b"!" * 400_000 + b'"}', 200),
-    ],
-)
-def test_a_body_that_is_refused_at_its_end(stack: Stack, change: object, status: int) -> None:
-    """Red if a refusal leaves regions behind, if an image that was begun is refused otherwise than one that was not, or if one that is no
-    image of the request makes it fail."""
-    assert callable(change)
-    assert ask(stack, change(body_of(*images())))[0] == status
-
-
-def test_media_that_are_no_images_of_the_request(stack: Stack) -> None:
-    """Red if the body of a request without images is given back twice, or not at all, because something in it looked like one."""
-    fields = {"messages": [{"role": "user", "content": "hi"}], "user": uri(large_image(700_000)), "metadata": {"padding": "x" * MIB}}
-    assert ask(stack, json.dumps(fields).encode())[0] == 200
+def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
+    """Fails if a refusal leaves regions behind, if an image that was begun is refused otherwise than one that was not, if something that
+    is no image of the request makes it fail, or if the body of a request without images is given back twice or not at all."""
+    body = body_of(*images()[:2])
+    no_image = b', "user": "data:image/jpeg;base64,'
+    for changed, status in (
+        (body[:-1] + b"!", 400),
+        (body[:-1] + b', "model": "another"}', 404),
+        (body[:-1] + b', "temperature": "hot"}', 400),
+        (body.replace(b";base64,", b";base64,!", 1), 422),
+        (body[:-1] + no_image + b"A" * 400_000 + b'"}', 200),
+        (body[:-1] + no_image + b"!" * 400_000 + b'"}', 200),
+        (text_body("hi", user=uri(large_image(700_000)), metadata={"padding": "x" * MIB}), 200),
+    ):
+        assert ask(stack, changed)[0] == status
 
 
 def test_a_client_that_leaves_when_it_has_sent_all(stack: Stack) -> None:
-    """Red if an abort right behind the Submit gives back what pool threads work on."""
+    """Fails if an abort that directly follows the Submit gives back what pool threads work on."""
     body = body_of(*images())
     stack.scheduler.script = hold
     for _ in range(5):
-        connection = connect(stack)
-        connection.sendall(head_of(len(body)) + body)
-        connection.close()
+        with connect(stack) as connection:
+            connection.sendall(request_of(body))
 
 
-def test_images_that_never_fit_are_still_a_413(model_folder: Path) -> None:
-    """Red if early decoding turns a lack of room into another error, or keeps what it has taken."""
-    stack = Stack(model_folder, processor_arena_bytes=2 * MIB)
-    try:
-        assert ask(stack, body_of(*images()))[0] == 413
-        assert stack.chat([image(uri(JPEG))]).status_code == 200
-        stack.settle()
-    finally:
-        stack.close()
-
-
-def test_a_full_queue_gives_back_what_was_begun(model_folder: Path) -> None:
-    """Red if a request that is refused after its images were begun leaves them, or its body, behind."""
-    stack = Stack(model_folder, max_queued_requests=1)
+def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> None:
+    """Fails if early decoding turns a lack of memory into another error than a 413, or if a request that is refused after its images were
+    begun, because the queue is full, leaves them or its body behind."""
+    stack = stack_of(model_folder, processor_arena_bytes=2 * MIB, max_queued_requests=1)
+    body = body_of(*images())
+    assert ask(stack, body)[0] == 413
+    assert stack.chat([image(uri(JPEG))]).status_code == 200
     stack.scheduler.script = hold
-    try:
-        with stack.http.stream("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "stream": True}):
-            assert ask(stack, body_of(*images()))[0] == 503
-        stack.settle()
-    finally:
-        stack.close()
+    with stack.http.stream("POST", "/v1/chat/completions", content=text_body(stream=True)):
+        assert ask(stack, body)[0] == 503
+    stack.recover()
 
 
 class Announced:
-    """A client table that only listens."""
+    """A table of clients that records what is announced."""
 
     def __init__(self) -> None:
         self.payloads: list[Region] = []
@@ -127,7 +105,7 @@ class Announced:
 
 
 def test_each_image_is_announced_once_and_whole() -> None:
-    """Red if a payload is announced before its last byte, twice, or beyond the limit on images."""
+    """Fails if a payload is announced before its last byte, twice, or beyond the limit on images."""
     data = body_of(*(os.urandom(3_000) for _ in range(5)))
     scanner, listener = Scanner("0" * 32, 100), Announced()
 

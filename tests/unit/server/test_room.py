@@ -1,62 +1,66 @@
-"""Whoever has to wait for room, and for how long. Red if somebody waits for ever, for nobody, or is not woken."""
+"""Requests that wait for memory of the processor's arena."""
 
 import asyncio
-import time
+from collections.abc import Callable
 
 import pytest
 
 from engine.arena import Arena, ArenaFull, create_memfd
-from server.processor import room as room_module
-from server.processor.room import Room
+from server.processor.room import TIMEOUT_S, Room
+from tests.unit.server.in_process import settle, virtual
 
 SIZE = 1 << 16
 
 
-def make(is_shared: bool = True) -> Room:
-    return Room(Arena(create_memfd("test", SIZE), SIZE), lambda: is_shared)
+def make(is_shared: Callable[[], bool] = lambda: True) -> Room:
+    return Room(Arena(create_memfd("test", SIZE), SIZE), is_shared)
 
 
-async def test_room_that_came_is_taken() -> None:
-    """Also if what came first was not enough."""
+@virtual
+async def test_memory_that_is_given_back_is_taken() -> None:
+    """Fails if a waiting request is not woken, also if the first memory that came back was not enough."""
     room = make()
     held = [room.take(SIZE // 2), room.take(SIZE // 2)]
     waiting = asyncio.create_task(room.take_patiently(SIZE))
     for region in held:
-        await asyncio.sleep(0.01)
+        await settle()
         assert not waiting.done()
         room.give_back(region)
     room.give_back(await waiting)
 
 
-async def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if room comes again and again, but never enough."""
-    monkeypatch.setattr(room_module, "TIMEOUT_S", 0.2)
-    room = make()
-    held = room.take(SIZE // 2)
+@virtual
+async def test_the_wait_ends() -> None:
+    """Fails if a request waits longer than the timeout, also if memory comes back again and again, but never enough."""
+    room, loop = make(), asyncio.get_running_loop()
+    held, started = room.take(SIZE // 2), loop.time()
     waiting = asyncio.create_task(room.take_patiently(SIZE))
-    start = time.monotonic()
-    while not waiting.done() and time.monotonic() < start + 2:
+    while loop.time() < started + TIMEOUT_S - 0.5:
+        assert not waiting.done()
         room.give_back(room.take(1))
-        await asyncio.sleep(0.01)
-    assert isinstance(waiting.exception(), ArenaFull) and time.monotonic() - start < 1
+        await asyncio.sleep(0.4)
+    await asyncio.sleep(1)
+    assert isinstance(waiting.exception(), ArenaFull)
     room.give_back(held)
 
 
-async def test_nobody_waits_who_is_alone() -> None:
-    room = make(is_shared=False)
-    held = room.take(SIZE)
-    start = time.monotonic()
+@virtual
+async def test_a_request_that_is_alone_does_not_wait() -> None:
+    """Fails if a request waits although no other one can give memory back."""
+    room, loop = make(is_shared=lambda: False), asyncio.get_running_loop()
+    held, started = room.take(SIZE), loop.time()
     with pytest.raises(ArenaFull):
         await room.take_patiently(SIZE)
-    assert time.monotonic() - start < 1
+    assert loop.time() == started
     room.give_back(held)
 
 
-async def test_one_that_is_cancelled_takes_nothing() -> None:
+@virtual
+async def test_a_cancelled_request_takes_nothing() -> None:
     room = make()
     held = room.take(SIZE)
     waiting = asyncio.create_task(room.take_patiently(SIZE))
-    await asyncio.sleep(0.01)
+    await settle()
     waiting.cancel()
     await asyncio.wait([waiting])
     room.give_back(held)
