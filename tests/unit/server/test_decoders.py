@@ -1,11 +1,11 @@
-"""Large images: processes that decode them, what they may take together, and pixels that are those of the worker's own arithmetic."""
+"""Large images: processes that decode them, what they may take together, and pixels equal to those of the worker's arithmetic."""
 
 import asyncio
 import base64
 import io
+import itertools
 import os
 import signal
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ from server.errors import RequestError
 from server.processor import decoders
 from server.processor.decoders import Budget
 from server.processor.inspect import Allowance, Header
+from tests.eventually import HANG_GUARD_S, eventually_async
+from tests.unit.server.in_process import virtual
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import jpeg, pixels, save
 
@@ -33,31 +35,30 @@ def patches(checkpoint: Checkpoint, rgb: np.ndarray, grid: tuple[int, int, int])
     return out
 
 
-@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("TIFF", {}), ("PNG", {"exif": 6}), ("JPEG", {"progressive": True, "exif": 8})])
-async def test_an_image_that_is_made_smaller_here_is_the_workers(
-    checkpoint: Checkpoint, loading: Loading, kind: str, options: dict[str, object]
-) -> None:
-    """Red if who resizes decides what the model sees, or if a turned image is made smaller the wrong way round."""
-    exif = Image.Exif()
-    exif[0x0112] = options.get("exif", 1)
-    data = save(LARGE, kind, **{**options, "exif": exif})
-    upright = Image.open(io.BytesIO(data))
-    turned = {6: Image.Transpose.ROTATE_270, 8: Image.Transpose.ROTATE_90}.get(exif[0x0112])
-    expected = np.asarray((upright.transpose(turned) if turned is not None else upright).convert("RGB"))
-    for encoding in ("rgb", "file"):
-        image = await loading.load(MediaRef(loading.body(base64.b64encode(data)).payload, max_pixels=SMALL_AREA))
-        assert image.source.encoding == encoding
-        if encoding == "file":
-            await image.make_pixels()
-        source = image.source
-        assert source.height * source.width <= SMALL_AREA
-        small = np.frombuffer(loading.bytes_of(image), np.uint8).reshape(source.height, source.width, 3)
-        assert torch.equal(patches(checkpoint, small, image.grid), patches(checkpoint, expected, image.grid))
-        await loading.release()
+async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Checkpoint, loading: Loading) -> None:
+    """Fails if who resizes decides what the model sees, or if a turned image is made smaller the wrong way round."""
+    for kind, orientation, options in (("PNG", 1, {}), ("TIFF", 1, {}), ("PNG", 6, {}), ("JPEG", 8, {"progressive": True})):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = save(LARGE, kind, **options, exif=exif)
+        upright = Image.open(io.BytesIO(data))
+        turned = {6: Image.Transpose.ROTATE_270, 8: Image.Transpose.ROTATE_90}.get(orientation)
+        expected = np.asarray((upright.transpose(turned) if turned is not None else upright).convert("RGB"))
+        for encoding in ("rgb", "file"):
+            image = await loading.load(MediaRef(loading.body(base64.b64encode(data)).payload, max_pixels=SMALL_AREA))
+            assert image.source.encoding == encoding
+            if encoding == "file":
+                await image.make_pixels()
+            source = image.source
+            assert source.height * source.width <= SMALL_AREA
+            small = np.frombuffer(loading.bytes_of(image), np.uint8).reshape(source.height, source.width, 3)
+            same = torch.equal(patches(checkpoint, small, image.grid), patches(checkpoint, expected, image.grid))
+            assert same, (kind, orientation, encoding)
+            await loading.release()
 
 
 async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a plain JPEG of any size is decoded within a step, which everybody waits for."""
+    """Fails if a plain JPEG of any size is decoded within a step, which all requests wait for."""
     monkeypatch.setattr("server.processor.inspect.MAX_JPEG_PIXELS", 700 * 900 - 1)
     made = Loading(checkpoint)
     assert (await made.load_bytes(jpeg(LARGE))).source.encoding == "rgb"
@@ -65,36 +66,51 @@ async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, mo
     await made.close()
 
 
-@pytest.mark.parametrize(("is_killed", "words"), [(False, "longer than 1 s"), (True, "cannot be decoded")])
-async def test_a_decoder_may_be_ended(checkpoint: Checkpoint, is_killed: bool, words: str) -> None:
-    """Red if an image that takes for ever does so, if a decoder that died fails anything but its image, or if none comes in its place."""
-    made = Loading(checkpoint, decode_timeout=1)
-    await made.load_bytes(save(LARGE, "PNG"))
+async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
+    """Fails if an image may take for ever, if a decoder that ended fails anything but its image, if one that ended while it was idle fails
+    the next image, if an image whose client left is decoded on, or if no other decoder comes in its place."""
+    made = Loading(checkpoint, decode_timeout=HANG_GUARD_S)
+    decoders, pool = made.tools.decoders, made.tools.decoders._pool
+    heights = itertools.count(700)  # known images are not decoded again
+
+    def new_image() -> MediaRef:
+        return made.body(base64.b64encode(save(pixels(next(heights), 900), "PNG")))
+
+    async def when_busy() -> None:
+        await eventually_async(lambda: len(pool._idle) < len(pool._all), "a question to the stopped decoder")
+
+    async def check_the_next() -> None:
+        decoders._timeout = int(HANG_GUARD_S)
+        assert (await made.load(new_image())).source.encoding == "rgb"
+        await made.release()
+
+    await check_the_next()
     signal_to_all(made, signal.SIGSTOP)
-    loading = asyncio.create_task(made.refusal(made.body(base64.b64encode(save(pixels(701, 900), "PNG")))))
-    if is_killed:
-        await until(lambda: len(made.tools.decoders._pool._idle) < len(made.tools.decoders._pool._all))
-        signal_to_all(made, signal.SIGSEGV)
-        signal_to_all(made, signal.SIGCONT)
-    error = await loading
-    assert (error.info.status, words in error.info.message) == (422, True)
-    assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
-    await made.close()
-
-
-async def test_a_decoder_that_died_idle_is_no_fault_of_the_next_image(checkpoint: Checkpoint) -> None:
-    """Red if a client hears that its image is bad because something else has ended the decoder."""
-    made = Loading(checkpoint)
-    await made.load_bytes(save(LARGE, "PNG"))
+    decoders._timeout = 1
+    error = await made.refusal(new_image())
+    assert (error.info.status, "longer than 1 s" in error.info.message) == (422, True)
+    await check_the_next()
+    signal_to_all(made, signal.SIGSTOP)
+    refusal = asyncio.create_task(made.refusal(new_image()))
+    await when_busy()
+    signal_to_all(made, signal.SIGSEGV)
+    signal_to_all(made, signal.SIGCONT)
+    error = await refusal
+    assert (error.info.status, "cannot be decoded" in error.info.message) == (422, True)
+    await check_the_next()
     signal_to_all(made, signal.SIGKILL)
-    await until(lambda: all(helper._process is None or helper._process.returncode is not None for helper in made.tools.decoders._pool._all))
-    assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
+    await eventually_async(
+        lambda: all(helper._process is None or helper._process.returncode is not None for helper in pool._all), "the end of the decoders"
+    )
+    await check_the_next()
+    signal_to_all(made, signal.SIGSTOP)
+    left = asyncio.create_task(made.load(new_image()))
+    await when_busy()
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    await check_the_next()
     await made.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def signal_to_all(made: Loading, number: signal.Signals) -> None:
@@ -103,24 +119,8 @@ def signal_to_all(made: Loading, number: signal.Signals) -> None:
             os.kill(helper._process.pid, number)
 
 
-async def test_who_leaves_ends_the_decoding(checkpoint: Checkpoint) -> None:
-    """Red if a region is given back while a process may still write to it, or if a decoder works on for nobody."""
-    made = Loading(checkpoint)
-    await made.load_bytes(save(LARGE, "PNG"))
-    for helper in made.tools.decoders._pool._all:
-        if helper._process is not None:
-            os.kill(helper._process.pid, signal.SIGSTOP)
-    task = asyncio.create_task(made.load_bytes(save(pixels(701, 900), "PNG")))
-    await asyncio.sleep(0.3)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert (await made.load_bytes(save(pixels(702, 900), "PNG"))).source.encoding == "rgb"
-    await made.close()
-
-
 async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if memory that may not be used is waited for."""
+    """Fails if memory that may not be used is waited for."""
     monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint, max_decode_bytes=8 * 700 * 900 - 1)
     error = await made.refusal(made.body(base64.b64encode(save(LARGE, "PNG"))))
@@ -128,8 +128,9 @@ async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpo
     await made.close()
 
 
+@virtual
 async def test_memory_is_lent_in_the_order_of_asking() -> None:
-    """Red if decoders take more than the budget together, or if small ones pass a large one for ever."""
+    """Fails if decoders take more than the budget together, or if small ones pass a large one for ever."""
     budget, order = Budget(10), []
 
     async def use(name: str, amount: int) -> None:
@@ -145,7 +146,7 @@ async def test_memory_is_lent_in_the_order_of_asking() -> None:
 
 
 async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> None:
-    """Red if many images may have together what no single one may."""
+    """Fails if many images may have together what no single one may."""
     allowance = Allowance(100, 8)
     allowance.take(Header(True, 6, 10))
     allowance.take(Header(False, 4, 10))
