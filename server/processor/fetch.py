@@ -11,7 +11,6 @@ import os
 import re
 import socket
 import stat
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,12 +172,13 @@ class Fetcher:
     async def _read(self, response: aiohttp.ClientResponse, write: Write, max_bytes: int) -> None:
         if response.content_length is not None and response.content_length > max_bytes:
             raise too_large(max_bytes)
-        num_bytes, started = 0, time.monotonic()
+        num_bytes, loop = 0, asyncio.get_running_loop()
+        started = loop.time()
         async for piece in response.content.iter_chunked(READ_BYTES):
             num_bytes += len(piece)
             if num_bytes > max_bytes:
                 raise too_large(max_bytes)
-            if num_bytes < self._bytes_per_s * (time.monotonic() - started - GRACE_S):
+            if num_bytes < self._bytes_per_s * (loop.time() - started - GRACE_S):
                 raise TimeoutError
             write(piece)
 

@@ -1,6 +1,6 @@
-"""In a network of its own (`unshare -r -n -m`): fetches from a host whose real name server tells an outer address, then an inner one.
+"""Fetches from a host whose real name server returns an outer address, then an inner one. For `unshare -r -n -m`.
 
-Prints what came of each fetch and how often the inner server was asked.
+It prints how the fetches ended and how many requests each server got.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from server.errors import RequestError
 from server.processor.fetch import Fetcher
 
 OUTER, INNER, PORT = "8.8.8.8", "127.0.0.1", 8080
-NUM_FETCHES = 24
+NUM_FETCHES = 12
 
 
 def serve_names() -> None:
-    """Each question for an IPv4 address gets the next of the two, to be kept for no time."""
+    """Answer each question for an IPv4 address with the next of the two, with a lifetime of zero."""
     server, count = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0
     server.bind((INNER, 53))
 
