@@ -16,7 +16,7 @@ from engine.params import Grammar, OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]
-LARGE_BYTES = 1 << 18  # of a compiled grammar: rank 0 reads 20 MB/s
+LARGE_BYTES = 1 << 16  # of a compiled grammar: rank 0 reads 20 MB/s
 LOAD_S = 10.0
 XML_MARK = "<function="  # in a template: how the coder models write calls
 MAX_WHITESPACE = 1  # in a row, as models write JSON
