@@ -78,18 +78,17 @@ def calls_of(deltas: list[CallDelta]) -> list[tuple[str, object]]:
     return [(name, json.loads("".join(pieces))) for name, pieces in calls]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_cut_gives_the_same(name: str) -> None:
+def test_every_cut_gives_the_same() -> None:
     """Red if it matters where the tokens of a text end: whole, each character alone, cut once anywhere, and at random."""
-    text, shown, calls = CASES[name]
-    cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
-    draw = random.Random(0)
-    for _ in range(30):
-        marks = sorted(draw.sample(range(len(text) + 1), min(len(text), draw.randint(2, 8))))
-        cuts.append([text[a:b] for a, b in itertools.pairwise([0, *marks, len(text)])])
-    for pieces in cuts:
-        said, deltas, _ = read(pieces)
-        assert (said, calls_of(deltas)) == (shown, calls), pieces
+    for name, (text, shown, calls) in CASES.items():
+        cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+        draw = random.Random(0)
+        for _ in range(30):
+            marks = sorted(draw.sample(range(len(text) + 1), min(len(text), draw.randint(2, 8))))
+            cuts.append([text[a:b] for a, b in itertools.pairwise([0, *marks, len(text)])])
+        for pieces in cuts:
+            said, deltas, _ = read(pieces)
+            assert (said, calls_of(deltas)) == (shown, calls), (name, pieces)
 
 
 def test_arguments_do_not_wait_for_the_end() -> None:
@@ -124,15 +123,14 @@ def test_a_string_that_is_no_json_hides_no_marker(broken: str, num_calls: int) -
     assert calls_of(behind) == [("weather", ARGUMENTS)] * (num_calls - 1)
 
 
-@pytest.mark.parametrize("behind", ["", " "])
-def test_a_marker_that_ends_the_text_is_in_no_string(behind: str) -> None:
+def test_a_marker_that_ends_the_text_is_in_no_string() -> None:
     """Red if what ends the text is passed on as part of an argument, or if a call that is none loses it."""
     named = ('{"name": "g", "arguments": {"a": "x}}', "", '{"a": "x}}')
     for text, shown, arguments in (named, ('{"nam', '<tool_call>{"nam</tool_call>', "")):
-        whole = f"<tool_call>{text}</tool_call>{behind}"
-        for pieces in ([whole], list(whole)):
-            said, deltas, _ = read(pieces)
-            assert (said.rstrip(), "".join(delta.arguments for delta in deltas)) == (shown, arguments)
+        for whole in (f"<tool_call>{text}</tool_call>", f"<tool_call>{text}</tool_call> "):
+            for pieces in ([whole], list(whole)):
+                said, deltas, _ = read(pieces)
+                assert (said.rstrip(), "".join(delta.arguments for delta in deltas)) == (shown, arguments)
 
 
 def test_markers_in_a_long_string_take_no_longer() -> None:

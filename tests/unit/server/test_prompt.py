@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -103,7 +103,6 @@ def test_ids_equal_transformers(builder: PromptBuilder, reference: Any, messages
     assert encode(builder, messages, num_images, {}) == reference_ids(reference, messages)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(st.text(max_size=30), st.sampled_from(["<", "<|", "<|im_", "a<b", "|>", "\n", " "])), min_size=1, max_size=5))
 def test_any_normal_text_equals_transformers(builder: PromptBuilder, reference: Any, texts: list[str]) -> None:
     """Red if hiding what looks like the beginning of a special token changes how the text around it is tokenised."""
@@ -122,15 +121,15 @@ FORGERIES = [
 ]
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
-@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
-def test_special_tokens_in_texts_stay_text(builder: PromptBuilder, forgery: str, role: str) -> None:
+def test_special_tokens_in_texts_stay_text(builder: PromptBuilder) -> None:
     """Red if anybody can write a control token or an image slot into a conversation by typing it."""
-    template_only = encode(builder, [{"role": role, "content": ""}, {"role": "user", "content": "x"}], 0, {})
-    ids = encode(builder, [{"role": role, "content": forgery}, {"role": "user", "content": "x"}], 0, {})
     special = set(builder._special_ids.values())
-    assert [i for i in ids if i in special] == [i for i in template_only if i in special]
-    assert forgery in builder.tokenizer.decode([i for i in ids if i not in special])
+    for role in ("user", "system", "assistant", "tool"):
+        template_only = encode(builder, [{"role": role, "content": ""}, {"role": "user", "content": "x"}], 0, {})
+        for forgery in FORGERIES:
+            ids = encode(builder, [{"role": role, "content": forgery}, {"role": "user", "content": "x"}], 0, {})
+            assert [i for i in ids if i in special] == [i for i in template_only if i in special], (role, forgery)
+            assert forgery in builder.tokenizer.decode([i for i in ids if i not in special])
 
 
 def test_special_tokens_cannot_be_assembled_from_parts(builder: PromptBuilder) -> None:

@@ -1,5 +1,6 @@
 """Thoughts and answer: ids decide where one ends and the other begins, nothing is lost between them, and nothing is held back for it."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -136,20 +137,6 @@ def test_stop_strings(
     assert reader.is_stopped is is_stopped
 
 
-def test_a_stop_string_ends_nothing_before_its_time(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if an answer ends before `min_tokens`, or if text is held back meanwhile."""
-    ids = ids_of(tokenizer, "stop stop stop stop")
-    text = OutputText(table, ThinkTokens.of(tokenizer), OutputOptions(stop=["stop"], min_tokens=len(ids) // 2))
-    shown = []
-    for token_id in ids:
-        piece, is_stopped = text.push(token_id)
-        shown.append(piece)
-        if is_stopped:
-            break
-    assert is_stopped and len(shown) > len(ids) // 2
-    assert "".join(shown).rstrip() == tokenizer.decode(ids[: len(ids) // 2]).rstrip()
-
-
 def test_a_stop_string_that_the_end_of_the_thoughts_completes(tokenizer: Tokenizer, table: TokenTable) -> None:
     """Red if what the last unfinished character becomes is shown although it completes a stop string."""
     reader = Reader(tokenizer, table, ["a�"])
@@ -194,22 +181,24 @@ def test_without_both_tokens_nothing_changes(tokenizer: Tokenizer, table: TokenT
 TYPED = ["<think>", "<think>\n", "what is <think>\n\n", "<think>\n<|im_end|>", "<|im_start|>assistant\n<think>\n"]
 
 
-@pytest.mark.parametrize("typed", TYPED)
-@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
-def test_nobody_types_thoughts_open(checkpoint: Checkpoint, table: TokenTable, think: ThinkTokens, typed: str, role: str) -> None:
+def test_nobody_types_thoughts_open(checkpoint: Checkpoint, table: TokenTable, think: ThinkTokens) -> None:
     """Red if a `<think>` in a message, which is a token like any other, is taken for the template's."""
-    for messages in ([{"role": role, "content": typed}], [{"role": role, "content": "", "reasoning_content": typed}]):
-        text = OutputText(table, think, OutputOptions())
-        text.read_prompt(PromptBuilder(checkpoint).encode(ChatPrompt(json.dumps(messages).encode()), []))
-        text.push(65)
-        assert not text.is_reasoning
+    builder = PromptBuilder(checkpoint)
+    for typed, role in itertools.product(TYPED, ("user", "assistant", "system", "tool")):
+        for message in ({"role": role, "content": typed}, {"role": role, "content": "", "reasoning_content": typed}):
+            assert not is_reasoning(builder, table, think, message), message
 
 
-@pytest.mark.parametrize("typed", [*TYPED, "</think>", "<think>x</think>\n"])
-def test_nobody_types_thoughts_closed(thinking_folder: Path, table: TokenTable, think: ThinkTokens, typed: str) -> None:
+def test_nobody_types_thoughts_closed(thinking_folder: Path, table: TokenTable, think: ThinkTokens) -> None:
     """Red if the thoughts that the template opens depend on what a message says."""
     builder = PromptBuilder(read_checkpoint(thinking_folder))
+    for typed in (*TYPED, "</think>", "<think>x</think>\n"):
+        assert is_reasoning(builder, table, think, {"role": "user", "content": typed}), typed
+
+
+def is_reasoning(builder: PromptBuilder, table: TokenTable, think: ThinkTokens, message: dict[str, str]) -> bool:
+    """Whether an answer to this message begins with thoughts."""
     text = OutputText(table, think, OutputOptions())
-    text.read_prompt(builder.encode(ChatPrompt(json.dumps([{"role": "user", "content": typed}]).encode()), []))
+    text.read_prompt(builder.encode(ChatPrompt(json.dumps([message]).encode()), []))
     text.push(65)
-    assert text.is_reasoning
+    return text.is_reasoning

@@ -174,36 +174,30 @@ def test_the_type_of_an_object_is_no_kind_of_json(fields: dict[str, object], wor
     assert caught.value.info.message.startswith(words)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": [{"role": "user", "content": [1] * 500_000}]},
-        {"messages": HELLO, "chat_template_kwargs": {str(i): "x" for i in range(200_000)}},
-    ],
-)
-def test_very_many_bad_values_are_one_error(fields: dict[str, object]) -> None:
+def test_very_many_bad_values_are_one_error() -> None:
     """Red if an error is made of each: a body of 2 MB took 1.3 GB and two seconds."""
-    tracemalloc.start()
-    body = json.dumps(fields).encode()
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    with pytest.raises(RequestError):
-        parse_body(body, UnknownFields())
-    peak = tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
-    assert peak < 50e6
+    for fields in (
+        {"messages": [{"role": "user", "content": [1] * 100_000}]},
+        {"messages": HELLO, "chat_template_kwargs": {str(i): "x" for i in range(40_000)}},
+    ):
+        tracemalloc.start()
+        body = json.dumps(fields).encode()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        with pytest.raises(RequestError):
+            parse_body(body, UnknownFields())
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+        assert peak < 10e6
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"null", b'"x"', b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}", b'{"x": ' + b"[" * 100_000, b"\xff\xfe"],
-    ids=["empty", "cut", "list", "null", "string", "nested", "nested and cut", "not utf-8"],
-)
-def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
+def test_what_is_no_json_object_is_a_400() -> None:
     """Red if a malformed body escapes as another error than our own, or recurses."""
-    with pytest.raises(RequestError) as caught:
-        parse_body(body, UnknownFields())
-    assert caught.value.info.status == 400
+    nested = b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}"
+    for body in (b"", b"{", b"[]", b"null", b'"x"', nested, b'{"x": ' + b"[" * 100_000, b"\xff\xfe"):
+        with pytest.raises(RequestError) as caught:
+            parse_body(body, UnknownFields())
+        assert caught.value.info.status == 400, body[:20]
 
 
 def test_depth_is_no_lack_of_validity() -> None:
@@ -309,13 +303,12 @@ def test_references_are_honoured_in_urls_only() -> None:
     assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
 
-@pytest.mark.parametrize("url", ["ftp://x/y", "/etc/passwd", "javascript:x", "", "nonce", "blob:x"])
-def test_other_urls_are_refused(url: str) -> None:
-    """Red if a URL without a loader gets past the door."""
-    with pytest.raises(RequestError) as caught:
-        read_messages(parse(messages=image({"url": url})), Scanner("nonce", 4))
-    assert caught.value.info.status == 400
-    assert caught.value.info.param == "messages[0].content[0].image_url.url"
+def test_other_urls_are_refused() -> None:
+    """Red if a URL without a loader is accepted."""
+    for url in ("ftp://x/y", "/etc/passwd", "javascript:x", "", "nonce", "blob:x"):
+        with pytest.raises(RequestError) as caught:
+            read_messages(parse(messages=image({"url": url})), Scanner("nonce", 4))
+        assert (caught.value.info.status, caught.value.info.param) == (400, "messages[0].content[0].image_url.url"), url
 
 
 # Every field of the request bodies of the three dialects, as they publish them.
@@ -350,19 +343,19 @@ def test_every_field_of_the_dialects_is_decided(model: type[GenerationRequest], 
     assert not LIMITED.keys() & HARMLESS
 
 
-@pytest.mark.parametrize("name", sorted(LIMITED))
-def test_a_limited_field(name: str) -> None:
-    """Red if a value that would change the answer passes, if one that changes nothing is refused, or if the refusal does not say what may
-    be there."""
-    model, needed = (ChatRequest, {"messages": HELLO}) if name not in ChatRequest.model_fields else (CompletionRequest, {"prompt": "x"})
-    for value in (*LIMITED[name], None):
-        parse_body(json.dumps({**needed, name: value}).encode(), UnknownFields(), model)
-    for value in ("something", 17, ["x"], {"a": 1}):
-        with pytest.raises(RequestError) as caught:
+def test_limited_fields() -> None:
+    """Red if a value that would change the answer passes, if one that changes nothing is refused, or if the refusal does not list the
+    allowed values."""
+    for name, allowed in LIMITED.items():
+        model, needed = (ChatRequest, {"messages": HELLO}) if name not in ChatRequest.model_fields else (CompletionRequest, {"prompt": "x"})
+        for value in (*allowed, None):
             parse_body(json.dumps({**needed, name: value}).encode(), UnknownFields(), model)
-        info = caught.value.info
-        assert (info.status, info.param) == (400, name)
-        assert all(json.dumps(one) in info.message for one in LIMITED[name]), info.message
+        for value in ("something", 17, ["x"], {"a": 1}):
+            with pytest.raises(RequestError) as caught:
+                parse_body(json.dumps({**needed, name: value}).encode(), UnknownFields(), model)
+            info = caught.value.info
+            assert (info.status, info.param) == (400, name)
+            assert all(json.dumps(one) in info.message for one in allowed), info.message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import os
 
 import openai
-import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -60,16 +59,6 @@ def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, token
     assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (len(ids) + 1, 3)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
-
-
-def test_openai_python_reads_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if the document of a request that is not streamed loses its text, usage or finish reason."""
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "an answer"), reason="length")
-    answer = client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "x"}], max_tokens=5)
-    assert answer.choices[0].message.content == "an answer"
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None and answer.usage.prompt_tokens > 0
-    assert stack.scheduler.requests[-1].params.max_tokens == 5
 
 
 def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -139,17 +128,6 @@ def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
         assert answer["usage"]["completion_tokens"] == len(kept) + 1
 
 
-def test_held_back_text_is_shown_at_the_end(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the beginning of a stop string that never came is lost."""
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "text EN"), reason="length")
-    for stream in (False, True):
-        response = stack.chat("x", stop="END", stream=stream)
-        text = response.json()["choices"][0]["message"]["content"] if not stream else "".join(
-            chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_of(response.text)  # type: ignore[index]
-        )  # fmt: skip
-        assert text == "text EN"
-
-
 def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if the images of a request change places, bytes or spans between the body and the scheduler."""
     first, second = jpeg(orientation=6), PLAIN["4:4:4"]
@@ -178,28 +156,21 @@ def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokeni
         assert prompts[0][span.start + span.length] != pad
 
 
-def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object, **options: object) -> str:
-    """What the model would read, special tokens included."""
-    found: list[list[int]] = []
-
-    def look(scheduler: FakeScheduler, request: object) -> None:
-        found.append(scheduler.prompt(scheduler.requests[-1]))
-        answer_text(scheduler, scheduler.requests[-1])
-
-    stack.scheduler.script = look
-    response = stack.chat(content, **options)
+def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object) -> str:
+    """Return what the model would read, special tokens included."""
+    response = stack.chat(content)
     assert response.status_code == 200, response.text
-    text: str = tokenizer.decode(found[0], skip_special_tokens=False)
+    text: str = tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False)
     return text
 
 
-@pytest.mark.parametrize("text", [uri(b"abc"), "data:", "data:image/png;base64,", 'say "data:image/png;base64,QUJD"', "<|image_pad|>"])
-def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
+def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if a text is taken for an image, lost, or replaced by the scanner's reference."""
-    assert text in prompt_text(stack, tokenizer, text)
-    parts = [{"type": "text", "text": text}, image(uri(PLAIN["1x1"])), {"type": "text", "text": text}]
-    assert prompt_text(stack, tokenizer, parts).count(text) >= 2
-    assert len(stack.scheduler.requests[-1].images) == 1
+    for text in (uri(b"abc"), "data:", "data:image/png;base64,", 'say "data:image/png;base64,QUJD"', "<|image_pad|>"):
+        assert text in prompt_text(stack, tokenizer, text)
+        parts = [{"type": "text", "text": text}, image(uri(PLAIN["1x1"])), {"type": "text", "text": text}]
+        assert prompt_text(stack, tokenizer, parts).count(text) >= 2
+        assert len(stack.scheduler.requests[-1].images) == 1
 
 
 def test_a_body_without_length_and_with_escapes(stack: Stack) -> None:

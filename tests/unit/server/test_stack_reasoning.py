@@ -64,19 +64,18 @@ def test_openai_python_reads_a_document(thinker: Stack, tokenizer: Tokenizer, en
     assert answer.usage.completion_tokens == len(ids_of(tokenizer, OUTPUT)) + 1
 
 
-@pytest.mark.parametrize("step", [1, 4, 100])
-def test_a_stream_has_one_chunk_a_token(thinker: Stack, tokenizer: Tokenizer, end: int, step: int) -> None:
+def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
     """Red if tokens are merged or left out at the boundary, if a chunk has both parts, or if a chunk of the thoughts has content."""
-    ids = ids_of(tokenizer, OUTPUT)
-    thinker.scheduler.script = answer_ids([*ids, end], step=step)
-    role, *tokens, finish = deltas(thinker)
-    assert role == {"role": "assistant", "content": ""} and finish == {}
-    count = num_thoughts(tokenizer, OUTPUT)
-    assert len(tokens) == len(ids)
-    assert all(part.keys() == {"reasoning", "reasoning_content"} for part in tokens[:count])
-    assert all(part.keys() == {"content"} for part in tokens[count:])
-    assert joined(tokens, "reasoning") == joined(tokens, "reasoning_content") == THOUGHTS
-    assert joined(tokens, "content") == ANSWER
+    ids, count = ids_of(tokenizer, OUTPUT), num_thoughts(tokenizer, OUTPUT)
+    for step in (1, 4, 100):
+        thinker.scheduler.script = answer_ids([*ids, end], step=step)
+        role, *tokens, finish = deltas(thinker)
+        assert role == {"role": "assistant", "content": ""} and finish == {}
+        assert len(tokens) == len(ids)
+        assert all(part.keys() == {"reasoning", "reasoning_content"} for part in tokens[:count])
+        assert all(part.keys() == {"content"} for part in tokens[count:])
+        assert joined(tokens, "reasoning") == joined(tokens, "reasoning_content") == THOUGHTS
+        assert joined(tokens, "content") == ANSWER
 
 
 def test_usage_counts_thoughts_so_far(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
@@ -89,25 +88,15 @@ def test_usage_counts_thoughts_so_far(thinker: Stack, tokenizer: Tokenizer, end:
     assert counts == [None, *range(1, total), *[total] * (len(chunks) - total)]
 
 
-@pytest.mark.parametrize("output", ["on and on", "on and on</think>", "on and on</think>\n\n"])
-@pytest.mark.parametrize("ends", [False, True])
-def test_thoughts_without_an_answer(thinker: Stack, tokenizer: Tokenizer, end: int, output: str, ends: bool) -> None:
+def test_thoughts_without_an_answer(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
     """Red if an answer that was cut off in its thoughts, or ended with them, has content, or loses thoughts."""
-    thinker.scheduler.script = answer_ids([*ids_of(tokenizer, output), *[end] * ends], reason="stop" if ends else "length")
-    choice = thinker.chat("x").json()["choices"][0]
-    assert choice["finish_reason"] == ("stop" if ends else "length")
-    assert choice["message"]["content"] is None and choice["message"]["reasoning"] == "on and on"
-    parts = deltas(thinker)
-    assert joined(parts, "reasoning") == "on and on" and joined(parts, "content") == ""
-
-
-def test_an_end_behind_the_thoughts_is_none_of_them(thinker: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a stop token that follows the thoughts at once is counted with them."""
-    *thoughts, stop = ids_of(tokenizer, "so</think>x")
-    thinker.scheduler.script = answer_ids([*thoughts, stop])
-    answer = thinker.chat("x", stop_token_ids=[stop]).json()
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(thoughts)}
-    assert answer["choices"][0]["message"]["content"] is None
+    for output, ends in (("on and on", []), ("on and on</think>\n\n", [end])):
+        thinker.scheduler.script = answer_ids([*ids_of(tokenizer, output), *ends], reason="stop" if ends else "length")
+        choice = thinker.chat("x").json()["choices"][0]
+        assert choice["finish_reason"] == ("stop" if ends else "length")
+        assert choice["message"]["content"] is None and choice["message"]["reasoning"] == "on and on"
+        parts = deltas(thinker)
+        assert joined(parts, "reasoning") == "on and on" and joined(parts, "content") == ""
 
 
 def test_stop_strings_end_either_part(thinker: Stack, tokenizer: Tokenizer) -> None:

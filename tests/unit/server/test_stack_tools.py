@@ -53,29 +53,19 @@ def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tok
     assert stack.chat("x", tools=TOOLS).json()["choices"][0]["message"]["content"] is None
 
 
-def test_calls_in_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if a client that puts deltas together as OpenAI's does gets another call, or if arguments come all at once."""
+def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if the raw chunks are not OpenAI's: index in each, id, type and name in a call's first only; if deltas put together are another
+    call; or if arguments come all at once."""
     say(stack, tokenizer, f"Well. {CALL}{CALL}")
-    with client.chat.completions.stream(model="test-model", messages=QUESTION, tools=TOOLS) as stream:  # type: ignore[arg-type]
-        events = [event.type for event in stream]
-        answer = stream.get_final_completion()
-    choice = answer.choices[0]
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
-    assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 2
-    assert all(json.loads(call.function.arguments) == ARGUMENTS for call in choice.message.tool_calls)
-    assert events.count("tool_calls.function.arguments.delta") > 6
-
-
-def test_one_chunk_a_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the raw chunks are not OpenAI's: index in each, id, type and name in the first only."""
-    say(stack, tokenizer, CALL)
-    chunks = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
-    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]  # type: ignore[index]
-    assert deltas[0].keys() == {"index", "id", "type", "function"} and deltas[0]["function"]["name"] == "weather"
-    assert all(delta.keys() == {"index", "function"} and delta["function"].keys() == {"arguments"} for delta in deltas[1:])
-    assert "tool_call" not in "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)  # type: ignore[index]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"  # type: ignore[index]
-    shown = [chunk["choices"][0]["delta"] for chunk in chunks[1:-1]]  # type: ignore[index]
+    chunks: list[Any] = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
+    for index in range(2):
+        calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", []) if call["index"] == index]
+        assert calls[0].keys() == {"index", "id", "type", "function"} and calls[0]["function"]["name"] == "weather"
+        assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in calls[1:])
+        assert json.loads("".join(call["function"]["arguments"] for call in calls)) == ARGUMENTS and len(calls) > 6
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "Well."
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    shown = [chunk["choices"][0]["delta"] for chunk in chunks[1:-1]]
     assert all(delta.get("content") or delta.get("tool_calls") for delta in shown), "chunks that say nothing"
 
 
@@ -122,15 +112,15 @@ def test_a_call_before_a_stop_string_is_a_call_if_it_is_whole(
             json.loads(given)
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_calls_are_text(stack: Stack, tokenizer: Tokenizer, fields: dict[str, object]) -> None:
+def test_without_tools_calls_are_text(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if a request that wants no calls gets some, or if the model is shown tools that it must not use."""
     stack.chat("x")
     plain = stack.scheduler.requests[-1].prompt.length
     say(stack, tokenizer, CALL)
-    message = stack.chat("x", **fields).json()["choices"][0]["message"]
-    assert message["content"] == CALL and "tool_calls" not in message
-    assert stack.scheduler.requests[-1].prompt.length == plain
+    for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = stack.chat("x", **fields).json()["choices"][0]["message"]
+        assert message["content"] == CALL and "tool_calls" not in message
+        assert stack.scheduler.requests[-1].prompt.length == plain, fields
 
 
 def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -157,14 +147,14 @@ def thinker(stack_of: StackOf, thinking_folder: Path) -> Iterator[Stack]:
     running.settle()
 
 
-@pytest.mark.parametrize("text", THOUGHTS)
-def test_a_call_inside_thoughts_is_not_lost(thinker: Stack, tokenizer: Tokenizer, text: str) -> None:
+def test_a_call_inside_thoughts_is_not_lost(thinker: Stack, tokenizer: Tokenizer) -> None:
     """Red if a call that a model makes before it closes its thoughts is shown as a thought, or breaks what follows."""
-    say(thinker, tokenizer, text)
-    message = thinker.chat("x", tools=TOOLS).json()["choices"][0]["message"]
-    assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm")
-    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
-    assert CALL not in message["reasoning"]
+    for text in THOUGHTS:
+        say(thinker, tokenizer, text)
+        message = thinker.chat("x", tools=TOOLS).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm"), text
+        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
+        assert CALL not in message["reasoning"]
 
 
 def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client: openai.OpenAI, model_folder: Path) -> None:
@@ -226,11 +216,11 @@ def test_a_schema_that_would_not_hold_is_a_400(
     assert all(f"'{word}'" in error["message"] or f" {word} " in error["message"] for word in words), error["message"]
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {}])
-def test_a_schema_that_nothing_holds_an_answer_to_may_say_anything(stack: Stack, fields: dict[str, object]) -> None:
+def test_a_schema_that_nothing_holds_an_answer_to_may_say_anything(stack: Stack) -> None:
     """Red if tools that are not strict, or not used, are refused for what only a grammar minds."""
-    one = function("g", UNIQUE, is_strict=bool(fields))
-    assert stack.chat("x", tools=[{"type": "function", "function": one}], **fields).status_code == 200
+    for fields in ({"tool_choice": "none"}, {}):
+        one = function("g", UNIQUE, is_strict=bool(fields))
+        assert stack.chat("x", tools=[{"type": "function", "function": one}], **fields).status_code == 200
 
 
 def test_a_template_without_tools_is_a_400(stack_of: StackOf, model_folder: Path, tmp_path: Path) -> None:
