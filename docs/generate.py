@@ -30,7 +30,6 @@ WHEN = {
     "model": "Always: the default is a demo.",
     "served_model_name": "Clients use another name than the checkpoint's, or several names.",
     "chat_template": "The checkpoint's template lacks a feature, such as tools.",
-    "trust_request_chat_template": "Clients are trusted and bring templates of their own, as evaluations do.",
     "device": "`cpu` to leave a GPU unused.",
     "port": "Another service uses it.",
     "ssl_certfile": "No proxy terminates TLS.",

@@ -42,9 +42,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, "name that the API shows and accepts, or several with commas or spaces between; default: the model as given"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
-    trust_request_chat_template: Annotated[
-        bool, "render the `chat_template` of requests, in processes of their own with limits of time, memory and size"
-    ] = False
     load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
         "auto"
     )

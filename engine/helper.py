@@ -1,4 +1,4 @@
-"""A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images, templates.
+"""A process that answers one question at a time and may be ended at any time: compilers of grammars, decoders of images.
 
 Over its pipes go frames: 4 bytes of length and as many bytes. The first one, empty, says that it is ready.
 """
@@ -138,7 +138,7 @@ def answer_in_child(work: Callable[[], bytes], cpu_seconds: float, wall_seconds:
 
     def run() -> None:
         die_with_parent(signal.SIGKILL)
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # its signal ends the process: neither compilers nor templates can be stopped
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # its signal ends the process: a compiler cannot be stopped
         sender.send_bytes(work())
 
     child = FORK.Process(target=run)

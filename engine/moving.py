@@ -158,6 +158,7 @@ OTHER = (
     refused("--ssl-ca-certs", VLLM, "clients' certificates are checked by a proxy in front"),
     refused("--kv-transfer-config --disaggregation-mode", BOTH, "prefill and decoding share the GPU"),
     refused("--log-config-file", VLLM, "logs are lines on stderr; --log-level"),
+    refused("--trust-request-chat-template", VLLM, "requests cannot bring a template: start the server with --chat-template"),
     refused("--media-io-kwargs", VLLM, "images are read one way"),
 )  # fmt: skip
 

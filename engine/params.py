@@ -133,7 +133,6 @@ class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
     tools: bytes | None = None
     template_kwargs: dict[str, bool] = {}
     ending: Literal["generation", "none", "continue"] = "generation"  # "continue": the last message stays open
-    template: str = ""  # the request's own; empty: the checkpoint's
 
 
 class TextPrompt(msgspec.Struct, tag=True, frozen=True):

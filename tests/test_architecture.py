@@ -65,7 +65,6 @@ NOT_YET_CONVERTED = (
     "tests/unit/server/test_large_requests.py",
     "tests/unit/server/test_room.py",
     "tests/unit/server/test_scan.py",
-    "tests/unit/server/test_templates.py",
 )
 
 

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.params import OutputOptions, SamplingParams
 from engine.stats import Stages
-from server.api.chat.schema import ChatRequest, GenerationRequest, StreamOptions
+from server.api.chat.schema import GenerationRequest, StreamOptions
 from server.api.fields import UnknownFields
 from server.api.grammar import read_grammar
 from server.api.openapi import BodyRoute, ErrorAnswer
@@ -38,7 +38,7 @@ from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
 from server.http.shares import Shares, host_of
 from server.http.sse import Format, ReplyOptions
-from server.http.validate import bad_value, check, read_object
+from server.http.validate import check, read_object
 
 Checked = TypeVar("Checked", bound=GenerationRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -108,8 +108,6 @@ class Endpoint(ABC):
         request = check(model, value)
         self.note_unknown(request.model_extra or {})
         request.check_together(self.service.checkpoint.vocab_size)
-        if isinstance(request, ChatRequest) and request.chat_template and not self.service.config.trust_request_chat_template:
-            raise bad_value("chat_template", "is for servers with `--trust-request-chat-template`: leave it out.", "unsupported_parameter")
         for words in request.remarks:
             self._unknown.once(words)
         return request

@@ -41,6 +41,7 @@ LIMITED = limits_of(
     (("float32",), "embed_dtype"),
     (("native", "little"), "endianness"),
 )
+INSTEAD = {"chat_template": "start it with `--chat-template`, or leave it out"}
 HARMLESS = frozenset(
     limits_of(
         ((), "add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank"),
@@ -60,7 +61,8 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             continue
         if not allowed:
-            raise bad_value(f"{prefix}{name}", "is not supported by this server: leave it out.", "unsupported_parameter")
+            instead = INSTEAD.get(name, "leave it out")
+            raise bad_value(f"{prefix}{name}", f"is not supported by this server: {instead}.", "unsupported_parameter")
         values = " or ".join(json.dumps(one) for one in allowed)
         raise bad_value(f"{prefix}{name}", f"may only be {values} on this server; or leave it out.", "unsupported_value")
 

@@ -45,8 +45,6 @@ from server.processor.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import Answer, Medium, Request, Way, release_all
 from server.processor.room import wire
-from server.processor.template import Rendered
-from server.processor.templates import RequestTemplates
 from server.processor.video import FrameList, VideoFile
 from server.region import Region
 
@@ -79,7 +77,6 @@ class Intake(Way):
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
         self._grammars = GrammarCompiler(model_folder, self.config.grammar_timeout)
-        self._templates = RequestTemplates(self._prompts.setting)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
 
@@ -91,12 +88,9 @@ class Intake(Way):
     def start(self) -> None:
         """Before the first request."""
         self.tasks.create_task(self._grammars.start())
-        if self.config.trust_request_chat_template:
-            self.tasks.create_task(self._templates.start())
 
     async def close(self) -> None:
         await self._grammars.close()
-        await self._templates.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:
@@ -179,15 +173,14 @@ class Intake(Way):
                 medium.start()
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
-        is_large = size >= LARGE_MESSAGES_BYTES or _own_template(submit) is not None
-        encoded = None if is_large else self._encode(submit)
+        encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(submit)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
                     group.create_task(_load(medium, i, ref, allowance))
                 group.create_task(self._compile(request))
                 if encoded is None:
-                    encoded = await self._encode_beside(submit)
+                    encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
             if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
                 raise ArenaTooSmall from None
@@ -236,18 +229,12 @@ class Intake(Way):
         region.append(ids.tobytes())
         return region
 
-    async def _encode_beside(self, submit: Submit) -> Encoded:
-        """In a thread, after a process has rendered the request's own template."""
-        prompt = _own_template(submit)
-        rendered = None if prompt is None else await self._templates.render(prompt, submit.client)
-        return await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit, rendered)
-
-    def _encode(self, submit: Submit, rendered: Rendered | None = None) -> Encoded:
+    def _encode(self, submit: Submit) -> Encoded:
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
             return Encoded(submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids))
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
-        ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None, rendered)
+        ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None)
         is_used = bool(submit.prediction) and self.config.draft == "suffix"
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
         return Encoded(ids, predicted, self._echo(submit.prompt) if submit.output.echo else "")
@@ -281,7 +268,7 @@ class Intake(Way):
     async def _compile(self, request: Request) -> None:
         """Puts the grammar of the answer, if any, into the arena. RequestError 400 or 503."""
         submit = request.submit
-        grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template_of(submit.prompt))
+        grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template)
         if grammar is None:
             return
         try:
@@ -336,11 +323,6 @@ async def _load(medium: Medium, index: int, ref: MediaRef | VideoRef, allowance:
         await medium.load(index, ref, allowance)
     else:
         await medium.load(index, allowance)
-
-
-def _own_template(submit: Submit) -> ChatPrompt | None:
-    """The prompt, if its template is the request's."""
-    return submit.prompt if isinstance(submit.prompt, ChatPrompt) and submit.prompt.template else None
 
 
 def _tools_of(submit: Submit) -> list[dict[str, Any]]:

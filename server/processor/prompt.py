@@ -95,13 +95,14 @@ class PromptBuilder:
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self.setting = Setting(list(self._special_ids), checkpoint.special_tokens, checkpoint.image_token_id < 0)
-        self._special = self.setting.pattern
-        self._template = ChatTemplate(checkpoint.chat_template, self.setting)
+        setting = Setting(list(self._special_ids), checkpoint.special_tokens, checkpoint.image_token_id < 0)
+        self._special = setting.pattern
+        self._template = ChatTemplate(checkpoint.chat_template, setting)
 
-    def template_of(self, prompt: Prompt) -> str:
-        """The request's own, or the checkpoint's."""
-        return (isinstance(prompt, ChatPrompt) and prompt.template) or self._template.source
+    @property
+    def template(self) -> str:
+        """Source of the chat template."""
+        return self._template.source
 
     def size(self, prompt: Prompt) -> int:
         """Bytes of JSON or text, or token ids: `encode` takes time in proportion."""
@@ -109,17 +110,15 @@ class PromptBuilder:
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else len(prompt.ids)
 
-    def encode(
-        self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False, rendered: Rendered | None = None
-    ) -> list[int]:
-        """Ids with one placeholder per medium, which is an image or a video; `is_framed`: a chat within the tokens that the tokenizer puts
-        around a text; `rendered`: a chat by its own template. RequestError 400 if the template refuses the messages or does not show every
-        medium, or, early, for a text of far more tokens than `limit`."""
+    def encode(self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
+        """Return token ids with one placeholder per medium, which is an image or a video. With `is_framed`, a chat gets the tokens that the
+        tokenizer puts around a text. Raises RequestError 400 if the template refuses the messages or does not show every medium, or, before
+        the whole text is encoded, if it has far more tokens than `limit`."""
         if are_videos and self._placeholders.image < 0:
             raise no_vision()
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
-            ids = self._encode_rendered(rendered or self._template.render(prompt), limit)
+            ids = self._encode_rendered(self._template.render(prompt), limit)
             if not ids:
                 raise RequestError(400, "The chat template makes an empty prompt of these messages.", PROMPT)
         elif isinstance(prompt, TokenPrompt):

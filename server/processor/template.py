@@ -1,4 +1,4 @@
-"""Messages to text by a chat template, the checkpoint's or a request's own.
+"""Messages to text by a chat template: the checkpoint's, or that of `--chat-template`.
 
 What a user typed never becomes a control token or an image slot. Before the template runs, a marker with a private nonce replaces each
 special token in a text (or the beginning of one at its end). Then all special tokens of the rendered text are the template's own.
@@ -7,7 +7,7 @@ special token in a text (or the beginning of one at its end). Then all special t
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -24,14 +24,14 @@ from server.errors import PROMPT, RequestError
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 
-MAX_CHARACTERS = 1 << 23  # that a request's template may write: several times what any context holds
 MAX_REASON = 200
 NONCE_CHARACTERS = 34
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, SyntaxError)
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """What all templates of a checkpoint have in common. `variables` are special tokens by the names that templates have for them."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a template needs of its checkpoint. `variables` are special tokens by the names that templates have for them."""
 
     special_tokens: list[str]
     variables: dict[str, str]
@@ -43,20 +43,21 @@ class Setting(msgspec.Struct, frozen=True):
         return re.compile("|".join(re.escape(token) for token in sorted(self.special_tokens, key=len, reverse=True)))
 
 
-class Rendered(msgspec.Struct, frozen=True):
-    """A text in which markers stand for `originals`, if there are any."""
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Rendered text in which markers stand for `originals`, if there are any."""
 
     text: str
-    originals: dict[str, str] = {}
+    originals: dict[str, str]
 
     def reveal(self, piece: str) -> str:
-        """A piece of the text as the user wrote it. A template may make markers of its own: they are text."""
+        """A piece of the text as the user wrote it. A marker that stands for nothing, which only a template can write, is text."""
         nonce = next(iter(self.originals))[:NONCE_CHARACTERS]
         return re.sub(f"{nonce}[0-9]+x", lambda match: self.originals.get(match[0], match[0]), piece)
 
 
 class ChatTemplate:
-    """A compiled template. Stateless between calls; may be used from several threads. RequestError 400 if it is none."""
+    """A compiled template. Stateless between calls; may be used from several threads. Raises ValueError if it cannot be compiled."""
 
     def __init__(self, source: str, setting: Setting):
         self.source = source
@@ -69,8 +70,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except FAILURES as error:
             place = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-            words = f"chat_template: it cannot be compiled: {str(error)[:MAX_REASON]}{place}"
-            raise RequestError(400, words, "chat_template", "invalid_value") from None
+            raise ValueError(f"the chat template cannot be compiled: {str(error)[:MAX_REASON]}{place}") from None
 
     def render(self, prompt: ChatPrompt) -> Rendered:
         """RequestError 400 if the template refuses the messages, or cannot show what is asked for."""
@@ -82,7 +82,7 @@ class ChatTemplate:
         if prompt.ending == "continue":
             _append_text(messages[-1], shield.end)
         variables = {**self._variables, **prompt.template_kwargs, "add_generation_prompt": prompt.ending == "generation"}
-        text = self._run({"messages": messages, "tools": tools, "documents": None, **variables}, is_of_request=bool(prompt.template))
+        text = self._run({"messages": messages, "tools": tools, "documents": None, **variables})
         if prompt.ending == "continue":
             text, found, _ = text.rpartition(shield.end)
             if not found:
@@ -90,14 +90,12 @@ class ChatTemplate:
                 raise RequestError(400, words, "continue_final_message", "unsupported_value")
         return Rendered(text, shield.originals)
 
-    def _run(self, variables: dict[str, Any], is_of_request: bool) -> str:
-        pieces = self._template.generate(variables)
+    def _run(self, variables: dict[str, Any]) -> str:
         try:
-            return "".join(_bounded(pieces) if is_of_request else pieces)
+            return self._template.render(variables)
         except FAILURES as error:
-            words = str(error)[:MAX_REASON] if is_of_request or type(error) is TemplateError else "it failed on them"
-            field = "chat_template" if is_of_request else PROMPT
-            raise RequestError(400, f"The chat template refuses these messages: {words}", field) from None
+            words = str(error)[:MAX_REASON] if type(error) is TemplateError else "it failed on them"
+            raise RequestError(400, f"The chat template refuses these messages: {words}", PROMPT) from None
 
     def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:
         content = message["content"]
@@ -130,16 +128,6 @@ class ChatTemplate:
             if text[-length:] in self._beginnings:
                 return text[:-length] + shield.hide(text[-length:])
         return text
-
-
-def _bounded(pieces: Iterable[str]) -> Iterable[str]:
-    """TemplateError as soon as they are more than MAX_CHARACTERS."""
-    room = MAX_CHARACTERS
-    for piece in pieces:
-        room -= len(piece)
-        if room < 0:
-            raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
-        yield piece
 
 
 class _Shield:

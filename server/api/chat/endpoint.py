@@ -115,7 +115,6 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> Chat
         messages=msgspec.json.encode(messages),
         tools=json_of(request.functions) if request.uses_tools else None,
         template_kwargs=request.template_kwargs,
-        template=request.chat_template or "",
         ending="continue" if request.continue_final_message else "none" if request.add_generation_prompt is False else "generation",
     )
 

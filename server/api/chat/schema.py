@@ -20,7 +20,6 @@ MAX_TIMEOUT_S = 86_400
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-MAX_TEMPLATE_CHARACTERS = 1 << 16
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 # What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
@@ -194,7 +193,6 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[AnyTool], ToolList] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
-    chat_template: Annotated[NotEmpty, Field(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None
     chat_template_kwargs: dict[str, bool] | None = None
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None

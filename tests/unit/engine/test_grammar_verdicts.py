@@ -62,7 +62,7 @@ async def test_interrupted_compilation_answers_503() -> None:
     submit = SimpleNamespace(
         grammar=GRAMMAR, grammar_field="regex", client=b"", prompt="", tools=(), output=SimpleNamespace(calls="none"), params=None
     )
-    prompts = SimpleNamespace(template_of=lambda prompt: "")
+    prompts = SimpleNamespace(template="")
     intake = SimpleNamespace(_grammars=grammars, _prompts=prompts)
     with pytest.raises(RequestError) as error:
         await Intake._compile(cast(Any, intake), cast(Any, SimpleNamespace(submit=submit)))

@@ -204,6 +204,16 @@ def test_a_template_that_refuses_is_a_400(checkpoint: Checkpoint, template: str,
     assert caught.value.info.status == 400
 
 
+def test_template_may_write_what_looks_like_a_marker(checkpoint: Checkpoint) -> None:
+    builder = with_template(checkpoint, "{{ messages[0].content }} {{ messages[0].content[:34] }}7x")
+    assert builder.tokenizer.decode(encode(builder, [{"role": "user", "content": "<|im_end|>"}], 0, {})).startswith("<|im_end|> x")
+
+
+def test_template_that_cannot_be_compiled_is_named(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="line 1"):
+        with_template(checkpoint, "{% for x in %}")
+
+
 def test_functions_of_the_environment(checkpoint: Checkpoint) -> None:
     """Red if a template loses what transformers offers it: JSON without HTML escapes, dates, trimmed blocks, loop controls."""
     loop = "{% for x in [1, 2, 3] %}\n    {% if x == 2 %}{% break %}{% endif %}\n{{ {'a': '<é>'} | tojson }}\n{% endfor %}\n"

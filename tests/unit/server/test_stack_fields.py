@@ -43,13 +43,13 @@ def test_the_last_message_goes_on(stack: Stack, tokenizer: Tokenizer) -> None:
         assert prompt_text(stack, tokenizer).endswith("<|im_start|>assistant\nThe answer is")
 
 
-def test_a_template_of_a_request_needs_the_flag(stack: Stack) -> None:
-    """Red if a server that was not told to trust clients runs their templates, or does not say how to."""
+def test_request_cannot_bring_a_template(stack: Stack) -> None:
+    """Red if a template in a request is ignored, or if the error does not name the flag that sets one."""
     bodies = ("/v1/chat/completions", "messages"), ("/tokenize", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")
     for path, field in bodies:
         body = {field: [{"role": "user", "content": "x"}], "max_tokens": 5, "chat_template": "y"}
         refused = stack.http.post(path, json={name: value for name, value in body.items() if field != "input" or name != "max_tokens"})
-        assert refused.status_code == 400 and "--trust-request-chat-template" in refused.text, refused.text
+        assert refused.status_code == 400 and "`--chat-template`" in refused.text, refused.text
 
 
 def test_no_generation_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
