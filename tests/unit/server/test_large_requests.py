@@ -1,47 +1,42 @@
-"""Requests of a few megabytes that are made to cost seconds: what others wait meanwhile, and what they take of the memory."""
+"""Requests of a few megabytes that are made to cost seconds: they are refused before the work is done."""
 
 import json
-import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
-import httpx
 import pytest
 
+from engine.messages import ChatPrompt, TextPrompt
+from server.checkpoint import Checkpoint
 from server.errors import RequestError
+from server.http import validate
 from server.http.validate import MAX_VALUES, read_object
+from server.processor.prompt import PromptBuilder
 from tests.unit.server.stack import MIB, Stack
 
 MESSAGES = b'{"messages": [{"role": "user", "content": "x"}], "ignored": %s}'
 COSTLY = {
-    "empty lists": b"[" + b"[]," * (7 * MIB // 3) + b"0]",
-    "nested lists": b"[" + b",".join([b"[" * 100 + b"]" * 100] * (7 * MIB // 201)) + b"]",
-    "objects": b"[" + b'{"a":{}},' * (7 * MIB // 9) + b"0]",
-    "members": b"{" + b",".join(b'"%x":0' % i for i in range(800_000)) + b"}",
+    "empty lists": b"[" + b"[]," * (MAX_VALUES + 1) + b"0]",
+    "nested lists": b"[" + b",".join([b"[" * 100 + b"]" * 100] * (MAX_VALUES // 100 + 1)) + b"]",
+    "objects": b"[" + b'{"a":{}},' * (MAX_VALUES // 3 + 1) + b"0]",
+    "members": b"{" + b",".join(b'"%x":0' % i for i in range(MAX_VALUES + 1)) + b"}",
 }
 
 
-@pytest.fixture
-def stack(process_stack: Stack) -> Stack:
-    return process_stack
-
-
-@pytest.mark.parametrize("name", COSTLY)
-def test_values_without_number_are_refused_before_they_are_made(stack: Stack, name: str) -> None:
-    """Red if a field that nobody reads keeps everybody waiting while Python makes millions of objects of it."""
-    statuses: list[int] = []
-
-    def send() -> None:
-        with httpx.Client(base_url=stack.url, timeout=60, headers={"Content-Type": "application/json"}) as client:
-            statuses.append(client.post("/v1/chat/completions", content=MESSAGES % COSTLY[name]).status_code)
-
-    assert stack.keeps_answering(send)
-    assert {*statuses} == {413}
+def test_too_many_values_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a field that is not read stops the process while Python makes a million objects of it."""
+    monkeypatch.setattr(validate, "from_json", None)
+    for name, value in COSTLY.items():
+        with pytest.raises(RequestError) as caught:
+            read_object(MESSAGES % value)
+        assert caught.value.info.status == 413, name
 
 
 def test_brackets_and_colons_in_texts_are_text() -> None:
-    """Red if a program or a table in a message counts as lists."""
+    """Fails if a program or a table in a message counts as lists."""
     text = '[{":\\"' * MAX_VALUES
     value = read_object(json.dumps({"content": text, "more": ["[", '"[', "\\"] * 9000}).encode())
     assert value["content"] == text
@@ -50,8 +45,8 @@ def test_brackets_and_colons_in_texts_are_text() -> None:
     assert caught.value.info.status == 413
 
 
-def test_the_largest_requests_that_are_meant_are_read(stack: Stack) -> None:
-    """Red if ten thousand messages in parts, or a thousand tools, are taken for an attack."""
+def test_the_largest_requests_that_are_meant_are_read() -> None:
+    """Fails if ten thousand messages in parts, or a thousand tools, are taken for an attack."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read_object(json.dumps({"messages": [{"role": "user", "content": parts}] * 10_000}).encode())
     properties = {f"p{i}": {"type": "string", "description": "x"} for i in range(15)}
@@ -60,7 +55,7 @@ def test_the_largest_requests_that_are_meant_are_read(stack: Stack) -> None:
 
 
 def test_what_clients_wrote_is_not_kept() -> None:
-    """Red if the parser remembers short strings of requests: megabytes of them, for ever."""
+    """Fails if the parser remembers short strings of requests: megabytes of them, for ever."""
     read_object(b'{"content": "warm"}')
     tracemalloc.start()
     for i in range(2000):
@@ -75,19 +70,37 @@ def peak_memory(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def test_a_prompt_that_never_fits_costs_no_more_than_one_that_does(model_folder: Path) -> None:
-    """Red if megabytes of text become tokens first and are refused then: each took half a gigabyte and a second. Or if what is refused
-    waits for the garbage collector: a gigabyte after a hundred."""
+def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> None:
+    """Fails if megabytes of text become tokens first and are refused then: each took half a gigabyte and a second."""
+    builder, num_characters, limit = PromptBuilder(checkpoint), 0, 4096
+    encode = builder.tokenizer.encode_batch_fast
+
+    def count(texts: list[str], **options: Any) -> Any:
+        nonlocal num_characters
+        num_characters += sum(map(len, texts))
+        return encode(texts, **options)
+
+    builder.tokenizer = cast(Any, SimpleNamespace(encode_batch_fast=count))
+    text = "word " * 200_000
+    for prompt in (TextPrompt(text), ChatPrompt(json.dumps([{"role": "user", "content": text}]).encode())):
+        with pytest.raises(RequestError, match=f"more than {limit} tokens") as caught:
+            builder.encode(prompt, [], limit)
+        assert caught.value.info.code == "context_length_exceeded"
+        assert num_characters < 20 * limit
+    assert len(builder.encode(TextPrompt("word " * 5000), [])) >= 5000
+
+
+@pytest.mark.nightly
+def test_prompts_that_never_fit_take_little_memory(model_folder: Path) -> None:
+    """Fails if texts that are refused are tokenized first, or wait for the garbage collector: a gigabyte after a hundred."""
     stack = Stack(model_folder, api_arena_bytes=128 * MIB)
     try:
         stack.chat("hello")
         pid = stack.processes["processor"].pid
-        before, started = peak_memory(pid), time.monotonic()
+        before = peak_memory(pid)
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda i: stack.chat(f"{i} " + "word " * 1_500_000), range(64)))
         assert {answer.json()["error"]["code"] for answer in answers} == {"context_length_exceeded"}
-        assert "more than 4096 tokens" in answers[0].json()["error"]["message"]
-        assert time.monotonic() - started < 60
         assert peak_memory(pid) - before < 500 * MIB
         assert stack.http.post("/tokenize", json={"prompt": "word " * 100_000}).json()["count"] >= 100_000
     finally:

@@ -1,10 +1,9 @@
-"""Files below a folder, and nothing else, whatever becomes of the folders meanwhile."""
+"""Files below a folder, and nothing else, even if folders are exchanged meanwhile."""
 
 import contextlib
 import os
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from server.processor.fetch import Fetcher, Outside, open_within
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder with a file, and a secret beside it."""
+    """A folder with a file, and a secret next to it."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/file").write_bytes(b"secret")
     folder = tmp_path / "root"
@@ -30,7 +29,7 @@ def read(root: Path, path: str) -> bytes:
 
 
 def test_only_what_lies_below_is_opened(root: Path) -> None:
-    """Red if a path or a link leads out of the folder, or if a FIFO blocks."""
+    """Fails if a path or a link leads out of the folder, or if a FIFO blocks."""
     (root / "out").symlink_to("../secret")
     (root / "file").symlink_to("/etc/passwd")
     (root / "process").symlink_to("/proc/self/exe")  # a link that no path explains
@@ -46,38 +45,50 @@ def test_only_what_lies_below_is_opened(root: Path) -> None:
 
 
 def test_links_that_stay_inside_are_followed(root: Path) -> None:
-    """Red if a collection that is made of links cannot be served."""
+    """Fails if a collection that is made of links cannot be served."""
     (root / "link").symlink_to("sub/file")
     assert read(root, "link") == b"inside"
 
 
-async def test_a_folder_that_is_exchanged_for_a_link(root: Path) -> None:
-    """Red if there is a moment between the check of a path and its use."""
+async def test_a_folder_that_is_exchanged_for_a_link(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if there is a moment between the check of a path and its use. The folder is exchanged before every system call in turn."""
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
-    stopping = threading.Event()
+    real_open, real_resolve = os.open, Path.resolve
     (root / "link").symlink_to("../secret")
+    num_calls = exchanged_at = 0
 
     def exchange() -> None:
-        while not stopping.is_set():
+        nonlocal num_calls
+        if num_calls == exchanged_at:
             os.rename(root / "sub", root / "kept")
             os.rename(root / "link", root / "sub")
+        num_calls += 1
+
+    def open_later(*arguments: Any, **options: Any) -> int:
+        exchange()
+        return real_open(*arguments, **options)
+
+    def resolve(path: Path) -> Path:
+        exchange()
+        return real_resolve(path)
+
+    monkeypatch.setattr(os, "open", open_later)
+    monkeypatch.setattr(Path, "resolve", resolve)
+    found = []
+    while exchanged_at <= num_calls:
+        num_calls = 0
+        with contextlib.suppress(RequestError):
+            found.append(fetcher.read_local(f"file://{root}/sub/file"))
+        if num_calls > exchanged_at:
             os.rename(root / "sub", root / "link")
             os.rename(root / "kept", root / "sub")
-
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    found, deadline = set(), time.monotonic() + 1.5
-    while time.monotonic() < deadline:
-        with contextlib.suppress(RequestError):
-            found.add(fetcher.read_local(f"file://{root}/sub/file"))
-    stopping.set()
-    thread.join()
+        exchanged_at += 1
     await fetcher.close()
-    assert found == {b"inside"}
+    assert exchanged_at > 3 and found and set(found) == {b"inside"}
 
 
 async def test_a_name_is_not_cut(root: Path) -> None:
-    """Red if what lies before a NUL is taken for the name."""
+    """Fails if what lies before a NUL is taken for the name."""
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
     with pytest.raises(RequestError):
         fetcher.read_local(f"file://{root}/sub/file%00.txt")
