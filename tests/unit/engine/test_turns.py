@@ -12,6 +12,7 @@ from engine import helper
 from engine.grammar.client import SMALL_CHARACTERS, Compiled, GrammarCompiler, Question
 from engine.helper import MAX_CLIENTS, Turns
 from engine.params import Grammar
+from tests.eventually import HANG_GUARD_S
 
 
 async def test_the_client_that_has_used_least_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +35,24 @@ async def test_the_client_that_has_used_least_is_next(monkeypatch: pytest.Monkey
     late.cancel()
     await asyncio.gather(leaver, *tasks)
     assert order == [(b"d", 1), (b"a", 5), (b"b", 90), (b"c", 95), (b"a", 6), (b"b", 100), (b"a", 7)]
+
+
+async def test_a_client_that_leaves_passes_its_turn_on() -> None:
+    """Fails if a client that is cancelled between getting its turn and using it keeps the helper taken."""
+    turns, holds = Turns(), asyncio.Event()
+
+    async def ask() -> None:
+        async with turns.take(b"", 1):
+            await holds.wait()
+
+    first, leaver, last = (asyncio.create_task(ask()) for _ in range(3))
+    await asyncio.sleep(0)
+    holds.set()
+    while not first.done():
+        await asyncio.sleep(0)
+    leaver.cancel()  # it has its turn, and has not begun
+    await asyncio.wait_for(last, HANG_GUARD_S)
+    assert leaver.cancelled()
 
 
 async def test_small_grammars_do_not_wait_for_large_ones() -> None:
