@@ -36,9 +36,11 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     _reject_unsupported(text, str(config["model_type"]))
     generation = _read_json(folder / "generation_config.json")
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
-    is_fp8 = _is_fp8(config.get("quantization_config"))
+    quantization = config.get("quantization_config")
+    plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in _plain_modules(quantization or {}))
+    decoder = _text(text, has_tower=vision is not None, has_head=with_head)
     return ModelConfig(
-        text=_text(text, has_tower=vision is not None, is_fp8=is_fp8, has_head=with_head),
+        text=replace(decoder, is_fp8=_is_fp8(quantization), plain_modules=plain_modules),
         vision=vision,
         architecture=replace(architecture, dropped=None) if with_head else architecture,
         geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
@@ -116,7 +118,12 @@ def _is_fp8(quantization: Json | None) -> bool:
     return True
 
 
-def _text(config: Json, has_tower: bool, is_fp8: bool, has_head: bool) -> TextConfig:
+def _plain_modules(quantization: Json) -> list[str]:
+    """The modules that a quantized checkpoint has as they were."""
+    return [name for key in ("modules_to_not_convert", "ignored_layers") for name in quantization.get(key) or () if name]
+
+
+def _text(config: Json, has_tower: bool, has_head: bool) -> TextConfig:
     is_hybrid, moe = _is_hybrid(config), _moe(config)
     hidden_size, num_heads = _value(config, "hidden_size"), _value(config, "num_attention_heads")
     head_dim = _value(config, "head_dim") if has_tower else _first((config,), ("head_dim",), hidden_size // num_heads)
@@ -141,7 +148,6 @@ def _text(config: Json, has_tower: bool, is_fp8: bool, has_head: bool) -> TextCo
         max_position_embeddings=_value(config, "max_position_embeddings"),
         llama3=rope["llama3"],
         has_qk_norm=config.get("model_type") != "llama",
-        is_fp8=is_fp8,
         moe=moe,
         delta=_delta(config),
         delta_layers=_delta_layers(config),

@@ -19,15 +19,19 @@ class Architecture:
     dropped: str | None = None  # tensors that match belong to something else
     has_tower: bool = True
 
+    def known_name(self, stored: str) -> str:
+        """The name by which the model knows a tensor."""
+        for pattern, replacement in self.renames:
+            stored = re.sub(pattern, replacement, stored)
+        return stored
+
     def names_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names that the model knows -> names in the files. ValueError if two tensors become one."""
         names: dict[str, str] = {}
         for name in stored:
             if self.dropped is not None and re.search(self.dropped, name):
                 continue
-            known = name
-            for pattern, replacement in self.renames:
-                known = re.sub(pattern, replacement, known)
+            known = self.known_name(name)
             if known in names:
                 raise ValueError(f"the checkpoint has {known} twice: as {names[known]} and as {name}")
             names[known] = name

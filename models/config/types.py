@@ -1,12 +1,15 @@
 """A model's configuration as typed values; `config.huggingface` reads them from a folder. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from models.cache.spec import CacheSpec, PagedGroup, StateGroup
 from models.config.registry import Architecture
 from models.kernels.heads import Heads
 from models.media.geometry import VisionGeometry
 from models.media.video import VideoGeometry
+
+Format = Literal["plain", "float8"]  # of a matrix in a checkpoint: in the model's dtype, or in blocks with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,23 @@ class TextConfig:
     max_position_embeddings: int
     llama3: tuple[float, ...] = ()  # of its rotary scaling: factor, low and high frequency factor, original positions; empty: unscaled
     has_qk_norm: bool = True  # RMSNorm of the heads of queries and keys
-    is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128
+    is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128, see `format_of`
+    plain_modules: tuple[str, ...] = ()  # what is not, although `is_fp8`: paths of modules, or parts of paths
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     delta_layers: frozenset[int] = frozenset()  # the layers that have it; the others have attention, with a gate on its output
     has_head: bool = False  # see `layers.head`; an attention layer more
+
+    def layer_path(self, layer: int) -> str:
+        """Of a layer in the checkpoint; the one after the last is that of the head for drafts."""
+        return "mtp.layers.0" if layer == self.num_layers else f"model.language_model.layers.{layer}"
+
+    def format_of(self, parent: str, *names: str) -> Format:
+        """How these matrices of the module `parent` are stored. ValueError if they differ, since they are computed as one."""
+        plain = [name for name in names if any(f".{part}." in f".{parent}.{name}." for part in self.plain_modules)]
+        if self.is_fp8 and plain and len(plain) < len(names):
+            raise ValueError(f"quantization_config must leave out all or none of {', '.join(names)} of {parent}, got {', '.join(plain)}")
+        return "float8" if self.is_fp8 and not plain else "plain"
 
     def ordinal(self, layer: int) -> int:
         """Of a layer among those of its kind."""

@@ -45,7 +45,7 @@ class CausalLM(nn.Module):
 
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
-        return DecoderLayer(SelfAttention(layer, config, setup), config, setup)
+        return DecoderLayer(layer, SelfAttention(layer, config, setup), config, setup)
 
     @property
     def cache_spec(self) -> CacheSpec:

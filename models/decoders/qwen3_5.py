@@ -20,5 +20,5 @@ class Qwen35(Qwen3VL):
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
         if layer in config.delta_layers:
-            return DecoderLayer(GatedDeltaNet(layer, config, setup), config, setup)
-        return DecoderLayer(SelfAttention(layer, config, setup, is_gated=True), config, setup)
+            return DecoderLayer(layer, GatedDeltaNet(layer, config, setup), config, setup)
+        return DecoderLayer(layer, SelfAttention(layer, config, setup, is_gated=True), config, setup)

@@ -84,13 +84,14 @@ class SelfAttention(Mixer):
             queries, gates = ([_head_rows(queries[0], head_dim, i, half) for i in range(queries[0].rows // head_dim)] for half in (0, 1))
         parts = *queries, Part("k_proj", *kv_rows), Part("v_proj", *kv_rows), *gates
         self._gate_width = sum(part.rows for part in gates)
-        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.is_fp8, setup)
+        path = f"{config.layer_path(layer)}.self_attn"
+        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.format_of(path, "q_proj", "k_proj", "v_proj"), setup)
         self._norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
         if config.has_qk_norm:
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
             self._norms = self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps
-        self.o_proj = RowParallelLinear(width, config.hidden_size, config.is_fp8, setup)
+        self.o_proj = RowParallelLinear(width, config.hidden_size, config.format_of(path, "o_proj"), setup)
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * K): what `o_proj` takes."""
@@ -132,17 +133,19 @@ def _head_rows(queries: Part, head_dim: int, head: int, half: int) -> Part:
 class DecoderLayer(nn.Module):
     """A pre-norm transformer layer around what mixes its tokens."""
 
-    def __init__(self, mixer: Mixer, config: TextConfig, setup: Setup) -> None:
+    def __init__(self, layer: int, mixer: Mixer, config: TextConfig, setup: Setup) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup)
         self.self_attn = mixer
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, setup)
-        moe = config.moe
+        moe, path = config.moe, f"{config.layer_path(layer)}.mlp"
         self.mlp: MLP | SparseMoe
         if moe is None:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.is_fp8, setup)
+            of_all = config.format_of(path, "gate_proj", "up_proj", "down_proj")  # SwiGLU is rounded as its product takes it
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, of_all, setup)
         else:
-            self.mlp = SparseMoe(config.hidden_size, moe, config.is_fp8, setup)
+            names = ("experts", "shared_expert") if moe.has_shared else ("experts",)
+            self.mlp = SparseMoe(config.hidden_size, moe, config.format_of(path, *names), setup)
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
         """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""

@@ -61,13 +61,14 @@ class GatedDeltaNet(Mixer):
         self._delta, hidden, num_heads = config.delta, config.hidden_size, config.delta.num_value_heads
         width = num_heads * config.delta.value_dim
         heads, self._num_key_heads = _head_parts(config.delta, setup.tp)
-        self.in_proj = FusedColumnParallelLinear(hidden, [*heads, even_part("in_proj_z", width, setup.tp)], config.is_fp8, setup)
+        path, parts = f"{config.layer_path(layer)}.self_attn", [*heads, even_part("in_proj_z", width, setup.tp)]
+        self.in_proj = FusedColumnParallelLinear(hidden, parts, config.format_of(path, "in_proj_qkv", "in_proj_z"), setup)
         gates = [even_part(name, num_heads, setup.tp) for name in ("in_proj_b", "in_proj_a")]
-        self.in_gates = FusedColumnParallelLinear(hidden, gates, False, setup)
+        self.in_gates = FusedColumnParallelLinear(hidden, gates, "plain", setup)
         self.conv1d = Convolution(heads, config.delta.kernel_size, setup)
         self.A_log, self.dt_bias = HeadValues(num_heads, setup), HeadValues(num_heads, setup)
         self.norm = nn.ParameterDict({"weight": setup.parameter(config.delta.value_dim)})
-        self.out_proj = RowParallelLinear(width, hidden, config.is_fp8, setup)
+        self.out_proj = RowParallelLinear(width, hidden, config.format_of(path, "out_proj"), setup)
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
         """(T, H * V): what `out_proj` takes."""

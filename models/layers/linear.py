@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.checkpoint.names import CheckpointTensor
+from models.config.types import Format
 from models.kernels.ops import Activation, Ops, Residual
 from models.parallel.group import TensorParallel
 from models.weights.float8 import BLOCK, BlockScaled, Weight, unfit
@@ -42,8 +43,8 @@ class Setup:
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
-    def matrix(self, rows: int, columns: int, is_fp8: bool) -> Weight:
-        return BlockScaled.empty(rows, columns, self.device) if is_fp8 else self.parameter(rows, columns)
+    def matrix(self, rows: int, columns: int, format: Format) -> Weight:
+        return BlockScaled.empty(rows, columns, self.device) if format == "float8" else self.parameter(rows, columns)
 
 
 class Linear(nn.Module):
@@ -84,12 +85,12 @@ def _blocks(values: slice) -> slice:
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one; its user multiplies."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], is_fp8: bool, setup: Setup) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], format: Format, setup: Setup) -> None:
         super().__init__()
         self.parts = parts
-        if is_fp8 and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
+        if format == "float8" and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
             raise unfit(in_features, *(part.rows for part in parts))
-        self.weight = setup.matrix(sum(part.rows for part in parts), in_features, is_fp8)
+        self.weight = setup.matrix(sum(part.rows for part in parts), in_features, format)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
@@ -123,11 +124,11 @@ def add_sum_(
 class RowParallelLinear(nn.Module):
     """Each rank holds some input columns; the sum of outputs over the ranks joins the residual."""
 
-    def __init__(self, in_features: int, out_features: int, is_fp8: bool, setup: Setup) -> None:
+    def __init__(self, in_features: int, out_features: int, format: Format, setup: Setup) -> None:
         super().__init__()
         self.tp = setup.tp
         self.ops = setup.ops
-        self.weight = setup.matrix(out_features, self.tp.share(in_features, "in_features"), is_fp8)
+        self.weight = setup.matrix(out_features, self.tp.share(in_features, "in_features"), format)
 
     def add_(self, residual: Residual, x_TX: Activation) -> None:
         """residual += the layer's output."""

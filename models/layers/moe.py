@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index, OneOf
-from models.config.types import MoeConfig
+from models.config.types import Format, MoeConfig
 from models.kernels.ops import Experts, Normed, Residual
 from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part, quantize_
 from models.weights.float8 import BLOCK, BlockScaled, Weight, unfit
@@ -19,12 +19,12 @@ ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden_size: int, inner: int, is_fp8: bool, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, inner: int, format: Format, setup: Setup) -> None:
         super().__init__()
         self.ops = setup.ops
         parts = [even_part(name, inner, setup.tp) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = FusedColumnParallelLinear(hidden_size, parts, is_fp8, setup)
-        self.down_proj = RowParallelLinear(inner, hidden_size, is_fp8, setup)
+        self.gate_up_proj = FusedColumnParallelLinear(hidden_size, parts, format, setup)
+        self.down_proj = RowParallelLinear(inner, hidden_size, format, setup)
 
     def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
         """residual += the output."""
@@ -42,7 +42,7 @@ class StackedExperts(nn.Module):
     gate_up: Weight
     down: Weight
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, moe: MoeConfig, format: Format, setup: Setup) -> None:
         super().__init__()
         tp, self.hidden_size, self.moe, self.inner = setup.tp, hidden_size, moe, moe.intermediate_size
         self.first, self.count, self.first_inner, self.width = 0, moe.num_experts + moe.has_shared, 0, self.inner
@@ -53,10 +53,10 @@ class StackedExperts(nn.Module):
         else:
             self.width = tp.share(self.inner, "moe_intermediate_size")
             self.first_inner = tp.rank * self.width
-        if is_fp8 and (self.width % BLOCK or hidden_size % BLOCK):
+        if format == "float8" and (self.width % BLOCK or hidden_size % BLOCK):
             raise unfit(hidden_size, self.width)
-        self.gate_up = setup.matrix(self.count * 2 * self.width, hidden_size, is_fp8)
-        self.down = setup.matrix(self.count * hidden_size, self.width, is_fp8)
+        self.gate_up = setup.matrix(self.count * 2 * self.width, hidden_size, format)
+        self.down = setup.matrix(self.count * hidden_size, self.width, format)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
         """As transformers 5 writes them (experts, outputs, inputs), as published (experts, inputs, outputs), or each expert's alone. The
@@ -138,11 +138,11 @@ class SparseMoe(nn.Module):
     """The sum of the experts that the router chooses for a token, by weights that sum to one, and of the shared one, by its gate. Every
     rank has all tokens, so one sum over the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, is_fp8: bool, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, moe: MoeConfig, format: Format, setup: Setup) -> None:
         super().__init__()
         self.ops, self.tp, self._moe = setup.ops, setup.tp, moe
         self.gate = Router(hidden_size, moe, setup)
-        self.experts = StackedExperts(hidden_size, moe, is_fp8, setup)
+        self.experts = StackedExperts(hidden_size, moe, format, setup)
 
     def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
         """residual += the output."""

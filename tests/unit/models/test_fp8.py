@@ -138,7 +138,45 @@ def test_blocks_are_whole(rows: tuple[int, ...], columns: int) -> None:
     parts = [Part(f"part_{i}", count, 0, count) for i, count in enumerate(rows)]
     setup = Setup(TensorParallel.single(), TorchOps(), torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"{min(rows)} x {columns}"):
-        FusedColumnParallelLinear(columns, parts, True, setup)
+        FusedColumnParallelLinear(columns, parts, "float8", setup)
+
+
+def with_plain(folder: Path, out: Path, modules: tuple[str, ...], key: str = "modules_to_not_convert") -> Path:
+    """The checkpoint with these modules as they would be without float8, as its configuration says."""
+    out.mkdir()
+    for file in folder.glob("*.json"):
+        (out / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["modules_to_not_convert"]
+    config["quantization_config"][key] = ["lm_head", *modules]
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale_inv") and any(f"{module}." in name for module in modules)]:
+        scales, values = tensors.pop(name), tensors.pop(name.removesuffix("_scale_inv"))
+        tensors[name.removesuffix("_scale_inv")] = BlockScaled(values, scales).dequantized()
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@torch.inference_mode()
+def test_modules_that_a_checkpoint_leaves_out_are_plain(folder: Path, tmp_path: Path) -> None:
+    """Checkpoints of others keep some layers. Red if one is refused, or if another matrix than the listed ones is read otherwise."""
+    first = "model.language_model.layers.0"
+    ours = load(with_plain(folder, tmp_path / "some", (first, "layers.1.self_attn.o_proj", "layers.2.mlp")))
+    layers = [(layer.self_attn, layer.mlp) for layer in ours.language_model._layers]
+    matrices = [(attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj) for attn, mlp in layers]
+    formats = [[isinstance(matrix.weight, BlockScaled) for matrix in of_layer] for of_layer in matrices]
+    assert formats == [[False] * 4, [True, False, True, True], [True, True, False, False], [True] * 4]
+    expected, prompt = load(folder), Prompt.build(ours.config, TEXT)
+    logits = [PagedRunner(model).prefill(PagedRunner(model).start(prompt), 1 << 30) for model in (ours, expected)]
+    assert 0 < float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.1
+    whole = load(with_plain(folder, tmp_path / "all", ("model.language_model",), "ignored_layers"))
+    assert not any(isinstance(layer.self_attn.qkv_proj.weight, BlockScaled) for layer in whole.language_model._layers)
+
+
+def test_parts_of_a_matrix_have_one_format(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"all or none of gate_proj, up_proj, down_proj of .*layers\.3\.mlp, got down_proj"):
+        load(with_plain(folder, tmp_path / "odd", ("layers.3.mlp.down_proj",)))
 
 
 def test_a_checkpoint_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:

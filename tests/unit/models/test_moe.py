@@ -299,8 +299,9 @@ def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path
         (TensorParallel(0, 3, None, whole_experts=True), False, r"num_experts \(8\) does not divide over 3"),
         (TensorParallel(0, 4, None), True, "64 x 128"),
     ):
+        setup = Setup(tp, TorchOps(), torch.float32, torch.device("cpu"))
         with pytest.raises(ValueError, match=message):
-            SparseMoe(text.hidden_size, text.moe, is_fp8, Setup(tp, TorchOps(), torch.float32, torch.device("cpu")))
+            SparseMoe(text.hidden_size, text.moe, "float8" if is_fp8 else "plain", setup)
 
 
 # ---- float8 ------------------------------------------------------------------------------------------------------------------------
