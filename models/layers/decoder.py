@@ -12,9 +12,10 @@ from models.checkpoint.names import CheckpointTensor
 from models.config.types import TextConfig
 from models.kernels.ops import NewHeads, Normed, Residual, StateRows
 from models.kernels.paged import AttentionBackend, FusedAttention
-from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
+from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part
 from models.layers.moe import MLP, SparseMoe
 from models.parallel.group import kv_heads_of
+from models.weights.matrix import convert_
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ class SelfAttention(Mixer):
         self.o_proj.add_(residual, mixed_TX)
 
     def quantize_(self) -> None:
-        quantize_(self.qkv_proj)
-        quantize_(self.o_proj)
+        convert_(self.qkv_proj, "float8")
+        convert_(self.o_proj, "float8")
 
     def _new_heads(self, x_TD: Normed, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
         """And their gates (T, H * K), if they have such."""

@@ -18,8 +18,9 @@ from models.checkpoint.names import CheckpointTensor
 from models.config.types import DeltaConfig, TextConfig
 from models.kernels.ops import DeltaHeads, DeltaState, Normed, Residual
 from models.layers.decoder import LayerContext, Mixer
-from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, quantize_
+from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part
 from models.parallel.group import TensorParallel
+from models.weights.matrix import convert_
 
 
 class Convolution(nn.Module):
@@ -86,8 +87,8 @@ class GatedDeltaNet(Mixer):
         self.out_proj.add_(residual, mixed_TX)
 
     def quantize_(self) -> None:
-        quantize_(self.in_proj)
-        quantize_(self.out_proj)
+        convert_(self.in_proj, "float8")
+        convert_(self.out_proj, "float8")
 
     def _state(self, states: RowStates) -> DeltaState:
         shape = len(self.A_log.values), self._delta.key_dim, self._delta.value_dim

@@ -11,7 +11,8 @@ from models.checkpoint.names import CheckpointTensor
 from models.config.types import Format
 from models.kernels.ops import Activation, Ops, Residual
 from models.parallel.group import TensorParallel
-from models.weights.float8 import BLOCK, BlockScaled, Weight, unfit
+from models.weights.float8 import Weight
+from models.weights.matrix import FORMATS, matrix_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Setup:
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
     def matrix(self, rows: int, columns: int, format: Format) -> Weight:
-        return BlockScaled.empty(rows, columns, self.device) if format == "float8" else self.parameter(rows, columns)
+        return FORMATS[format].empty(rows, columns, self.dtype, self.device)
 
 
 class Linear(nn.Module):
@@ -59,37 +60,13 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def quantize_(layer: nn.Module, name: str = "weight") -> None:
-    """The layer's matrix of this name becomes float8 in scaled blocks."""
-    matrix = layer.get_parameter(name)
-    delattr(layer, name)  # a registered parameter does not give way to anything else
-    setattr(layer, name, BlockScaled.quantized(matrix))
-
-
-def weight_tensors(
-    name: str, weight: Weight, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice
-) -> Iterator[CheckpointTensor]:
-    """Rows `target_rows` of `weight` are these rows and columns of the checkpoint's matrix of this shape, and of its scales."""
-    if not isinstance(weight, BlockScaled):
-        yield CheckpointTensor(f"{name}.weight", shape, (rows, columns), weight.data[target_rows])
-        return
-    yield CheckpointTensor(f"{name}.weight", shape, (rows, columns), weight.values[target_rows])
-    num_blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-    yield CheckpointTensor(f"{name}.weight_scale_inv", num_blocks, (_blocks(rows), _blocks(columns)), weight.scales[_blocks(target_rows)])
-
-
-def _blocks(values: slice) -> slice:
-    return slice(values.start // BLOCK, values.stop // BLOCK)
-
-
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one; its user multiplies."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], format: Format, setup: Setup) -> None:
         super().__init__()
         self.parts = parts
-        if format == "float8" and any(part.start % BLOCK or part.rows % BLOCK for part in parts):
-            raise unfit(in_features, *(part.rows for part in parts))
+        FORMATS[format].check(in_features, [part.rows for part in parts], [part.start for part in parts])
         self.weight = setup.matrix(sum(part.rows for part in parts), in_features, format)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -98,7 +75,7 @@ class FusedColumnParallelLinear(nn.Module):
         row, width = 0, self.weight.shape[1]
         for part in self.parts:
             rows, target_rows = slice(part.start, part.start + part.rows), slice(row, row + part.rows)
-            yield from weight_tensors(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
+            yield from matrix_tensors(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
             row += part.rows
 
 
@@ -140,7 +117,7 @@ class RowParallelLinear(nn.Module):
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
         share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
-        yield from weight_tensors(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
+        yield from matrix_tensors(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -9,8 +9,9 @@ from torch import nn
 from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index, OneOf
 from models.config.types import Format, MoeConfig
 from models.kernels.ops import Experts, Normed, Residual
-from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part, quantize_
-from models.weights.float8 import BLOCK, BlockScaled, Weight, unfit
+from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part
+from models.weights.float8 import Weight
+from models.weights.matrix import FORMATS, convert_, stored
 
 ALL = slice(None)
 ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
@@ -31,8 +32,8 @@ class MLP(nn.Module):
         self.down_proj.add_(residual, self.ops.swiglu(x_TD, self.gate_up_proj.weight))
 
     def quantize_(self) -> None:
-        quantize_(self.gate_up_proj)
-        quantize_(self.down_proj)
+        convert_(self.gate_up_proj, "float8")
+        convert_(self.down_proj, "float8")
 
 
 class StackedExperts(nn.Module):
@@ -53,8 +54,7 @@ class StackedExperts(nn.Module):
         else:
             self.width = tp.share(self.inner, "moe_intermediate_size")
             self.first_inner = tp.rank * self.width
-        if format == "float8" and (self.width % BLOCK or hidden_size % BLOCK):
-            raise unfit(hidden_size, self.width)
+        FORMATS[format].check(hidden_size, (self.width,))
         self.gate_up = setup.matrix(self.count * 2 * self.width, hidden_size, format)
         self.down = setup.matrix(self.count * hidden_size, self.width, format)
 
@@ -63,23 +63,14 @@ class StackedExperts(nn.Module):
         shared one's are siblings of this module."""
         shared = {prefix.rpartition(".")[0] + ".shared_expert": self.moe.num_experts} if self.moe.has_shared else {}
         single = {f"{prefix}.{expert}": expert for expert in range(self.moe.num_experts)}
-        if isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor):
-            targets = self.gate_up.data, self.down.data
-            yield OneOf((*(tuple(self._stacked(prefix, "", 1, *targets, turned)) for turned in (False, True)),
-                         tuple(self._single(single, "", 1, *targets))))  # fmt: skip
-            yield from self._single(shared, "", 1, *targets)
-            return
-        assert isinstance(self.gate_up, BlockScaled) and isinstance(self.down, BlockScaled)
-        values, scales = (self.gate_up.values, self.down.values), (self.gate_up.scales, self.down.scales)
+        parts = [(*of_up, of_down.tensor) for of_up, of_down in zip(stored(self.gate_up), stored(self.down), strict=True)]
         stacked = (
-            (*self._stacked(prefix, "", 1, *values, turned), *self._stacked(prefix, "_scale_inv", BLOCK, *scales, scales_turned))
-            for turned, scales_turned in product((False, True), repeat=2)
+            tuple(slot for part, turned in zip(parts, turns, strict=True) for slot in self._stacked(prefix, *part, turned))
+            for turns in product((False, True), repeat=len(parts))
         )
-        alone, shared_alone = (
-            (*self._single(which, "", 1, *values), *self._single(which, "_scale_inv", BLOCK, *scales)) for which in (single, shared)
-        )
-        yield OneOf((*stacked, alone))
-        yield from shared_alone
+        yield OneOf((*stacked, tuple(slot for part in parts for slot in self._single(single, *part))))
+        for part in parts:
+            yield from self._single(shared, *part)
 
     def _stacked(
         self, prefix: str, suffix: str, block: int, gate_up: torch.Tensor, down: torch.Tensor, is_input_major: bool
@@ -157,5 +148,5 @@ class SparseMoe(nn.Module):
 
     def quantize_(self) -> None:
         """Makes the experts' matrices float8; the router's stays as it is."""
-        quantize_(self.experts, "gate_up")
-        quantize_(self.experts, "down")
+        convert_(self.experts, "float8", "gate_up")
+        convert_(self.experts, "float8", "down")

@@ -1,8 +1,10 @@
 """Matrices in float8 with a scale for each block of 128 x 128, as the published FP8 checkpoints store them. A product rounds its input,
 too, with a scale for each token and 128 values, and adds up in float32, as transformers' `finegrained_fp8`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +16,12 @@ LEAST_SCALE = 1e-30  # of a group that is all zeros
 SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
 
 
-def unfit(columns: int, *rows: int) -> ValueError:
-    """For matrices, or shares of them, that are not made of whole blocks."""
-    shapes = " and ".join(f"{count} x {columns}" for count in sorted(set(rows)))
-    return ValueError(f"FP8 needs matrices of whole {BLOCK} x {BLOCK} blocks on every rank; here are {shapes} (--quantization, --tp)")
+class Stored(NamedTuple):
+    """A tensor of a matrix. Checkpoints have it under the matrix's name with this suffix; one of its values stands for block x block."""
+
+    suffix: str
+    block: int
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,7 @@ class BlockScaled:
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "BlockScaled":
         """ValueError if the blocks are not whole."""
-        if rows % BLOCK or columns % BLOCK:
-            raise unfit(columns, rows)
+        Float8Block().check(columns, (rows,))
         values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
         padded = -(-columns // BLOCK // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         return cls(values, torch.zeros((rows // BLOCK, padded), device=device))
@@ -77,6 +80,28 @@ class BlockScaled:
 
 
 Weight = torch.Tensor | BlockScaled
+
+
+class Float8Block:
+    """See `MatrixFormat`."""
+
+    def holds(self, weight: Weight) -> bool:
+        return isinstance(weight, BlockScaled)
+
+    def check(self, columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        if any(size % BLOCK for size in (columns, *rows, *starts)):
+            shapes = " and ".join(f"{count} x {columns}" for count in sorted(set(rows)))
+            raise ValueError(f"FP8 needs matrices of whole blocks, {BLOCK} x {BLOCK}, on every rank, got {shapes} (--quantization, --tp)")
+
+    def empty(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> BlockScaled:
+        return BlockScaled.empty(rows, columns, device)
+
+    def stored(self, weight: Weight) -> tuple[Stored, ...]:
+        assert isinstance(weight, BlockScaled)
+        return Stored("", 1, weight.values), Stored("_scale_inv", BLOCK, weight.scales)
+
+    def converted(self, matrix_NK: torch.Tensor) -> BlockScaled:
+        return BlockScaled.quantized(matrix_NK)
 
 
 def fill_normal_(values: torch.Tensor, std: float, generator: torch.Generator) -> None:
