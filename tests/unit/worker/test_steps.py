@@ -194,8 +194,8 @@ def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone:
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "agreement", SimpleNamespace(all_can=lambda can: asked.append(can)))
-        for where in ("encode", "forward"):
-            patch.setattr(model, where, begin)
+        for owner, where in ((model.tower, "encode"), (model, "forward")):
+            patch.setattr(owner, where, begin)
         engine.add(0, prompts()[1])
         assert engine.step() and engine.errors.keys() == {0} and asked == [True]
         patch.setattr(engine._runner._memory, "free_bytes", lambda: 1 << 10)
