@@ -174,7 +174,7 @@ def test_a_step_without_memory_fails_its_requests_only(
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, where, run_out)
+        patch.setattr(model.tower if where == "encode" else model, where, run_out)
         engine.add(1, prompts()[1])
         assert engine.step() and engine.errors.keys() == {0, 1}
     for rid in (2, 3):
