@@ -45,7 +45,6 @@ WHEN = {
     "jpeg_decoder": "`cpu` to rule out the GPU decoder.",
     "media_pool_size": "Higher if many images come from slow servers.",
     "processing_pool_size": "Higher if many images are PNGs and cores are free.",
-    "response_store_bytes": "0 if clients never send `previous_response_id`; higher for many conversations with pictures.",
     "body_timeout": "Higher for clients on slow lines.",
     "max_connections": "Higher for many idle connections; the limit on open files also bounds it.",
     "header_timeout": "Lower if clients are not trusted.",

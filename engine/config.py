@@ -13,7 +13,6 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 MAY_BE_ZERO = frozenset(  # any other number is at least 1
     {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"}
-    | {"response_store_bytes"}
 )
 
 FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
@@ -130,10 +129,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
-    response_store_bytes: Annotated[
-        int, "memory for answers of /v1/responses and what was asked, for requests that name them; 0: none"
-    ] = 256 * MIB
-    response_store_seconds: Annotated[int, "how long such an answer is kept"] = 3600
     body_timeout: Annotated[int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,

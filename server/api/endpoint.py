@@ -10,7 +10,7 @@ import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from server.api.chat.schema import GenerationRequest, StreamOptions
 from server.api.fields import UnknownFields
 from server.api.grammar import read_grammar
 from server.api.openapi import BodyRoute, ErrorAnswer
-from server.api.responses.store import ResponseStore
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
@@ -56,7 +55,6 @@ class Service:
     shares: Shares
     client: Client
     metrics: Metrics
-    responses: ResponseStore
     seeds: random.Random  # of requests that have none
 
 
@@ -70,7 +68,6 @@ class Job:
     echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
     warnings: list[str] = field(default_factory=list)  # what its answer lacks
     custom_tools: frozenset[str] = frozenset()  # which take one text
-    keep: Callable[[dict[str, Any]], None] | None = None  # of the whole answer, when it is complete
 
     @property
     def num_images(self) -> int:
@@ -86,7 +83,6 @@ class Endpoint(ABC):
     streams: Any = None  # the data of an event, if answers may be streamed
     last_data = ""  # what the last event holds instead
     fails: Any = ErrorAnswer
-    copies_payloads = False  # `read` copies images, and not only the JSON
 
     def __init__(self, service: Service):
         self.service = service
@@ -141,16 +137,8 @@ class Endpoint(ABC):
             body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address.encode()).digest()
-            with contextlib.ExitStack() as undo:
-                undo.callback(body.give_up)
-                body = await self.prepare(body)
-                undo.pop_all()
             stream, job = await self.submit(body)
             return self.reply(stream, job, body)
-
-    async def prepare(self, body: Body) -> Body:
-        """The body to read, this one or another one, which is then given up. RequestError: this one is still there."""
-        return body
 
     async def submit(self, body: Body) -> tuple[Stream, Job]:
         """The body is the processor's from then on. RequestError; then it is given up."""
@@ -194,8 +182,7 @@ class Endpoint(ABC):
         def read() -> Job:
             return self.read(read_object(data), body)
 
-        size = body.region.used if self.copies_payloads else len(data)
-        return await asyncio.to_thread(read) if size > LARGE_JSON_BYTES else read()
+        return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
 
 
 class GenerationEndpoint(Endpoint):

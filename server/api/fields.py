@@ -41,7 +41,12 @@ LIMITED = limits_of(
     (("float32",), "embed_dtype"),
     (("native", "little"), "endianness"),
 )
-INSTEAD = {"chat_template": "start it with `--chat-template`, or leave it out"}
+WHOLE = "answers are not stored, so send the whole conversation as `input`"
+INSTEAD = {
+    "chat_template": "start it with `--chat-template`, or leave it out",
+    "conversation": WHOLE,
+    "previous_response_id": WHOLE,
+}
 HARMLESS = frozenset(
     limits_of(
         ((), "add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank"),

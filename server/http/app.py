@@ -30,7 +30,6 @@ from server.api.messages import endpoint as messages
 from server.api.openapi import DescribedRoute
 from server.api.pooling import endpoint as pooling
 from server.api.responses import endpoint as responses
-from server.api.responses.store import ResponseStore
 from server.api.sglang import endpoint as sglang
 from server.api.status import Status
 from server.checkpoint import read_checkpoint
@@ -71,8 +70,7 @@ class Api:
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
             config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena,
-            Shares(self.arena.size, lambda: self.arena.num_free), self.client, self._metrics,
-            ResponseStore(config.response_store_bytes, config.response_store_seconds), seeds,
+            Shares(self.arena.size, lambda: self.arena.num_free), self.client, self._metrics, seeds,
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
@@ -91,7 +89,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
-        app.router.routes += [*responses.StoredResponses(self._service).routes(), *sglang.Native(self._service).routes()]
+        app.router.routes += sglang.Native(self._service).routes()
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()

@@ -60,12 +60,6 @@ class Body:
                 self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
         self.num_announced += len(complete)
 
-    def replaced(self, region: Region, scanner: Scanner) -> "Body":
-        """Another body of the same request, as if it had come instead. This one stays the owner's."""
-        other = Body(region, scanner, self._client, self.started)
-        other.received, other.credentials, other.client, other.seed = self.received, self.credentials, self.client, self.seed
-        return other
-
     def give_up(self) -> None:
         """The body is refused or was cut."""
         if self.num_announced:

@@ -31,9 +31,9 @@ GRAMMARS = (
     *("json_schema", "output_config", "text"),
 )
 
-# What was stored before, and what goes with some prompts or answers only.
+# Fields that go with some prompts or answers only.
 VIDEOS = ("video_url", "input_video", "video")  # that can be read are large
-OTHERS = ("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens")
+OTHERS = ("prompt_logprobs", "truncate_prompt_tokens")
 
 pytestmark = pytest.mark.clients
 BLOCKS_OF_ROLES = {

@@ -1,11 +1,11 @@
-"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into one of chat completions, whose other fields it may have too.
-What is stored is asked for with the methods of `StoredResponses`.
+"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into a chat completion, whose other fields it may have too.
+
+Answers are not stored, so a request brings the whole conversation.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.messages import Event
@@ -13,9 +13,8 @@ from server.api.chat.conversation import check_url
 from server.api.chat.endpoint import ChatEndpoint, counted_chat
 from server.api.chat.schema import ChatRequest
 from server.api.chat.tools import HostedTool
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job, Service
+from server.api.endpoint import Endpoint, GatheringEndpoint, Job
 from server.api.fields import limits_of, rest_of
-from server.api.openapi import DescribedRoute
 from server.api.responses import schema
 from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import (
@@ -32,17 +31,14 @@ from server.api.responses.schema import (
     ThoughtItem,
     joined,
 )
-from server.api.responses.store import PREVIOUS, Stored, continued, items_json, owner_of, whole
-from server.http.body import MAX_SPARE_REFERENCES, Body
-from server.http.guards import credentials_of
+from server.http.body import Body
 from server.http.scan import Scanner
-from server.http.sse import Format, ReplyOptions, encode
 from server.http.validate import bad_value, check
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
 LIMITED = limits_of(
     ((), "background_options conversation image max_completion_tokens max_tokens messages moderation"),
-    ((), "prompt prompt_logprobs response_format"),
+    ((), "previous_response_id prompt prompt_logprobs response_format"),
     ((False,), "background continue_final_message logprobs return_token_ids return_tokens_as_token_ids"),
     ((True,), "add_generation_prompt"),
     ((0,), "top_logprobs"),
@@ -51,8 +47,8 @@ LIMITED = limits_of(
 )
 # What a vendor does around its models: an answer without it says so.
 DROPPED = ("context_management",)
-# Of tools that are not here, of tokens that nobody reads, or the same for every answer.
-HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
+# Fields without effect: they are for tools that are not here, or the same for every answer (which is never stored).
+HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
 
 
 class ResponsesEndpoint(ChatEndpoint):
@@ -62,10 +58,6 @@ class ResponsesEndpoint(ChatEndpoint):
     last_data = ""
     format = ResponseFormat
     prompt_field = "input"
-    copies_payloads = True  # of what is stored
-
-    async def prepare(self, body: Body) -> Body:
-        return await whole_body(self.service, body)
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(ResponsesRequest, value)
@@ -73,34 +65,13 @@ class ResponsesEndpoint(ChatEndpoint):
         job.warnings += self.note_dropped(value.keys() & DROPPED)
         params = job.submits[0].params
         job.echo = _echo(request) | {"temperature": params.temperature, "top_p": params.top_p}
-        if request.store is not False:
-            job.keep = self._keeper(value["input"], body)
-        job.echo["store"] = job.keep is not None
         return job
-
-    def format_of(self, options: ReplyOptions, job: Job) -> Format:
-        return ResponseFormat(options, job.keep)
-
-    def _keeper(self, said: Any, body: Body) -> Callable[[dict[str, Any]], None] | None:
-        """Stores the answer with what was said before it; None if that is too large."""
-        store, owner = self.service.responses, owner_of(body.credentials)
-        if body.region.used > store.max_bytes:
-            return None
-        before = whole(items_json(said), body)
-
-        def keep(answer: dict[str, Any]) -> None:
-            store.put(answer["id"], owner, encode(answer), before, items_json(answer["output"]))
-
-        return keep
 
 
 class CountResponseTokens(GatheringEndpoint):
     """How long the prompt of a response would be, images included."""
 
     takes, gives = ResponsesRequest, schema.TokensCounted
-
-    async def prepare(self, body: Body) -> Body:
-        return await whole_body(self.service, body)
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = check(ResponsesRequest, value)
@@ -113,47 +84,10 @@ class CountResponseTokens(GatheringEndpoint):
 ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint, "/v1/responses/input_tokens": CountResponseTokens}
 
 
-class StoredResponses:
-    """What was answered, for the key that asked."""
-
-    def __init__(self, service: Service):
-        self._store = service.responses
-
-    def routes(self) -> list[DescribedRoute]:
-        path = "/v1/responses/{name}"
-        return [
-            DescribedRoute(path, self.retrieve, "GET", schema.ResponseAnswer),
-            DescribedRoute(path, self.delete, "DELETE", schema.ResponseDeleted),
-            DescribedRoute(f"{path}/input_items", self.input_items, "GET", schema.ItemList),
-        ]
-
-    async def retrieve(self, name: str, request: Request) -> Response:
-        """A response that is stored, as it was answered."""
-        return Response(self._found(name, request).document, media_type="application/json")
-
-    async def delete(self, name: str, request: Request) -> Any:
-        """Forgets a response. Later ones that continue it stay."""
-        self._store.delete(name, owner_of(credentials_of(request.scope)))
-        return {"id": name, "object": "response", "deleted": True}
-
-    async def input_items(self, name: str, request: Request) -> Response:
-        """The conversation before a stored response, the oldest item first."""
-        before = self._found(name, request).before
-        return Response(b'{"object": "list", "has_more": false, "data": [' + before + b"]}", media_type="application/json")
-
-    def _found(self, name: str, request: Request) -> Stored:
-        return self._store.get(name, owner_of(credentials_of(request.scope)))
-
-
-async def whole_body(service: Service, body: Body) -> Body:
-    max_references = service.config.max_images_per_request + MAX_SPARE_REFERENCES
-    return await continued(body, service.responses, service.arena, max_references)
-
-
 def _echo(request: ResponsesRequest) -> dict[str, object]:
     """What an answer repeats of its request."""
     shape = request.text.format if request.text else None
-    said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning", PREVIOUS})
+    said = request.model_dump(include={"instructions", "max_output_tokens", "metadata", "tool_choice", "reasoning"})
     return said | {
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,

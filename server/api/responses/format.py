@@ -5,7 +5,6 @@ response.created ──▶ output_item.added ──▶ … delta … ──▶ �
 
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 from engine.messages import ErrorInfo
@@ -26,10 +25,9 @@ ARGUMENTS = {"call": "arguments", "custom": "input"}  # what a call has instead 
 class ResponseFormat(BlockFormat):
     """One choice: the dialect has no others."""
 
-    def __init__(self, options: ReplyOptions, keep: Callable[[dict[str, Any]], None] | None = None):
+    def __init__(self, options: ReplyOptions):
         identity = {"id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model}
-        never = {"background": False, "truncation": "disabled"}
-        self._keep = keep
+        never = {"background": False, "truncation": "disabled", "store": False, "previous_response_id": None}
         self._head = {**identity, **never, **options.echo, "error": None, "incomplete_details": None, "usage": None}
         if options.warnings:
             self._head["warnings"] = options.warnings
@@ -63,7 +61,7 @@ class ResponseFormat(BlockFormat):
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
         ending = self._ending(choice, choice.usage)
         last_item = self._stop_item(_last_status(self._items, choice, ending))
-        return last_item + self._event(ending["status"], response=self._kept({**self._head, **ending, "output": self._items, **timings}))
+        return last_item + self._event(ending["status"], response={**self._head, **ending, "output": self._items, **timings})
 
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
         return b""
@@ -78,17 +76,12 @@ class ResponseFormat(BlockFormat):
             items.append(self._item(kind, call) | _said(kind, text) | {"status": "completed"})
         if items:
             items[-1]["status"] = _last_status(items, choice, ending)
-        return encode(self._kept({**self._head, **ending, "output": items, **timings}))
+        return encode({**self._head, **ending, "output": items, **timings})
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
         error = self._event("error", code=info.code or info.type, message=info.message, param=info.param)
         failure = {"status": "failed", "error": {"code": "server_error", "message": info.message}, "output": self._items}
         return error + self._event("failed", response={**self._head, **failure})
-
-    def _kept(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if self._keep is not None:
-            self._keep(answer)
-        return answer
 
     @staticmethod
     def _ending(choice: Choice, usage: Usage) -> dict[str, Any]:

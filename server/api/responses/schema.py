@@ -186,8 +186,6 @@ class ResponsesRequest(Open):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
     include: list[Include] | None = None
     metadata: dict[str, Any] | None = None
 
@@ -227,8 +225,8 @@ class ResponseAnswer(BaseModel):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     output: list[OutputItem]
     usage: ResponseUsage | None
-    previous_response_id: str | None = None
-    store: bool
+    previous_response_id: None = None
+    store: Literal[False]
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
     instructions: str | None
@@ -269,15 +267,3 @@ class ResponseEvent(BaseModel):
 class TokensCounted(BaseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
-
-
-class ResponseDeleted(BaseModel):
-    id: str
-    object: Literal["response"]
-    deleted: bool
-
-
-class ItemList(BaseModel):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    has_more: bool

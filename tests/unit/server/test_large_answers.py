@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 
 from engine.messages import Event, TokenPrompt
 from server.api.chat.schema import MAX_IDS, DetokenizeRequest
-from server.api.endpoint import LARGE_JSON_BYTES, Job
+from server.api.endpoint import Job
 from server.api.pooling import endpoint as pooling
-from server.api.responses import endpoint as responses
 from server.errors import RequestError
 from server.http.client import Stream
 from server.http.reply import LARGE_NUMBERS, GatheredReply
@@ -56,15 +55,6 @@ async def test_large_answers_leave_the_event_loop() -> None:
         [Event(1, "x" * (LARGE_NUMBERS + 1), finish_reason="stop")],
     ):
         assert await thread_of(*large) is not here
-
-
-async def test_payloads_that_are_stored_are_copied_in_a_thread() -> None:
-    """`/v1/responses` copied the images of a small JSON on the event loop."""
-    endpoint: Any = responses.ResponsesEndpoint.__new__(responses.ResponsesEndpoint)
-    endpoint.read = lambda value, body: threading.current_thread()
-    for num_bytes in (100, LARGE_JSON_BYTES + 1):
-        thread = await endpoint._read(b"{}", SimpleNamespace(region=SimpleNamespace(used=num_bytes)))
-        assert (thread is threading.current_thread()) == (num_bytes == 100)
 
 
 @pytest.mark.parametrize("format", ["float", "base64"])

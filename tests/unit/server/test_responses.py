@@ -103,7 +103,7 @@ def test_a_history_with_thoughts_and_calls() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: must be 'user', "),
         ({"max_output_tokens": "5"}, "max_output_tokens: must be an integer"),
         ({"max_tokens": 5}, "max_tokens: is not supported"),
-        ({"previous_response_id": 5}, "previous_response_id: must be a string"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported by this server: answers are not stored"),
         ({"background": True}, "background: may only be false"),
         ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
         ({"include": ["message.output_text.logprobs"]}, "include[0]: must be"),
