@@ -244,25 +244,6 @@ class Stack:
         """To be replaced by `eventually`."""
         eventually(condition)
 
-    def keeps_answering(self, work: Callable[[], object], limit: float = 0.25) -> bool:
-        """Whether `/health/live` answers within `limit` seconds while `work` goes on in a thread.
-
-        It takes milliseconds on a machine that does nothing else; where tests run beside it, one of three times is undisturbed.
-        """
-        return any(self._slowest_health(work) < limit for _ in range(3))
-
-    def _slowest_health(self, work: Callable[[], object]) -> float:
-        slowest = 0.0
-        with httpx.Client(base_url=self.url, timeout=60) as client:
-            client.get("/health/live")
-            worker = threading.Thread(target=work)
-            worker.start()
-            while worker.is_alive():
-                started = time.perf_counter()
-                assert client.get("/health/live").status_code == 200
-                slowest = max(slowest, time.perf_counter() - started)
-        return slowest
-
     def orphan(self) -> None:
         """What the children see when the launcher dies."""
         os.close(self._lifeline_end)

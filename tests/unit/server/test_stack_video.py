@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata
 
 from engine.messages import EngineRequest, ErrorInfo, MediaRef, VideoRef
@@ -82,36 +81,6 @@ def test_ids_and_spans_are_the_references(stack: Stack, tokenizer: Any) -> None:
     for span in request.images[:2] + request.images[3:]:
         assert span.grid == (1, 4, 6) and span.length == 6 and span.source.region.length == 2 * 64 * 96 * 3
         assert set(ids[span.start : span.end]) == {pad} and pad not in (ids[span.start - 1], ids[span.end])
-
-
-def test_a_question_to_cosmos_reason(stack: Stack, tokenizer: Any) -> None:
-    """Red if the client of Cosmos-Reason2 is refused, sees other frames or sizes than it asks for, or gets its thoughts in the answer. The
-    fields are those of its repository's online inference; the model writes `<think>` itself."""
-    form = "Answer the question using the following format:\n\n<think>\nYour reasoning.\n</think>\n\nWrite your final answer immediately"
-    question = f"What are the potential safety hazards?\n\n{form} after the </think> tag."
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "You are a helpful assistant."},
-        {"role": "user", "content": [video(CLIP), text(question)]},
-    ]
-    reasoned = tokenizer("<think>\nIt rolls.\n</think>\n\nThe ball.<|im_end|>").input_ids
-    stack.scheduler.script = answer_ids(reasoned)
-    smallest, largest = 128 * 32**2, 16_384 * 32**2
-    options = {"top_p": 0.95, "top_k": 20, "repetition_penalty": 1.0, "presence_penalty": 0.0, "temperature": 0.6, "seed": 1234}
-    seen = {"fps": 4, "do_sample_frames": True, "size": {"shortest_edge": smallest, "longest_edge": largest}}
-    answer = stack.chat("", messages=messages, max_tokens=256, mm_processor_kwargs=seen, **options)
-    assert answer.status_code == 200, answer.text
-    message = answer.json()["choices"][0]["message"]
-    assert (message["reasoning_content"].strip(), message["content"]) == ("It rolls.", "The ball.")
-    request = last(stack)
-    assert (request.params.top_k, request.params.top_p, request.params.temperature, request.params.seed) == (20, 0.95, 0.6, 1234)
-    height, width = smart_resize(8, 64, 96, 2, 32, smallest, largest)
-    messages[1]["content"] = [{"type": "video"}, text(question)]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    indices = Qwen3VLVideoProcessor.sample_frames(SimpleNamespace(min_frames=4, max_frames=768), VideoMetadata(20, fps=10.0), fps=4)
-    grid = (4, height // 16, width // 16)
-    assert [span.grid for span in request.images] == [(1, *grid[1:])] * 4
-    before, behind = rendered.split(PAD)
-    assert stack.scheduler.prompt(request) == tokenizer(before + written(grid, list(indices), 10.0) + behind).input_ids
 
 
 def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> None:
