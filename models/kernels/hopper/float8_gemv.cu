@@ -7,6 +7,9 @@
 //   W (16 rows, 16 values) x token (16 values, 8 times the same column) -> (16 rows, 8 times the same)
 //
 // What the kernel ahead does not write is on its way before that has ended; the kernels before it are done, as all of ours wait for theirs.
+//
+// Large matrices take `multiply_token`, one block per multiprocessor with copies in shared memory. Experts and small matrices take
+// `multiply_tiles`: its small blocks start while the preceding kernel still occupies some multiprocessors, and load all weights at once.
 
 #include <algorithm>
 
@@ -51,8 +54,7 @@ struct Ring {
   }
 };
 
-// Block (i, k): the i-th share of the tiles of 16 rows of the k-th chosen expert's matrix if there are several. If gated, tiles of 8 rows each
-// of the gate and of the other factor.
+// Block i: the i-th share of the tiles of 16 rows. If gated, tiles of 8 rows each of the gate and of the up projection.
 template <bool kGated>
 __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const params) {
   constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
@@ -72,33 +74,22 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   auto share = [&](int of_warp) { return num_chunks * of_warp / kWarps; };
   int const norm_end = params.width * params.norm_bytes;
   for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
-  int64_t start = 0;
-  if (params.chosen) {
-    round_token(params, norm, token, units, sums);
-    wait_for_kernel_ahead();
-    launch_kernel_behind();
-    int const expert = __ldcg(params.chosen + blockIdx.y);
-    if (expert < 0) return;
-    start = int64_t(expert) * kFactors * params.num_out;
-  }
   int const first_block = first_tile * kTileRows / kGroup, num_groups = params.width / kGroup;
   int const num_blocks = (end_tile * kTileRows - 1) / kGroup - first_block + 1;
   for (int i = threadIdx.x; i < kFactors * num_blocks * num_groups; i += blockDim.x) {
     int const group = i % num_groups, block = i / num_groups % num_blocks, factor = i / num_groups / num_blocks;
-    int64_t const of_row = (start + factor * params.num_out) / kGroup + first_block + block;
+    int64_t const of_row = int64_t(factor) * params.num_out / kGroup + first_block + block;
     copy_async(scales + (factor * params.num_blocks + block) * layout.groups + group, params.scales + of_row * params.num_scales + group, false);
   }
   end_copies();
   int const first = share(warp), end = share(warp + 1);
   int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
   unsigned char* const stages = memory + warp * kStages * kRows * kPitch;
-  Ring<kGated> ring(params.weight + (start + first_tile * kTileRows) * params.width, between, stages, params.width, first, end, lane);
-  if (!params.chosen) {
-    wait_for_kernel_ahead();
-    launch_kernel_behind();
-    round_token(params, norm, token, units, sums);
-  }
-  BFloat16* const out = params.out + int64_t(blockIdx.y) * params.num_out + first_tile * kTileRows;
+  Ring<kGated> ring(params.weight + int64_t(first_tile) * kTileRows * params.width, between, stages, params.width, first, end, lane);
+  wait_for_kernel_ahead();
+  launch_kernel_behind();
+  round_token<kWarps, kStages>(params, norm, token, units, sums);
+  BFloat16* const out = params.out + first_tile * kTileRows;
   if (params.adds)
     for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) before[i] = __bfloat162float(out[i]);
   wait_for_copies<kStages>();
@@ -149,27 +140,28 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   }
 }
 
-// A warp's 16 rows; kAhead steps in registers or on their way.
+// Steps `first` to `end` of a warp's 16 rows; kAhead steps in registers or on their way.
+template <int kAhead>
 struct Tile {
-  static constexpr int kAhead = 12;
   uint8_t const *upper, *lower;  // of this lane's two rows, its first 16 bytes
-  int end;  // steps
+  int first, end;  // steps
   uint4 a[kAhead], b[kAhead];
 
   DEVICE void load(int slot, int step) {
     if (step < end) a[slot] = load_weights(upper + step * kStep), b[slot] = load_weights(lower + step * kStep);
   }
 
-  DEVICE Tile(uint8_t const* rows, int width, int num_steps, int lane) : end(num_steps) {
-    upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + int64_t(kHalf) * width;
+  // Row i of the lower half is `below` rows after row i of the upper half.
+  DEVICE Tile(uint8_t const* rows, int64_t below, int width, int first, int end, int lane) : first(first), end(end) {
+    upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(i, i);
+    for (int i = 0; i < kAhead; ++i) load(i, first + i);
   }
 
-  // The two rows' products. `units`: scales of the token's groups; `scales`: those of the rows' block.
-  DEVICE float2 multiply(__half const* token, float const* units, float const* scales, int lane) {
+  // The two rows' products. `units`: scales of the token's groups; the others: scales of the rows' blocks.
+  DEVICE float2 multiply(__half const* token, float const* units, float const* upper_scales, float const* lower_scales, int lane) {
     float2 totals = {0.f, 0.f};
-    for (int start = 0; start < end; start += kAhead) {
+    for (int start = first; start < end; start += kAhead) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         int const step = start + i;
@@ -178,19 +170,87 @@ struct Tile {
         multiply_step(c, d, a[i], b[i], token + step * kStep + lane % 4 * 16);
         load(i, step + kAhead);
         int const group = step / (kGroup / kStep);
-        totals.x += (c[0] + d[0]) * (units[group] * scales[group]);
-        totals.y += (c[2] + d[2]) * (units[group] * scales[group]);
+        totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
+        totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
       }
     }
     return totals;
   }
 };
 
+// What each warp of a block has of 16 rows.
+template <int kNumWarps>
+struct Parts {
+  float of_warp[kNumWarps][kRows];
+
+  DEVICE void put(float2 totals, int warp, int lane) {
+    if (lane % 4 == 0) of_warp[warp][lane / 4] = totals.x, of_warp[warp][lane / 4 + kHalf] = totals.y;
+  }
+
+  DEVICE float sum(int row, int first_warp, int num_warps) const {
+    float sum = 0.f;
+    for (int warp = first_warp; warp < first_warp + num_warps; ++warp) sum += of_warp[warp][row];
+    return sum;
+  }
+};
+
+// Block (i, k): kNumWarps / kSplits tiles of 16 rows of the k-th chosen expert's matrix, or of the only matrix; kSplits warps share each tile.
+// If gated, tiles of 8 rows each of the gate and of the up projection.
+template <int kNumWarps, int kSplits, bool kGated>
+__global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) multiply_tiles(Params const params) {
+  constexpr int kTiles = kNumWarps / kSplits, kTileRows = kGated ? kHalf : kRows;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ Parts<kNumWarps> parts;
+  __shared__ float sums[kNumWarps];
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile_of_warp = warp / kSplits, split = warp % kSplits;
+  Layout const layout(params.width);
+  __half* const token = reinterpret_cast<__half*>(memory);
+  unsigned char* const norm = reinterpret_cast<unsigned char*>(token + layout.padded);
+  float* const units = reinterpret_cast<float*>(norm + layout.padded * params.norm_bytes);
+  float* const own = units + layout.groups * (1 + 2 * tile_of_warp);  // scales of the two halves' blocks
+  int const num_steps = params.width / kStep, below = kGated ? params.num_out : kHalf, norm_end = params.width * params.norm_bytes;
+  int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
+  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
+  if (params.chosen) {
+    round_token<kNumWarps, 0>(params, norm, token, units, sums);
+    wait_for_kernel_ahead();
+    launch_kernel_behind();
+    int const expert = __ldcg(params.chosen + blockIdx.y);
+    if (expert < 0) return;
+    row += int64_t(expert) * (kGated ? 2 : 1) * params.num_out;
+  }
+  // All weights of the smaller grids; tiles of larger ones leave registers for the kernel behind.
+  Tile<kSplits == kNumWarps ? 8 : 4> tile(params.weight + row * params.width, below, params.width, num_steps * split / kSplits,
+                                          num_steps * (split + 1) / kSplits, lane);
+  for (int i = split * 32 + lane; i < 2 * layout.groups; i += 32 * kSplits) {
+    int const group = i % layout.groups;
+    if (group * kGroup >= params.width) continue;
+    copy_async(own + i, params.scales + (row + (i < layout.groups ? 0 : below)) / kGroup * params.num_scales + group, false);
+  }
+  end_copies();
+  if (!params.chosen) {
+    wait_for_kernel_ahead();
+    launch_kernel_behind();
+    round_token<kNumWarps, 0>(params, norm, token, units, sums);
+  }
+  wait_for_copies<0>();
+  __syncthreads();
+  parts.put(tile.multiply(token, units, own, own + layout.groups, lane), warp, lane);
+  __syncthreads();
+  int const i = threadIdx.x, of_tile = i / kTileRows, in_tile = i % kTileRows;
+  if (of_tile >= kTiles) return;
+  float result = parts.sum(in_tile, of_tile * kSplits, kSplits);
+  if (kGated) result = result / (1.f + __expf(-result)) * parts.sum(in_tile + kHalf, of_tile * kSplits, kSplits);
+  BFloat16* const place = params.out + int64_t(blockIdx.y) * params.num_out + blockIdx.x * kTiles * kTileRows + i;
+  if (params.adds) result += __bfloat162float(*place);
+  *place = __float2bfloat16_rn(result);
+}
+
 // Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
 __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const params) {
   constexpr int kPairs = 3;  // of groups that are rounded at once
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ float parts[kMaxChosen][kRows];
+  __shared__ Parts<kMaxChosen> parts;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
   int64_t row = int64_t(blockIdx.x) * kRows;
   Layout const layout(params.width);
@@ -200,7 +260,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   int const expert = __ldcg(params.chosen + warp);
   float const share = __bfloat162float(params.shares[warp]);
   row += int64_t(max(expert, 0)) * params.num_out;
-  Tile tile(params.weight + row * params.width, params.width, expert < 0 ? 0 : num_steps, lane);
+  Tile<12> tile(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
   for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
   end_copies();
   wait_for_kernel_ahead();
@@ -229,15 +289,12 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   }
   wait_for_copies<0>();
   __syncwarp();
-  float2 totals = tile.multiply(token, units, scales, lane);
+  float2 totals = tile.multiply(token, units, scales, scales, lane);
   totals.x *= share, totals.y *= share;
   if (expert < 0) totals = {0.f, 0.f};  // whose share may be anything
-  if (lane % 4 == 0) parts[warp][lane / 4] = totals.x, parts[warp][lane / 4 + kHalf] = totals.y;
+  parts.put(totals, warp, lane);
   __syncthreads();
-  if (threadIdx.x >= kRows) return;
-  float sum = 0.f;
-  for (int i = 0; i < blockDim.x / 32; ++i) sum += parts[i][threadIdx.x];
-  *place = __float2bfloat16_rn(before + sum);
+  if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
 }
 
 Params params_of(View x, View weight, View scales, View chosen, View out, bool adds) {
@@ -250,17 +307,39 @@ Params params_of(View x, View weight, View scales, View chosen, View out, bool a
   return params;
 }
 
-// A block on each multiprocessor, or for several experts about as many.
+// A block on each multiprocessor.
 template <bool kGated>
-void launch(Params params, int num_experts, int num_multiprocessors, DLDevice device) {
-  TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * kWarps * kPiece) << "float8: a norm of " << params.width << " values";
+void launch_token(Params params, int num_multiprocessors, DLDevice device) {
   constexpr int kTileRows = kGated ? kHalf : kRows;
-  int const num_tiles = params.num_out / kTileRows, num_blocks = std::min(num_tiles, std::max(1, num_multiprocessors / num_experts));
+  int const num_tiles = params.num_out / kTileRows, num_blocks = std::min(num_tiles, num_multiprocessors);
   int const most = (num_tiles + num_blocks - 1) / num_blocks;
   params.num_blocks = most == 1 ? 1 : (most * kTileRows + kGroup - 2) / kGroup + 1;
   size_t const num_bytes = kWarps * kStages * kRows * kPitch + Layout(params.width).num_bytes((kGated ? 2 : 1) * params.num_blocks, params.norm_bytes) +
                            most * kRows * (kWarps + 1) * sizeof(float);
-  launch_early(multiply_token<kGated>, params, dim3(unsigned(num_blocks), unsigned(num_experts)), 32 * kWarps, num_bytes, device);
+  launch_early(multiply_token<kGated>, params, dim3(unsigned(num_blocks)), 32 * kWarps, num_bytes, device);
+}
+
+template <int kNumWarps, int kSplits, bool kGated>
+void launch_tiles(Params const& params, int num_experts, DLDevice device) {
+  constexpr int kTiles = kNumWarps / kSplits;
+  dim3 const grid(unsigned(params.num_out / (kTiles * (kGated ? kHalf : kRows))), unsigned(num_experts));
+  size_t const num_bytes = Layout(params.width).num_bytes(2 * kTiles, params.norm_bytes);
+  launch_early(multiply_tiles<kNumWarps, kSplits, kGated>, params, grid, 32 * kNumWarps, num_bytes, device);
+}
+
+// Matrices that the stages of `multiply_token` hold at once are small. Grids of `multiply_tiles` have enough blocks for all multiprocessors, but
+// no more than run at once, since each block rounds the token.
+template <bool kGated>
+void launch(Params const& params, int num_experts, int num_multiprocessors, DLDevice device) {
+  int const num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * num_multiprocessors;
+  bool const is_small = int64_t(num_tiles) * params.width <= int64_t(num_multiprocessors) * kWarps * kStages * kChunk;
+  bool const takes_tiles = params.chosen || is_small;
+  TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * (takes_tiles ? 4 : kWarps) * kPiece) << "float8: a norm of " << params.width;
+  if (!takes_tiles) return launch_token<kGated>(params, num_multiprocessors, device);
+  if (num_tiles <= num_multiprocessors) return launch_tiles<kMaxWarps, kMaxWarps, kGated>(params, num_experts, device);
+  if (num_tiles <= most) return launch_tiles<4, 4, kGated>(params, num_experts, device);
+  if (num_tiles <= 2 * most) return launch_tiles<4, 2, kGated>(params, num_experts, device);
+  launch_tiles<4, 1, kGated>(params, num_experts, device);
 }
 
 // x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K) or empty.

@@ -14,7 +14,8 @@ using BFloat16 = __nv_bfloat16;
 constexpr int kRows = 16, kHalf = kRows / 2;
 constexpr int kGroup = 128;  // values with a scale
 constexpr int kStep = 64;  // values of a row that a warp multiplies at once
-constexpr int kWarps = 12, kStages = 2;  // of a block: fewer warps or stages keep the memory less busy
+constexpr int kWarps = 12, kStages = 2;  // of a block of `multiply_token`: fewer warps or stages keep the memory less busy
+constexpr int kMaxWarps = 8, kBlocks = 3;  // of a block of `multiply_tiles`; blocks of four warps that a multiprocessor runs at once
 constexpr int kChunk = 256;  // values of each of 16 rows in a warp's stage
 constexpr int kPitch = kChunk + 64;  // bytes from row to row of a stage: neighbours are not in the same banks
 constexpr int kMaxChosen = 12;  // of one that sums experts
@@ -112,9 +113,11 @@ DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit
   if (lane % 16 == 0) *unit = scale;
 }
 
-// The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token`.
-DEVICE void round_token(Params const& params, unsigned char const* norm, __half* token, float* units, float (&sums)[kWarps]) {
-  constexpr int kStride = 32 * kWarps * kPiece;
+// The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token` by kNumWarps warps. The
+// weights have arrived when at most kLeft groups of copies are on their way.
+template <int kNumWarps, int kLeft>
+DEVICE void round_token(Params const& params, unsigned char const* norm, __half* token, float* units, float (&sums)[kNumWarps]) {
+  constexpr int kStride = 32 * kNumWarps * kPiece;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int start = 0; start < params.width; start += kPieces * kStride) {
     uint4 pieces[kPieces];
@@ -136,11 +139,11 @@ DEVICE void round_token(Params const& params, unsigned char const* norm, __half*
       }
       square = over_lanes<1, 32, false>(square);
       if (lane == 0) sums[warp] = square;
-      wait_for_copies<kStages>();
+      wait_for_copies<kLeft>();
       __syncthreads();
       square = 0.f;
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) square += sums[i];
+      for (int i = 0; i < kNumWarps; ++i) square += sums[i];
       factor = rsqrtf(square / float(params.width) + params.eps);
     }
 #pragma unroll

@@ -1,0 +1,169 @@
+"""Compare this version of the engine with an older one on one machine, in turn, and exit with 1 after a loss of more than 2 %.
+
+    python -m bench.compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
+
+OLD is a commit or a folder with the old version. For each model both engines start at the same time and share the device; published
+sizes get dummy weights. Benchmarks of this version then measure one engine after the other, and every second round begins with the new
+one. A benchmark that shows a loss is measured again for as many rounds. The table has medians over the rounds; a gain below zero means
+that the new version is slower. One model takes about three minutes of a GPU.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.faults import engine
+from bench.report import table, write_result
+
+LIMIT = 2.0  # percent
+MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
+KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernels of old versions; the new one uses the default cache
+RUNS = {
+    "one": "load --concurrency 1 --requests 4 --warm-ups 1 --input-tokens 1024 --output-tokens 256",
+    "text": "load --concurrency 64 --requests 192 --warm-ups 64 --input-tokens 256 --output-tokens 256",
+    "image": "load --concurrency 32 --requests 160 --warm-ups 32 --images 1 --output-tokens 128",
+    "probe": "probe --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 5",
+}
+RATES = ("requests_per_s", "output_tokens_per_s")  # more is better
+FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s"}  # of a load
+
+Sample = dict[str, float]  # figure -> value
+Samples = dict[str, list[Sample]]  # engine -> one sample per round
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", metavar="OLD", help="commit or folder")
+    parser.add_argument("--new", type=Path, default=Path(), help="folder of the new version; default: this one")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="values of the engine's --model")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--flags", default="", help="further flags of both engines, as one string")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    return parser.parse_args(argv)
+
+
+@contextlib.contextmanager
+def folder_of(old: str) -> Iterator[Path]:
+    """The folder OLD, or a temporary one with the files of the commit."""
+    if Path(old).is_dir():
+        yield Path(old).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-compare-") as folder:
+        files = subprocess.run(["git", "archive", old], check=True, capture_output=True).stdout
+        subprocess.run(["tar", "x", "-C", folder], input=files, check=True)
+        yield Path(folder)
+
+
+def engine_flags(model: str, more: str) -> list[str]:
+    """A pool of fixed size: an engine cannot measure free memory while another one starts."""
+    is_stored = model == "demo" or Path(model).is_dir()
+    return ["--model", model, *([] if is_stored else ["--load-format", "dummy", "--kv-cache-memory-bytes", "12G"]), *shlex.split(more)]
+
+
+def figures(run: str, content: dict[str, Any]) -> Sample:
+    """The figure of a load, or the times to first token of a probe. ValueError if requests failed."""
+    failed = content.get("result", {}).get("errors") or [point["error"] for point in content.get("points", []) if "error" in point]
+    if failed:
+        raise ValueError(f"{run}: {failed[0]}")
+    if run not in FIGURE:
+        return {f"{point['resolution']} x {point['images']}, ttft_ms": point["ttft_sent_ms"] for point in content["points"]}
+    value = content["result"][FIGURE[run]]
+    return {FIGURE[run]: value["p50"] if isinstance(value, dict) else value}
+
+
+def gain(figure: str, old: float, new: float) -> float:
+    """By how many percent the new version is faster; negative: slower."""
+    return 100 * (new / old - 1 if figure in RATES else old / new - 1)
+
+
+def compared(samples: Samples) -> dict[str, tuple[float, float, float]]:
+    """Figure -> medians of the old and the new engine, and the gain."""
+    medians = {
+        name: {figure: statistics.median(sample[figure] for sample in taken) for figure in taken[0]} for name, taken in samples.items()
+    }
+    return {figure: (old, medians["new"][figure], gain(figure, old, medians["new"][figure])) for figure, old in medians["old"].items()}
+
+
+def is_loss(samples: Samples) -> bool:
+    return any(percent < -LIMIT for *_, percent in compared(samples).values())
+
+
+async def measure(run: str, url: str) -> Sample:
+    """Run one benchmark against one engine. RuntimeError with the end of its output if it fails."""
+    module, *flags = shlex.split(RUNS[run])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        command = [sys.executable, "-m", f"bench.{module}", "--url", url, "--json", str(path), *flags]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+        output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"bench.{module} failed: {output.decode()[-2000:]}")
+        return figures(run, json.loads(path.read_text(encoding="utf-8")))
+
+
+async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples) -> None:
+    """Add `count` samples of each engine; every second round begins with the last engine."""
+    for number in range(count):
+        for name in list(urls)[:: -1 if number % 2 else 1]:
+            samples[name].append(await measure(run, urls[name]))
+
+
+async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
+    """Start both engines with one model; samples of each run."""
+    flags, found = engine_flags(model, args.flags), {}
+    digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
+    own = os.environ | {"FLASHINFER_WORKSPACE_BASE": str(KERNEL_CACHE.expanduser() / digest)}
+    async with contextlib.AsyncExitStack() as running:
+        async with asyncio.TaskGroup() as group:
+            folders = {"old": (old, own), "new": (args.new.absolute(), None)}
+            starts = {
+                name: group.create_task(running.enter_async_context(engine(flags, folder=folder, environment=environment)))
+                for name, (folder, environment) in folders.items()
+            }
+        urls = {name: start.result()[1] for name, start in starts.items()}
+        for run in args.runs:
+            samples: Samples = defaultdict(list)
+            await rounds(urls, run, args.rounds, samples)
+            if is_loss(samples):
+                await rounds(urls, run, args.rounds, samples)
+            found[run] = dict(samples)
+    return found
+
+
+def rows_of(model: str, found: Mapping[str, Samples]) -> list[list[str]]:
+    return [
+        [model, run, figure, f"{old:.4g}", f"{new:.4g}", f"{percent:+.1f} %", "loss" if percent < -LIMIT else ""]
+        for run, samples in found.items()
+        for figure, (old, new, percent) in compared(samples).items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: exits with 1 after a loss."""
+    args = parse_args(argv)
+    found = {}
+    with folder_of(args.old) as old:
+        for model in args.models:
+            found[model] = uvloop.run(compare(args, model, old))
+            print(table(["model", "run", "figure", args.old, "new", "gain", ""], rows_of(model, found[model])), flush=True)
+    write_result(args, result=found)
+    sys.exit(any(is_loss(samples) for runs in found.values() for samples in runs.values()))
+
+
+if __name__ == "__main__":
+    main()
