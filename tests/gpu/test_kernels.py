@@ -21,6 +21,7 @@ DEVICE = torch.device("cuda")
 REFERENCE = TorchOps()
 EPS = 1e-6
 WIDTHS = [(2048, 6144), (2560, 9728), (4096, 12288), (5120, 25600)]  # hidden and intermediate size: 2B, 4B, 8B, 32B
+SMALL_WIDTHS = [(2048, 2560), (1024, 5120), (512, 12288)]  # float8 products of one token by each kind of small blocks
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
     check_residual(ops, h, down, residual, norm, gate_up)
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [*WIDTHS, (5120, 17408)])
+@pytest.mark.parametrize(("hidden", "inner"), [*WIDTHS, (5120, 17408), *SMALL_WIDTHS])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 61, 100, 301])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int, dtype: torch.dtype) -> None:
