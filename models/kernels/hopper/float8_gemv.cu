@@ -152,8 +152,8 @@ struct Tile {
   }
 
   // Row i of the lower half is `below` rows after row i of the upper half.
-  DEVICE Tile(uint8_t const* rows, int64_t below, int width, int first, int end, int lane) : first(first), end(end) {
-    upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width;
+  DEVICE void begin(uint8_t const* rows, int64_t below, int width, int first_step, int end_step, int lane) {
+    first = first_step, end = end_step, upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(i, first + i);
   }
@@ -211,27 +211,26 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
   int const num_steps = params.width / kStep, below = kGated ? params.num_out : kHalf, norm_end = params.width * params.norm_bytes;
   int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
   for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
+  auto wait = [] { wait_for_kernel_ahead(), launch_kernel_behind(); };
+  // All weights of the smaller grids; tiles of larger ones leave registers for the kernel behind.
+  Tile<kSplits == kNumWarps ? 8 : 4> tile;
+  auto fetch = [&] {
+    tile.begin(params.weight + row * params.width, below, params.width, num_steps * split / kSplits, num_steps * (split + 1) / kSplits, lane);
+    for (int i = split * 32 + lane; i < 2 * layout.groups; i += 32 * kSplits) {
+      int const group = i % layout.groups;
+      if (group * kGroup >= params.width) continue;
+      copy_async(own + i, params.scales + (row + (i < layout.groups ? 0 : below)) / kGroup * params.num_scales + group, false);
+    }
+    end_copies();
+  };
+  if (!params.chosen) fetch(), wait();
+  round_token<kNumWarps, 0>(params, norm, token, units, sums);
   if (params.chosen) {
-    round_token<kNumWarps, 0>(params, norm, token, units, sums);
-    wait_for_kernel_ahead();
-    launch_kernel_behind();
+    wait();
     int const expert = __ldcg(params.chosen + blockIdx.y);
     if (expert < 0) return;
     row += int64_t(expert) * (kGated ? 2 : 1) * params.num_out;
-  }
-  // All weights of the smaller grids; tiles of larger ones leave registers for the kernel behind.
-  Tile<kSplits == kNumWarps ? 8 : 4> tile(params.weight + row * params.width, below, params.width, num_steps * split / kSplits,
-                                          num_steps * (split + 1) / kSplits, lane);
-  for (int i = split * 32 + lane; i < 2 * layout.groups; i += 32 * kSplits) {
-    int const group = i % layout.groups;
-    if (group * kGroup >= params.width) continue;
-    copy_async(own + i, params.scales + (row + (i < layout.groups ? 0 : below)) / kGroup * params.num_scales + group, false);
-  }
-  end_copies();
-  if (!params.chosen) {
-    wait_for_kernel_ahead();
-    launch_kernel_behind();
-    round_token<kNumWarps, 0>(params, norm, token, units, sums);
+    fetch();
   }
   wait_for_copies<0>();
   __syncthreads();
@@ -260,7 +259,8 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   int const expert = __ldcg(params.chosen + warp);
   float const share = __bfloat162float(params.shares[warp]);
   row += int64_t(max(expert, 0)) * params.num_out;
-  Tile<12> tile(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
+  Tile<12> tile;
+  tile.begin(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
   for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
   end_copies();
   wait_for_kernel_ahead();

@@ -99,13 +99,21 @@ DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLe
 
 DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
 
+// 1 / x, correctly rounded for normal x and 1 / x. `__frcp_rn` also handles all others, by so many instructions that fetching them takes longer
+// than multiplying.
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return fmaf(y, fmaf(-x, y, 1.f), y);
+}
+
 // A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
 DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
   float largest = 0.f;
 #pragma unroll
   for (float value : values) largest = fmaxf(largest, fabsf(value));
   largest = over_lanes<1, 16, true>(largest);
-  float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = __frcp_rn(scale);
+  float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = reciprocal(scale);
   uint32_t halves[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) halves[i] = rounded_halves(values[2 * i] * inverse, values[2 * i + 1] * inverse);
