@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   Ring<kGated> ring(params.weight + int64_t(first_tile) * kTileRows * params.width, between, stages, params.width, first, end, lane);
   wait_for_kernel_ahead();
   launch_kernel_behind();
-  round_token<kWarps, kStages>(params, norm, token, units, sums);
+  round_token<kWarps, kStages>(params, layout.padded, norm, token, units, sums);
   BFloat16* const out = params.out + first_tile * kTileRows;
   if (params.adds)
     for (int i = threadIdx.x; i < own_tiles * kTileRows; i += blockDim.x) before[i] = __bfloat162float(out[i]);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
     end_copies();
   };
   if (!params.chosen) fetch(), wait();
-  round_token<kNumWarps, 0>(params, norm, token, units, sums);
+  round_token<kNumWarps, 0>(params, layout.padded, norm, token, units, sums);
   if (params.chosen) {
     wait();
     int const expert = __ldcg(params.chosen + blockIdx.y);
@@ -333,9 +333,7 @@ template <bool kGated>
 void launch(Params const& params, int num_experts, int num_multiprocessors, DLDevice device) {
   int const num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * num_multiprocessors;
   bool const is_small = int64_t(num_tiles) * params.width <= int64_t(num_multiprocessors) * kWarps * kStages * kChunk;
-  bool const takes_tiles = params.chosen || is_small;
-  TVM_FFI_ICHECK(!params.norm_bytes || params.width <= kPieces * 32 * (takes_tiles ? 4 : kWarps) * kPiece) << "float8: a norm of " << params.width;
-  if (!takes_tiles) return launch_token<kGated>(params, num_multiprocessors, device);
+  if (!params.chosen && !is_small) return launch_token<kGated>(params, num_multiprocessors, device);
   if (num_tiles <= num_multiprocessors) return launch_tiles<kMaxWarps, kMaxWarps, kGated>(params, num_experts, device);
   if (num_tiles <= most) return launch_tiles<4, 4, kGated>(params, num_experts, device);
   if (num_tiles <= 2 * most) return launch_tiles<4, 2, kGated>(params, num_experts, device);

@@ -121,58 +121,59 @@ DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit
   if (lane % 16 == 0) *unit = scale;
 }
 
-// The token, normalised by the weights in `norm` if it has a norm (then it is read at once), rounded into `token` by kNumWarps warps. The
-// weights have arrived when at most kLeft groups of copies are on their way.
+// The token, normalised by the weights in `norm` if it has a norm, rounded into `token`, `padded` values, by kNumWarps warps. A thread keeps its
+// pieces there as they were read. The weights have arrived when at most kLeft groups of copies are on their way.
 template <int kNumWarps, int kLeft>
-DEVICE void round_token(Params const& params, unsigned char const* norm, __half* token, float* units, float (&sums)[kNumWarps]) {
+DEVICE void round_token(Params const& params, int padded, unsigned char const* norm, __half* token, float* units, float (&sums)[kNumWarps]) {
   constexpr int kStride = 32 * kNumWarps * kPiece;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int start = 0; start < params.width; start += kPieces * kStride) {
+  float square = 0.f;
+  for (int start = int(threadIdx.x) * kPiece; start < padded; start += kPieces * kStride) {
     uint4 pieces[kPieces];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
+      int const column = start + i * kStride;
       if (column < params.width) pieces[i] = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
       else pieces[i] = uint4{0, 0, 0, 0};
     }
-    float factor = 1.f;
-    if (params.norm_bytes) {
-      float square = 0.f;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        float values[kPiece];
-        to_floats(pieces[i], values);
-#pragma unroll
-        for (float value : values) square += value * value;
-      }
-      square = over_lanes<1, 32, false>(square);
-      if (lane == 0) sums[warp] = square;
-      wait_for_copies<kLeft>();
-      __syncthreads();
-      square = 0.f;
-#pragma unroll
-      for (int i = 0; i < kNumWarps; ++i) square += sums[i];
-      factor = rsqrtf(square / float(params.width) + params.eps);
-    }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      if (start + i * kStride + warp * 32 * kPiece >= params.width) break;  // the same for a warp: its lanes have two whole groups
-      int const column = start + i * kStride + int(threadIdx.x) * kPiece;
+      if (start + i * kStride >= padded) break;
+      *reinterpret_cast<uint4*>(token + start + i * kStride) = pieces[i];
+      if (!params.norm_bytes) continue;
       float values[kPiece];
       to_floats(pieces[i], values);
-      if (params.norm_bytes) {
-        __align__(16) float weights[kPiece];
-        if (params.norm_bytes == sizeof(float)) {
-          float4 const* from = reinterpret_cast<float4 const*>(norm) + column / 4;
-          reinterpret_cast<float4*>(weights)[0] = from[0], reinterpret_cast<float4*>(weights)[1] = from[1];
-        } else {
-          to_floats(*reinterpret_cast<uint4 const*>(norm + column * sizeof(BFloat16)), weights);
-        }
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
-      }
-      store_rounded(values, token + column, units + column / kGroup, lane);
+      for (float value : values) square += value * value;
     }
+  }
+  float factor = 1.f;
+  if (params.norm_bytes) {
+    square = over_lanes<1, 32, false>(square);
+    if (lane == 0) sums[warp] = square;
+    wait_for_copies<kLeft>();
+    __syncthreads();
+    square = 0.f;
+#pragma unroll
+    for (int i = 0; i < kNumWarps; ++i) square += sums[i];
+    factor = rsqrtf(square / float(params.width) + params.eps);
+  }
+#pragma unroll 1
+  for (int column = int(threadIdx.x) * kPiece; column < padded; column += kStride) {  // the same for a warp: its lanes have two whole groups
+    float values[kPiece];
+    to_floats(*reinterpret_cast<uint4 const*>(token + column), values);
+    if (params.norm_bytes) {
+      __align__(16) float weights[kPiece];
+      if (params.norm_bytes == sizeof(float)) {
+        float4 const* from = reinterpret_cast<float4 const*>(norm) + column / 4;
+        reinterpret_cast<float4*>(weights)[0] = from[0], reinterpret_cast<float4*>(weights)[1] = from[1];
+      } else {
+        to_floats(*reinterpret_cast<uint4 const*>(norm + column * sizeof(BFloat16)), weights);
+      }
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
+    }
+    store_rounded(values, token + column, units + column / kGroup, lane);
   }
 }
 
