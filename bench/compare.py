@@ -34,9 +34,9 @@ MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
 KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernels of old versions; the new one uses the default cache
 RUNS = {
     "one": "load --concurrency 1 --requests 4 --warm-ups 1 --input-tokens 1024 --output-tokens 256",
-    "text": "load --concurrency 64 --requests 192 --warm-ups 64 --input-tokens 256 --output-tokens 256",
-    "image": "load --concurrency 32 --requests 160 --warm-ups 32 --images 1 --output-tokens 128",
-    "probe": "probe --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 5",
+    "text": "load --concurrency 64 --requests 128 --warm-ups 32 --input-tokens 256 --output-tokens 256",
+    "image": "load --concurrency 32 --requests 96 --warm-ups 16 --images 1 --output-tokens 128",
+    "probe": "probe --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
 }
 RATES = ("requests_per_s", "output_tokens_per_s")  # more is better
 FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s"}  # of a load
@@ -142,6 +142,8 @@ async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, 
             if is_loss(samples):
                 await rounds(urls, run, args.rounds, samples)
             found[run] = dict(samples)
+            for row in rows_of(model, {run: samples}):
+                print(*row, flush=True)  # a run that is stopped keeps what it has found
     return found
 
 
