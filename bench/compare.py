@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -127,13 +126,13 @@ async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, 
     """Start both engines with one model; samples of each run."""
     flags, found = engine_flags(model, args.flags), {}
     digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
-    own = os.environ | {"FLASHINFER_WORKSPACE_BASE": str(KERNEL_CACHE.expanduser() / digest)}
+    own = ["env", f"FLASHINFER_WORKSPACE_BASE={KERNEL_CACHE.expanduser() / digest}"]
     async with contextlib.AsyncExitStack() as running:
         async with asyncio.TaskGroup() as group:
-            folders = {"old": (old, own), "new": (args.new.absolute(), None)}
+            folders = {"old": (old, own), "new": (args.new.absolute(), [])}
             starts = {
-                name: group.create_task(running.enter_async_context(engine(flags, folder=folder, environment=environment)))
-                for name, (folder, environment) in folders.items()
+                name: group.create_task(running.enter_async_context(engine(flags, folder=folder, prefix=prefix)))
+                for name, (folder, prefix) in folders.items()
             }
         urls = {name: start.result()[1] for name, start in starts.items()}
         for run in args.runs:

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,11 @@ async def engine(
     flags: Sequence[str] = (),
     module: Sequence[str] = ("engine.serve",),
     folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Process, str]]:
-    """A running engine, of the clone in `folder` or of this one, and its address; it is removed completely at the end."""
-    command = [sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
-    process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL, cwd=folder, env=environment)
+    """A running engine, of the clone in `folder` or of this one, started by `prefix`, and its address. It is removed completely at the end."""
+    command = [*prefix, sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
+    process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL, cwd=folder)
     assert process.stdout is not None
     children: list[int] = []
     try:

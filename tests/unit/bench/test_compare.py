@@ -53,7 +53,7 @@ def test_old_is_a_folder_or_a_commit(tmp_path: Path) -> None:
 class FakeEngine:
     """Stands for `bench.faults.engine`: its address is its folder."""
 
-    def __init__(self, *_: Any, folder: Path, environment: Any) -> None:
+    def __init__(self, *_: Any, folder: Path, prefix: Any) -> None:
         self.folder = folder
 
     async def __aenter__(self) -> tuple[None, str]:
