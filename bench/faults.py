@@ -72,7 +72,7 @@ async def engine(
     folder: Path | None = None,
     prefix: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Process, str]]:
-    """A running engine, of the clone in `folder` or of this one, started by `prefix`, and its address. It is removed completely at the end."""
+    """A running engine, of the clone in `folder` or of this one, and its address. It is removed completely at the end."""
     command = [*prefix, sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
     process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL, cwd=folder)
     assert process.stdout is not None
