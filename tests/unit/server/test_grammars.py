@@ -1,21 +1,23 @@
-"""A grammar's way through the real processor: compiled by its child, handed to the scheduler in the arena, refused where it is none."""
+"""A grammar's way through the processor: compiled by its child, handed to the scheduler in the arena, refused if it cannot be compiled."""
 
+import asyncio
 import json
 import os
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import xgrammar
 
+from engine.grammar.client import GrammarCompiler
 from engine.grammar.vocabulary import read_vocabulary
 from engine.ipc import Outbox
 from engine.messages import (
+    PROCESSOR_ARENA,
     ChatPrompt,
     EngineRequest,
     GrammarLoaded,
+    LoadGrammar,
     Region,
     RequestOutput,
     Stages,
@@ -23,94 +25,136 @@ from engine.messages import (
     ToProcessor,
 )
 from engine.params import Grammar, OutputOptions, SamplingParams
-from server.processor.grammar import LARGE_BYTES
-from server.processor.intake import DEFAULT_JSON_TOKENS
+from server.processor import intake
+from server.processor.grammar import LARGE_BYTES, LOAD_S, GrammarLoads
+from tests.eventually import eventually
+from tests.unit.server.conftest import StackOf
+from tests.unit.server.in_process import settle, virtual
 from tests.unit.server.stack import FakeScheduler, Stack
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
-FIRST_RID = 1 << 40  # none of the api's: it ignores what comes of these
+FIRST_RID = 1 << 40  # none of the api's: it ignores answers to these
+JSON_TOKENS = 100
+SHAPE = {"response_format": {"type": "json_object"}}
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "thinking"])
-def running(request: pytest.FixtureRequest, model_folder: Path, thinking_folder: Path) -> Iterator[tuple[Stack, Path]]:
-    folder = thinking_folder if request.param else model_folder
-    stack = Stack(folder, max_model_len=3 * DEFAULT_JSON_TOKENS)
-    yield stack, folder
-    stack.close()
+@pytest.fixture(autouse=True)
+def few_json_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "DEFAULT_JSON_TOKENS", JSON_TOKENS)
 
 
-def submit(stack: Stack, rid: int, grammar: Grammar | None) -> None:
+def submit(stack: Stack, *grammars: Grammar | None, first: int = FIRST_RID) -> None:
     processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
-    processor.send(Submit(rid, ChatPrompt(MESSAGES), [], SamplingParams(), OutputOptions(), Stages(), grammar=grammar))
+    for rid, grammar in enumerate(grammars, first):
+        processor.send(Submit(rid, ChatPrompt(MESSAGES), [], SamplingParams(), OutputOptions(), Stages(), grammar=grammar))
     processor.close()
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_grammars_reach_the_scheduler(running: tuple[Stack, Path]) -> None:
-    """Red if rank 0 could not read a grammar, if it holds before the thoughts end, if its region is lost or its child outlives it; or if
-    JSON goes on to the end of the context, or a client's own limit is changed."""
-    stack, folder = running
-    shape = {"response_format": {"type": "json_object"}}
-    for fields, limit in ((shape, DEFAULT_JSON_TOKENS), ({**shape, "max_tokens": 9000}, 9000), ({"regex": "a+"}, None)):
+def check_limits(stack: Stack, json_limit: int | None) -> None:
+    """Most tokens of an answer: the client's own limit, that of JSON, or what the context has left."""
+    for fields, limit in ((SHAPE, json_limit), ({**SHAPE, "max_tokens": 900}, 900), ({"regex": "a+"}, None)):
         assert stack.chat("x", **fields).status_code == 200
-        is_bounded = limit is not None and (not folder.name.startswith("thinking") or "max_tokens" in fields)
-        expected = limit if is_bounded else stack.scheduler.max_model_len - len(stack.scheduler.prompt(stack.scheduler.requests[-1]))
-        assert stack.scheduler.requests[-1].params.max_tokens == expected
+        request = stack.scheduler.requests[-1]
+        assert request.params.max_tokens == (limit or stack.scheduler.max_model_len - len(stack.scheduler.prompt(request)))
+
+
+def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
+    """Fails if rank 0 could not read a grammar, if its region is lost, if a request without one gets one, or if one that cannot be compiled
+    is let through; or if JSON goes on to the end of the context, or a client's own limit is changed."""
+    check_limits(stack, JSON_TOKENS)
     stack.scheduler.requests.clear()
-    found: list[bytes] = []
+    found: dict[int, bytes | None] = {}
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
-        found.append(b"" if request.grammar is None else scheduler.bytes_at(Region(*region_of(request))))
+        found[request.rid - FIRST_RID] = None if request.grammar is None else scheduler.bytes_at(request.grammar.region)
         scheduler.send([RequestOutput(request.rid, [5], "stop", stages=Stages())], [request.rid])
 
     stack.scheduler.script = script
-    stack.wait_until(lambda: len(children_of(stack.processes["processor"].pid)) == 1)  # before anybody asks
-    for rid, grammar in enumerate((Grammar("regex", "[ab]+c"), Grammar("regex", "(["), None, Grammar("regex", "[ab]+c")), FIRST_RID):
-        submit(stack, rid, grammar)
-    stack.wait_until(lambda: len(found) == 3, seconds=60)
-    requests = {request.rid - FIRST_RID: request for request in stack.scheduler.requests}
-    assert requests.keys() == {0, 2, 3} and sum(not data for data in found) == 1
-    vocabulary = read_vocabulary(folder)
-    end = vocabulary.decoded_vocab.index(b"</think>")
-    for rid in (0, 3):
-        grammar = requests[rid].grammar
-        assert grammar is not None and grammar.after == (end if folder.name.startswith("thinking") else None)
-    for data in filter(None, found):
-        matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary))
-        assert matcher.accept_string("abbac") and not matcher.accept_string("c")
-    stack.settle()
-    (compiler,) = children_of(stack.processes["processor"].pid)
-    os.kill(stack.processes["processor"].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{compiler}/stat").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{compiler}/stat").exists()
+    submit(stack, Grammar("regex", "[ab]+c"), Grammar("regex", "(["), None, Grammar("regex", "[ab]+c"))
+    eventually(lambda: len(found) == 3, "three requests")
+    assert found.keys() == {0, 2, 3} and found[2] is None and found[0] == found[3]
+    assert all(request.grammar is None or request.grammar.after is None for request in stack.scheduler.requests)
+    vocabulary = read_vocabulary(model_folder)
+    matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json((found[0] or b"").decode(), vocabulary))
+    assert matcher.accept_string("abbac") and not matcher.accept_string("c")
 
 
-def test_a_large_grammar_is_read_before_there_is_a_plan(model_folder: Path) -> None:
-    """Red if the step that admits its request, or the first grammar's, has to read it: streams of others stood still for a second."""
-    stack = Stack(model_folder)
+def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a grammar holds before the thoughts end, or if thoughts count as runaway JSON."""
+
+    async def compile(self: GrammarCompiler, grammar: Grammar, client: bytes = b"") -> bytes:
+        return b"compiled"
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile)
+    stack = stack_of(thinking_folder)
+    check_limits(stack, None)
+    grammars = [request.grammar for request in stack.scheduler.requests[-3:]]
+    end = read_vocabulary(thinking_folder).decoded_vocab.index(b"</think>")
+    assert [grammar and grammar.after for grammar in grammars] == [end] * 3
+    stack.recover()
+
+
+def test_a_large_grammar_is_read_before_there_is_a_plan(stack: Stack) -> None:
+    """Fails if the step that admits its request has to read it: streams of others stood still for a second."""
+    properties = {f"k{i}": {"type": "string"} for i in range(60)}
+    stack.scheduler.reads_grammars = False
+    first, count = FIRST_RID + 100, len(stack.scheduler.loads)
     processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
-    large = Grammar("json_schema", json.dumps({"properties": {f"k{i}": {"type": "string"} for i in range(60)}}))
     try:
-        for rid, grammar in enumerate((Grammar("regex", "a"), Grammar("regex", "b"), large), FIRST_RID):
-            stack.scheduler.reads_grammars = grammar is not large
-            submit(stack, rid, grammar)
-            stack.wait_until(lambda: len(stack.scheduler.requests) + len(stack.scheduler.loads) == (2, 3, 4)[rid - FIRST_RID], 60)  # noqa: B023
+        submit(stack, Grammar("json_schema", json.dumps({"properties": properties})), first=first)
+        eventually(lambda: len(stack.scheduler.loads) > count, "the order to read the grammar")
         load = stack.scheduler.loads[-1]
-        assert len(stack.scheduler.requests) == 2 and load.region.length >= LARGE_BYTES
+        assert load.region.length >= LARGE_BYTES
+        assert all(request.rid != first for request in stack.scheduler.requests)
         processor.send(GrammarLoaded(load.ticket))
-        stack.wait_until(lambda: len(stack.scheduler.requests) == 3)
-        assert region_of(stack.scheduler.requests[-1])[1] == load.region.offset
+        eventually(lambda: stack.scheduler.requests[-1].rid == first, "the request")
     finally:
+        stack.scheduler.reads_grammars = True
         processor.close()
-        stack.close()
+    grammar = stack.scheduler.requests[-1].grammar
+    assert grammar is not None and grammar.region.offset == load.region.offset
 
 
-def region_of(request: EngineRequest) -> tuple[int, int, int]:
-    assert request.grammar is not None
-    region = request.grammar.region
-    return region.arena, region.offset, region.length
+@virtual
+async def test_which_grammars_are_read_early() -> None:
+    """Fails if the first grammar's step has to read it, if small ones wait, or if a request waits for ever for rank 0."""
+    sent: list[LoadGrammar] = []
+
+    class Worker(Outbox[LoadGrammar]):
+        def __init__(self) -> None:
+            pass
+
+        def send(self, message: LoadGrammar) -> None:
+            sent.append(message)
+
+    loads, loop = GrammarLoads(Worker()), asyncio.get_running_loop()
+
+    async def load(num_bytes: int, is_answered: bool) -> float:
+        started, task = loop.time(), asyncio.create_task(loads.load(Region(PROCESSOR_ARENA, 0, num_bytes)))
+        await settle()
+        if is_answered:
+            assert not task.done()
+            loads.note(GrammarLoaded(sent[-1].ticket))
+        await task
+        return loop.time() - started
+
+    assert await load(10, is_answered=True) < 1 and len(sent) == 1  # the first one
+    assert await load(LARGE_BYTES - 1, is_answered=False) < 1 and len(sent) == 1
+    assert await load(LARGE_BYTES, is_answered=True) < 1 and len(sent) == 2
+    assert LOAD_S <= await load(LARGE_BYTES, is_answered=False) < LOAD_S + 1
+
+
+@pytest.mark.faults
+def test_the_compiler_starts_and_ends_with_the_processor(model_folder: Path) -> None:
+    """Fails if the first grammar waits until its compiler has started, or if the compiler outlives a processor that was killed."""
+    stack = Stack(model_folder)
+    pid = stack.processes["processor"].pid
+
+    def children() -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    eventually(lambda: len(children()) == 1, "the compiler")
+    (compiler,) = children()
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not Path(f"/proc/{compiler}/stat").exists(), "the end of the compiler")
+    stack.close()
