@@ -4,7 +4,6 @@ With `pytest -n 2`, tests that share a server run in one process, so that the se
 """
 
 import functools
-import gc
 import itertools
 import json
 import os
@@ -64,14 +63,6 @@ def may_be_selected(source: str, expression: str) -> bool:
             if not expression or eval(expression, {"__builtins__": {}}, {name: name in always.union(some) for name in names}):
                 return True
     return False
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """Turn the garbage collector off during a test."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def fixtures_of(item: pytest.Item) -> list[str]:

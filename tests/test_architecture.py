@@ -57,15 +57,6 @@ CLOCKS_ALLOWED = {
     "tests/unit/server/in_process.py: await asyncio.sleep(1e-3)": "in a virtual loop, where it advances the clock",
     "tests/unit/server/test_direct.py: await asyncio.sleep(pause)": "in a virtual loop, where it advances the clock",
 }
-NOT_YET_CONVERTED = (
-    "tests/unit/server/test_decoders.py",
-    "tests/unit/server/test_fetch.py",
-    "tests/unit/server/test_grammars.py",
-    "tests/unit/server/test_hostile_images.py",
-    "tests/unit/server/test_large_requests.py",
-    "tests/unit/server/test_room.py",
-    "tests/unit/server/test_scan.py",
-)
 
 
 def relative(path: Path) -> str:
@@ -226,7 +217,7 @@ def test_no_verdict_depends_on_the_machines_speed() -> None:
     for path in TEST_SOURCES:
         source = path.read_text(encoding="utf-8").splitlines()
         found |= {f"{relative(path)}: {source[line - 1].strip()}": f"{relative(path)}:{line}" for line in violations(tree_of(path))}
-    ignored = ("tests/eventually.py", *NOT_YET_CONVERTED)
+    ignored = ("tests/eventually.py", "tests/unit/server/test_grammars.py")
     assert not [place for line, place in found.items() if line not in CLOCKS_ALLOWED and not place.startswith(ignored)]
     assert CLOCKS_ALLOWED.keys() <= found.keys(), "an entry that is not needed"
     assert len(CLOCKS_ALLOWED) <= 5
@@ -247,7 +238,9 @@ def test_what_counts_as_a_verdict_by_speed() -> None:
     )
     good = (
         "found, end = set(), time.monotonic()\n    assert found",
-        "now = monotonic()\n    assert limiter.look(now + 5)", "asyncio.sleep(0)", "asyncio.sleep(3600)",
+        "now = monotonic()\n    assert limiter.look(now + 5)",
+        "asyncio.sleep(0)",
+        "asyncio.sleep(3600)",
         "assert fake.time() == 3",
     )
     assert [code for code in bad if not violations(ast.parse(f"def test():\n    {code}"))] == []

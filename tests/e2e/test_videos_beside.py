@@ -26,7 +26,8 @@ def test_streams_of_others_go_on() -> None:
     """Red if a rejected file or its decoder holds the engine up, if one is answered by anything but its 4xx, or if a good clip is not
     answered afterwards."""
     bodies = [make() for make, _, _ in BAD.values()]
-    with serve("demo", "--video-timeout", "4", "--max-video-file-frames", "10000", "--processor-arena-bytes", "512M") as engine:
+    limits = ("--max-video-file-frames", "10000", "--max-num-encoder-tokens", "400", "--video-timeout", "120")
+    with serve("demo", *limits, "--processor-arena-bytes", "512M") as engine:
 
         def send(body: bytes) -> int:
             return httpx.post(f"{engine.url}/v1/chat/completions", json=question(body), timeout=300).status_code
