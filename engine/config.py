@@ -132,12 +132,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout: Annotated[int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,
-        "clients at once, three quarters of them from one address; beyond it the longest idle connection is closed; if none is idle, only"
-        " /health is answered",
+        "clients at once; beyond it the longest idle connection is closed; if none is idle, only /health is answered",
     ] = 4096
     header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
-    write_timeout: Annotated[int, "seconds that a client may read nothing of its answer; it makes room for others before that"] = 30
+    write_timeout: Annotated[int, "seconds that a client may read nothing of its answer; sooner if connections run out"] = 30
     max_images_per_request: Annotated[int, "most images that one request may have"] = 128
     min_pixels: Annotated[int | None, "least pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
     max_pixels: Annotated[int | None, "most pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None

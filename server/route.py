@@ -28,7 +28,6 @@ from server.http.connection import FULL, ConnectionLimiter
 from server.http.direct import direct_reader
 from server.http.guards import address_of, error_response, is_authorised
 from server.http.listen import BACKLOG, make_server, url_of
-from server.http.shares import Claim, Shares
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +51,19 @@ TIMEOUTS = ("header_timeout", "idle_timeout", "write_timeout")
 FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl_keyfile", *TIMEOUTS)
 
 
+class Budget:
+    """Bytes that all bodies may hold together."""
+
+    def __init__(self, num_free: int):
+        self.num_free = num_free
+
+
 class Body:
     """A request's body. `held` was read and not passed on."""
 
-    def __init__(self, receive: Receive, claim: Claim):
-        self.held, self.claim = bytearray(), claim
+    def __init__(self, receive: Receive, budget: Budget):
+        self.held, self.num_counted = bytearray(), 0  # bytes that the budget lacks
+        self._budget = budget
         self._receive, self._is_whole = receive, asyncio.Event()
 
     async def read(self) -> bytes:
@@ -75,9 +82,14 @@ class Body:
         if self.held:
             yield bytes(self.held)
             self.held.clear()
-            self.claim.release()
+            self.release()
         while chunk := await self.read():
             yield chunk
+
+    def release(self) -> None:
+        """Give the bytes back to the budget."""
+        self._budget.num_free += self.num_counted
+        self.num_counted = 0
 
     async def when_gone(self, act: Callable[[], None]) -> None:
         await self._is_whole.wait()
@@ -88,10 +100,13 @@ class Body:
     async def find_image(self) -> bytes:
         """The begin of the first image, however a body is cut; `held` was read for it. b"" if it comes late, or finds no room."""
         searched = 0
-        with contextlib.suppress(RequestError), move_on_after(KEY_SECONDS):
+        with move_on_after(KEY_SECONDS):
             while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
                 self.held += chunk
-                self.claim.grow_to(len(self.held))
+                if len(chunk) > self._budget.num_free:
+                    break
+                self._budget.num_free -= len(chunk)
+                self.num_counted += len(chunk)
                 if image := IMAGE.search(self.held, max(0, searched - IMAGE_BYTES), SCANNED_BYTES):
                     return bytes(image[1])
                 searched = len(self.held)
@@ -120,7 +135,7 @@ class Proxy:
     def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
         self.balancer = Balancer(urls, bound=bound)
         self._api_keys = [key.encode() for key in api_keys]
-        self._shares = Shares(HELD_BYTES, small_bytes=0)
+        self._budget = Budget(HELD_BYTES)
         self._session: aiohttp.ClientSession
 
     @contextlib.asynccontextmanager
@@ -144,12 +159,14 @@ class Proxy:
             healthy = any(backend.healthy for backend in self.balancer.backends)
             states = {"status": "ok" if healthy else "unavailable", "backends": list(map(asdict, self.balancer.backends))}
             return await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
-        with self._shares.claim(address_of(scope)) as claim:
-            body = Body(receive, claim)
+        body = Body(receive, self._budget)
+        try:
             async with create_task_group() as group:
                 group.start_soon(body.when_gone, group.cancel_scope.cancel)
                 await self._handle(scope, body, send)
                 group.cancel_scope.cancel()
+        finally:
+            body.release()
 
     async def _watch(self, backend: Backend) -> None:
         while True:

@@ -129,8 +129,8 @@ class Session:
             self._check_alive()
             service = self._endpoints[path].service
             try:
-                with service.client.reading(), service.shares.claim("") as claim:
-                    body = await read_body(receive, len(data), None, claim, service.arena, service.config, service.client)
+                with service.client.reading():
+                    body = await read_body(receive, len(data), None, service.arena, service.config, service.client)
                     return await self._endpoints[path].submit(body)
             except RequestError as error:
                 if error.info.code != "overloaded":

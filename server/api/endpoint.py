@@ -35,7 +35,6 @@ from server.http.direct import direct_reader
 from server.http.guards import address_of, credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
-from server.http.shares import Shares, host_of
 from server.http.sse import Format, ReplyOptions
 from server.http.validate import check, read_object
 
@@ -52,7 +51,6 @@ class Service:
     model_names: tuple[str, ...]  # the first one stands in answers
     max_model_len: int  # as asked for: the engine says what fits
     arena: Arena
-    shares: Shares
     client: Client
     metrics: Metrics
     seeds: random.Random  # of requests that have none
@@ -131,12 +129,11 @@ class Endpoint(ABC):
         service = self.service
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        address = host_of(address_of(request.scope))
-        with service.client.reading(), service.shares.claim(address) as claim:
+        with service.client.reading():
             direct = direct_reader(request.scope)
-            body = await read_body(request.receive, length, direct, claim, service.arena, service.config, service.client)
+            body = await read_body(request.receive, length, direct, service.arena, service.config, service.client)
             body.credentials = credentials_of(request.scope)
-            body.client = hashlib.sha256(body.credentials + b"\0" + address.encode()).digest()
+            body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
             stream, job = await self.submit(body)
             return self.reply(stream, job, body)
 

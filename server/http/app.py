@@ -41,7 +41,6 @@ from server.http.listen import BACKLOG, make_server, url_of
 from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
-from server.http.shares import Shares
 from server.warm import warm_up
 
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES, **sglang.ROUTES}
@@ -69,9 +68,8 @@ class Api:
         checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
-            config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena,
-            Shares(self.arena.size, lambda: self.arena.num_free), self.client, self._metrics, seeds,
-        )  # fmt: skip
+            config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena, self.client, self._metrics, seeds
+        )
         self._status = Status(self._service, child.is_compiling)
 
     def endpoint(self, path: str) -> Endpoint:

@@ -20,7 +20,6 @@ from server.errors import RequestError, overloaded
 from server.http.client import Client
 from server.http.direct import DirectReader
 from server.http.scan import Scanner
-from server.http.shares import RESERVED_PART, Claim
 from server.region import Region
 
 FIRST_CAPACITY = 1 << 16  # of a body without a Content-Length
@@ -28,6 +27,8 @@ MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
 MAX_TIMEOUTS = 10  # times --body-timeout that a body may take
 MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
 DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
+SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
+RESERVED_PART = 1 / 8  # of the arena
 MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
 MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds
 
@@ -88,7 +89,6 @@ async def read_body(
     receive: Receive,
     length: int | None,
     direct: DirectReader | None,
-    claim: Claim,
     arena: Arena,
     config: EngineConfig,
     client: Client,
@@ -101,14 +101,14 @@ async def read_body(
     with contextlib.ExitStack() as undo:
         try:
             capacity = FIRST_CAPACITY if length is None else length
-            claim.grow_to(capacity)
+            _check_capacity(arena, capacity, capacity)
             await arena.prepare(capacity)
             region = Region(arena, capacity)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, client, started)
             undo.callback(body.give_up)
             while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
-                claim.grow_to(region.capacity)
+                _check_capacity(arena, region.capacity, 0)
                 rest = (length or 0) - region.used
                 if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
                     await _read_directly(direct, rest, body, config.max_images_per_request, pace)
@@ -123,6 +123,15 @@ async def read_body(
         undo.pop_all()
     body.received = time.monotonic()
     return body
+
+
+def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
+    """Leave the reserve to small bodies. `num_new` bytes of the capacity are not allocated yet. ArenaTooSmall, ArenaFull."""
+    reserve = int(RESERVED_PART * arena.size)
+    if capacity > arena.size - reserve:
+        raise ArenaTooSmall(f"{capacity} bytes exceed what one body may have")
+    if capacity > SMALL_BYTES and arena.num_free - num_new < reserve:
+        raise ArenaFull
 
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:

@@ -16,7 +16,6 @@ from engine.ipc import Outbox
 from engine.messages import Abort, ErrorInfo, Event, Events, Forget, Payload, Region, Submit, ToProcessor
 from engine.stats import EngineStats
 from server.errors import RequestError, overloaded
-from server.http.shares import largest_holders
 
 HEARTBEAT_STALE_S = 7.0
 NUM_ENDS = 64
@@ -31,7 +30,6 @@ class Stream:
     def __init__(self, answers: list[tuple[int, int]]):
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # whose terminal event has not come
-        self.address = ""  # of the client
         self._events: list[Event] = []
         self.num_unread = 0  # events that wait for `next`; one with log-probabilities counts for as many as it has
         self._waiter: asyncio.Future[None] | None = None
@@ -207,10 +205,12 @@ class Client:
             self._streams.pop(rid, None)
 
     def _drop_unread(self) -> None:
-        """Beyond MAX_UNREAD_EVENTS in all, the address with most of them loses its longest answer."""
-        unread = {stream: stream.num_unread for stream in self.replies}
-        for longest in largest_holders(unread, lambda one: one.address, MAX_UNREAD_EVENTS):
-            longest.disconnect()
+        """Beyond MAX_UNREAD_EVENTS in total, end the answers that have most of them."""
+        excess = sum(stream.num_unread for stream in self.replies) - MAX_UNREAD_EVENTS
+        for stream in sorted(self.replies, key=lambda stream: -stream.num_unread) if excess > 0 else ():
+            if excess > 0:
+                excess -= stream.num_unread
+                stream.disconnect()
 
     def advise(self, error: ErrorInfo) -> ErrorInfo:
         """An error of overload says when to come back: when what waits has been answered, at the rate of late."""

@@ -1,18 +1,16 @@
-"""The limits of a listener: heads in size and time, connections in number, idle time, and time in which a client reads nothing.
+"""Limits of a listener: size and time of heads, number of connections, idle time, and time for which a client reads nothing.
 
     idle ──first byte──▶ head ──all of it──▶ parser ──▶ application ──▶ answer ──all written──▶ idle
      └─ --idle-timeout    └─ --header-timeout, MAX_HEAD_BYTES             └─ --write-timeout
 
-A head is parsed when all of it is here and the request before it is answered: until then its bytes wait, and soon in the client's kernel.
+A head is parsed when it is complete and the previous request is answered. Until then its bytes wait, most of them in the client's kernel.
 """
 
 import asyncio
 import functools
 import re
 import resource
-import socket
-import struct
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import Any
 
 import httptools
@@ -25,29 +23,22 @@ from engine.messages import ErrorInfo
 from server.errors import error_body, error_type, overloaded
 from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open
-from server.http.shares import host_of, largest_holders
 
 MAX_HEAD_BYTES = 1 << 16
-MAX_UNSENT_BYTES = 1 << 26  # of all answers: beyond it the address with most of them loses its largest
-ADDRESS_PART = 3 / 4  # of the connections, for one address
 NUM_RESERVED = 64  # connections beyond the limit, for health alone
 NUM_OTHER_FILES = 256  # of the api
-MIN_WAIT_S = 1.0  # before a connection makes room: its request may be here and not read yet
-LOOK_S = 1.0  # between two looks at what clients have read
-LINGER_S = 1.0  # a refused client may still be sending, and is to read why
-PROBE_S, MAX_PROBE_S = 0.05, 5.0
+MIN_WAIT_S = 1.0  # before a waiting connection is closed for a new one: its request may have arrived and not been read yet
+LINGER_S = 1.0  # a refused client may still be sending, and must be able to read the error
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 BEGINNINGS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-BYTES_ACKED = struct.Struct("120xQ")  # tcpi_bytes_acked
 
 FULL = overloaded("The server has as many connections as it can hold.", retry_after=5).info
 
 
 class ConnectionLimiter:
-    """How many connections a listener may have. A new one closes the one that waits longest for its client, to send a request or to read an
-    answer. An address that has its share makes room itself."""
+    """Number of connections of a listener. Beyond the limit, a new connection closes the one that has waited longest for its client, either
+    to send a request or to read an answer."""
 
     def __init__(self, config: EngineConfig, num_other_files: int = NUM_OTHER_FILES, files_per_client: int = 1):
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,74 +47,45 @@ class ConnectionLimiter:
         self.header_timeout, self.write_timeout = config.header_timeout, config.write_timeout
         self.waiting: OrderedDict[LimitedProtocol, float] = OrderedDict()  # since when
         self._open: set[LimitedProtocol] = set()
-        self._num_by_address: Counter[str] = Counter()
-        self._timer: asyncio.TimerHandle | None = None
 
     def admit(self, connection: "LimitedProtocol") -> int:
-        """Counts a connection and makes room for it. Returns by how many it is too many."""
-        address, loop = connection.address, connection.loop
+        """Count a connection, and close another one if there are too many. Return the number of connections beyond the limit."""
         self._open.add(connection)
-        self._num_by_address[address] += 1
-        if self._timer is None:
-            self._timer = loop.call_later(LOOK_S, self._look, loop)
-        of_address = self._num_by_address[address] - max(1, int(ADDRESS_PART * self.max_connections))
-        excess = max(0, of_address, len(self._open) - self.max_connections)
-        return 0 if excess and self._make_room(loop.time(), address if of_address > 0 else None) else excess
+        excess = len(self._open) - self.max_connections
+        longest, since = next(iter(self.waiting.items()), (connection, float("inf")))
+        if excess > 0 and connection.loop.time() - since >= MIN_WAIT_S:
+            self.forget(longest)
+            longest.transport.abort()
+            return 0
+        return max(0, excess)
 
     def forget(self, connection: "LimitedProtocol") -> None:
         """It is closed, or will be at once."""
         self.waiting.pop(connection, None)
-        if connection in self._open:
-            self._open.remove(connection)
-            self._num_by_address[connection.address] -= 1
-            if not self._num_by_address[connection.address]:
-                del self._num_by_address[connection.address]
-
-    def _make_room(self, now: float, address: str | None = None) -> bool:
-        for connection, since in self.waiting.items():
-            if now - since < MIN_WAIT_S:
-                break
-            if address in (None, connection.address):
-                self.forget(connection)
-                connection.transport.abort()
-                return True
-        return False
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Check all connections, now and again after LOOK_S."""
-        try:
-            self._check_unsent(loop.time())
-        finally:
-            self._timer = loop.call_later(LOOK_S, self._look, loop) if self._open else None
-
-    def _check_unsent(self, now: float) -> None:
-        unsent = {connection: size for connection in tuple(self._open) if (size := connection.look(now))}
-        for largest in largest_holders(unsent, lambda one: one.address, MAX_UNSENT_BYTES):
-            largest.transport.abort()
+        self._open.discard(connection)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol behind a limiter."""
+    """uvicorn's HTTP protocol with the limits of a listener."""
 
     def __init__(self, limiter: ConnectionLimiter, **of_uvicorn: Any):
         super().__init__(**of_uvicorn)
-        self.address = ""
         self._limiter = limiter
         self._is_reserve = False  # beyond the limit
-        self._is_deaf = False  # the client was refused: what comes is thrown away
+        self._is_refused = False  # further bytes are discarded
         self._is_between = True  # the next byte belongs to a head
         self._head = bytearray()
-        self._held = bytearray()  # what came behind a request that is being answered
+        self._held = bytearray()  # bytes after a request that is being answered
         self._body_left = 0  # bytes of the body that have not arrived, if it has a Content-Length
         self._chunked: ChunkedDecoder | None = None  # of the body that arrives, if it is chunked
-        self._timer: asyncio.TimerHandle | None = None  # of the head
-        self._num_acked, self._acked = -1, 0.0  # bytes that the client's kernel took, -1: all; since when
+        self._timer: asyncio.TimerHandle | None = None  # of the head, or of the close after a refusal
+        self._stall: asyncio.TimerHandle | None = None  # runs while the client does not read
+        self._num_unsent = 0  # when it was started
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = host_of(self.client[0]) if self.client else ""
         excess = self._limiter.admit(self)
         self._is_reserve = excess > 0
         if self._is_reserve:
@@ -134,23 +96,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_timer()
+        self._stop_stall()
         self._limiter.forget(self)
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has sent its request may close its side and wait: it is answered. One that is gone resets the connection when it is
-        told to continue. In the middle of an answer nobody does so."""
-        cycle = self.cycle
-        is_waiting = cycle is not None and not (cycle.more_body or cycle.response_started)
-        if is_waiting:
-            cycle.keep_alive = False
-            self._probe(PROBE_S)
-        return is_waiting
+    def eof_received(self) -> None:
+        """The client is gone; the event loop closes the connection."""
+        self._start_stall()
 
     def data_received(self, data: bytes) -> None:
-        """Heads reach the parser whole and one at a time."""
-        while data and not self._is_deaf and not self.transport.is_closing():
+        """Pass whole heads to the parser, one at a time."""
+        while data and not self._is_refused and not self.transport.is_closing():
             if not self._is_between:
                 data = self._take_body(data)
             elif self._is_answering:
@@ -161,6 +118,18 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 data = self._take_head(data)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client()
+        self._start_stall()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_answering:
+            self._limiter.waiting.pop(self, None)
+        if not self.transport.is_closing():
+            self._stop_stall()
+
     # ---- called by the parser and the application ------------------------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
@@ -169,10 +138,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(501, "The Transfer-Encoding of a request must be chunked.")
         elif sum(name == b"host" for name, _ in self.headers) > 1:
             self._refuse(400, "The request has several Host headers.")
-        if self._is_deaf:
+        if self._is_refused:
             raise httptools.HttpParserError
         self._is_between = False
-        self._stop_waiting()
+        self._stop_timer()
+        if not self.flow.write_paused:
+            self._limiter.waiting.pop(self, None)
         self._chunked = ChunkedDecoder() if codings else None
         self._body_left = int(dict(self.headers).get(b"content-length", b"0"))
         super().on_headers_complete()
@@ -187,7 +158,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self.cycle.more_body = False
         if self.cycle.response_complete:  # before all of the body was here
-            self._stop_waiting()
+            self._stop_timer()
             self._wait_for_client()
 
     def end_body(self) -> None:
@@ -198,6 +169,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._start_stall()
         if self.cycle.more_body:
             self._start_timer()  # of a refused body, which is thrown away
         else:
@@ -205,27 +178,12 @@ class LimitedProtocol(HttpToolsProtocol):
             held, self._held = bytes(self._held), bytearray()
             self.data_received(held)
 
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._start_stall()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
-
-    # ---- called by the limiter -------------------------------------------------------------------------------------------------------
-
-    def look(self, now: float) -> int:
-        """Bytes that wait to be sent. A client that takes none of them is closed after --write-timeout, or sooner for others."""
-        num_unsent: int = self.transport.get_write_buffer_size()
-        num_acked = -1
-        if num_unsent:
-            connection: socket.socket = self.transport.get_extra_info("socket")
-            (num_acked,) = BYTES_ACKED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED.size))
-        if num_acked != self._num_acked:
-            self._num_acked, self._acked = num_acked, now
-            if self._is_answering:
-                self._limiter.waiting.pop(self, None)
-        elif num_unsent and now - self._acked > self._limiter.write_timeout:
-            self.transport.abort()
-        elif num_unsent:
-            self._limiter.waiting.setdefault(self, self._acked)
-        return num_unsent
 
     # ---- private ---------------------------------------------------------------------------------------------------------------------
 
@@ -234,8 +192,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _take_head(self, data: bytes) -> bytes:
-        """What lies behind the head, once that is whole. An offer to upgrade, as Java's client makes, is passed over: the parser would drop
-        the body."""
+        """Return the bytes after the head once it is complete. Hide an offer to upgrade, as Java's client makes: the parser would drop the
+        body."""
         if not self._head:
             self._unset_keepalive_if_required()
             self._start_timer()
@@ -278,30 +236,47 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limiter.waiting.pop(self, None)
         self._limiter.waiting[self] = self.loop.time()
 
-    def _stop_waiting(self) -> None:
-        self._limiter.waiting.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(self._limiter.header_timeout, self._on_late_head)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _on_late_head(self) -> None:
         self._timer = None
         if self._head:
             self._refuse(408, "The request's headers came too slowly.")
         else:
-            self.transport.close()
+            self._close()
+
+    def _start_stall(self) -> None:
+        """Close the connection if the client reads nothing for --write-timeout."""
+        if self._stall is None:
+            self._num_unsent = self.transport.get_write_buffer_size()
+            self._stall = self.loop.call_later(self._limiter.write_timeout, self._on_stall)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _on_stall(self) -> None:
+        self._stall = None
+        if self.transport.get_write_buffer_size() < self._num_unsent:
+            self._start_stall()
+        else:
+            self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, unless an answer has begun, and reads no more."""
-        if self._is_deaf or self.transport.is_closing():
+        """Send an error, unless an answer has begun, and read no more."""
+        if self._is_refused or self.transport.is_closing():
             return
-        self._is_deaf = True
+        self._is_refused = True
         self._head.clear()
-        self._stop_waiting()
+        self._stop_timer()
         self._unset_keepalive_if_required()
         if self._is_answering:  # it was its body that was malformed
             self.cycle.disconnected = True
@@ -310,29 +285,22 @@ class LimitedProtocol(HttpToolsProtocol):
             body = error_body(ErrorInfo(status, message, error_type(status)))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
-        self._close_soon()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_S, self._close)  # a close with unread input would reset the connection
 
-    def _close_soon(self) -> None:
-        """Closed on unread bytes, it would be reset, and the client lose its answer."""
-        if not self.transport.is_closing():
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
-
-    def _probe(self, seconds: float) -> None:
-        """A write behind a reset ends the request."""
-        if self.scope["http_version"] == "1.1" and not (self.transport.is_closing() or self.cycle.response_started):
-            self.transport.write(CONTINUE)
-            self.loop.call_later(seconds, self._probe, min(2 * seconds, MAX_PROBE_S))
+    def _close(self) -> None:
+        self.transport.close()
+        self._start_stall()
 
 
 async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """What the connections beyond the limit may ask for."""
+    """Application of connections beyond the limit."""
     await (app if is_open(scope) else error_response(FULL, scope))(scope, receive, send)
 
 
 async def send_whole(cycle: RequestResponseCycle, app: ASGI3Application, scope: Scope, receive: Receive, send: Send) -> None:
-    """For HTTP/1.0, which has no chunks: the end of the connection ends a stream. uvicorn would send chunks."""
+    """Answer HTTP/1.0, which has no chunks: the end of the connection ends a stream. uvicorn would send chunks."""
 
     async def send_plain(message: Message) -> None:
         if message["type"] == "http.response.start" and not any(name.lower() == b"content-length" for name, _ in message["headers"]):

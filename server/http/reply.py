@@ -18,10 +18,9 @@ from engine.messages import ErrorInfo, Event
 from engine.stats import Stages
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
-from server.http.guards import address_of, error_response
+from server.http.guards import error_response
 from server.http.log import Record, record_of
 from server.http.metrics import Metrics
-from server.http.shares import host_of
 from server.http.sse import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -51,7 +50,6 @@ class Answer(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         self._record = record_of(scope)
-        self._stream.address = host_of(address_of(scope))
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._answer(scope, receive, send)

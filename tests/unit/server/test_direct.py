@@ -10,7 +10,7 @@ import pytest
 from server.http.body import MIN_BYTES_PER_S, Pace
 from server.http.direct import DirectReader
 from tests.unit.server.in_process import MIB, Wire, hold, serving, settle, virtual
-from tests.unit.server.raw_http import GET_HEALTH, JPEG, body_of, head_of, large_image, packets, request_of, text_body
+from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, JPEG, body_of, head_of, large_image, packets, request_of, text_body
 
 TIMEOUT_S = 30
 
@@ -138,3 +138,35 @@ async def test_a_client_that_leaves_with_two_requests(model_folder: Path) -> Non
         wire.leave()
         await settle()
         assert api.aborted == [api.submits[0].rid] and not api.client.num_streams
+
+
+@virtual
+async def test_slow_bodies_leave_memory_for_small_ones(model_folder: Path) -> None:
+    """Fails if one byte is enough to have a megabyte reserved, if bodies that were announced and do not come keep small ones out, or if the
+    stated limit is wrong."""
+    large, small = body_of(large_image(MIB + 100_000)), text_body("x" * 5000)
+    with serving(model_folder) as api:
+
+        async def statuses(*bodies: bytes) -> list[int]:
+            return [(await api.ask(*packets(request_of(body)))).statuses[0] for body in bodies]
+
+        async def leave(wires: list[Wire]) -> None:
+            assert not any(wire.received for wire in wires)
+            for wire in wires:
+                wire.leave()
+            await settle()
+
+        without_length = [await api.ask(b"POST /v1/chat/completions" + CHUNKED + b"1\r\n{\r\n") for _ in range(100)]
+        assert await statuses(body_of(large_image(4 * MIB))) == [200]
+        await leave(without_length)
+        slow = [await api.ask(head_of(6 * MIB) + b"{") for _ in range(2)]
+        assert (await api.ask(head_of(3 * MIB))).statuses == [503]
+        assert await statuses(large, small) == [200, 200]
+        slow.append(await api.ask(head_of(2 * MIB) + b"{"))
+        assert await statuses(large, small) == [503, 200]
+        await leave(slow)
+        wire = await api.ask(head_of(9 * MIB))
+        assert (await api.ask(head_of(9 * MIB))).statuses == [503]
+        await leave([wire])
+        ((status, error),) = (await api.ask(head_of(15 * MIB))).answers
+        assert status == 413 and b"%d" % (14 * MIB) in error

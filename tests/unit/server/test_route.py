@@ -17,8 +17,7 @@ from aiohttp import web
 
 from server import balance, route
 from server.balance import Balancer
-from server.http.shares import Shares
-from server.route import IMAGE_BYTES, SCANNED_BYTES, Body
+from server.route import IMAGE_BYTES, SCANNED_BYTES, Body, Budget
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F401
 
@@ -135,9 +134,8 @@ async def key_of(body: bytes, cuts: list[int]) -> tuple[bytes, int]:
         piece = next(pieces, None)
         return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
 
-    with Shares(1 << 20, small_bytes=0).claim("") as claim:
-        read = Body(receive, claim)  # type: ignore[arg-type]
-        return await read.find_image(), len(read.held)
+    read = Body(receive, Budget(1 << 20))  # type: ignore[arg-type]
+    return await read.find_image(), len(read.held)
 
 
 async def test_the_key_is_the_same_however_a_body_is_split() -> None:

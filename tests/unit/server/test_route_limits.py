@@ -13,8 +13,7 @@ from yarl import URL
 
 from engine.config import EngineConfig
 from server.http.connection import ConnectionLimiter
-from server.http.shares import Shares
-from server.route import SCANNED_BYTES, Body
+from server.route import SCANNED_BYTES, Body, Budget
 from tests.eventually import HANG_GUARD_S
 from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F401
 
@@ -60,7 +59,7 @@ async def test_the_proxy_refuses_in_its_own_words(caplog: pytest.LogCaptureFixtu
 
 async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
     """Fails if each of many clients has megabytes held before any key is found, or if a byte is lost when there is no room."""
-    shares, data = Shares(4 * MIB, small_bytes=0), b" " * (1 << 16)
+    budget, data = Budget(4 * MIB), b" " * (1 << 16)
 
     async def pieces() -> AsyncIterator[dict[str, object]]:
         for _ in range(8):
@@ -68,16 +67,15 @@ async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
         yield {"type": "http.request", "body": b"", "more_body": False}
 
     bodies = []
-    for number in range(100):
-        claim = shares.claim(f"10.0.0.{number}").__enter__()
-        bodies.append(Body(cast(Any, pieces().__anext__), claim))
+    for _ in range(100):
+        bodies.append(Body(cast(Any, pieces().__anext__), budget))
         assert await bodies[-1].find_image() == b""
     held = [len(body.held) for body in bodies]
     assert held[0] == SCANNED_BYTES and max(held[50:]) == len(data)
-    assert sum(body.claim.num_bytes for body in bodies) == shares.held.total() <= shares.max_bytes
+    assert sum(body.num_counted for body in bodies) == 4 * MIB - budget.num_free and budget.num_free == 0
     for body in bodies:
         assert sum([len(piece) async for piece in body.all()]) == 8 * len(data)
-    assert not shares.held
+    assert budget.num_free == 4 * MIB
 
 
 async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.MonkeyPatch) -> None:
