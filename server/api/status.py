@@ -73,12 +73,12 @@ class Status:
     async def health(self, response: Response) -> Any:
         """200 only while the engine makes progress: one that starts, stops or is wedged is 503."""
         client = self._service.client
-        if client.healthy:
+        if client.health.healthy:
             return {"status": "ok"}
         response.status_code, response.headers["Retry-After"] = 503, "5"
-        if client.is_stopping:
+        if client.health.is_stopping:
             return {"status": "stopping"}
-        return {"status": "stalled" if client.started else "compiling" if self._is_compiling() else "starting"}
+        return {"status": "stalled" if client.health.started else "compiling" if self._is_compiling() else "starting"}
 
     async def live(self) -> Any:
         """Whether the server lives."""

@@ -122,9 +122,9 @@ class Api:
         """Hands the processor's events out; the first heartbeat makes us ready. At idle the arena must be empty."""
         while True:
             message = await inbox.recv()
-            was_started = self.client.started
+            was_started = self.client.health.started
             self.client.dispatch(message)
-            if self.client.started and not was_started:
+            if self.client.health.started and not was_started:
                 self._child.ready(url)
             if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
@@ -132,7 +132,7 @@ class Api:
 
     async def tell_the_launcher(self) -> None:
         while True:
-            if self.client.healthy or not self.client.started:
+            if self.client.health.healthy or not self.client.health.started:
                 self._child.progress("")
             await asyncio.sleep(ALIVE_S)
 

@@ -70,6 +70,35 @@ class Stream:
         self._waiter = None
 
 
+class EngineHealth:
+    """State of the engine as its heartbeats show it."""
+
+    def __init__(self) -> None:
+        self.heartbeat = 0.0  # time of the last one
+        self.refusal: ErrorInfo | None = None  # of new requests, while the server stops
+
+    @property
+    def started(self) -> bool:
+        return self.heartbeat > 0.0
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.refusal is not None
+
+    @property
+    def healthy(self) -> bool:
+        return self.refusal is None and time.monotonic() - self.heartbeat < HEARTBEAT_STALE_S
+
+    def check(self) -> None:
+        """RequestError 503 while the server starts, stops or makes no progress."""
+        if not self.started:
+            raise overloaded("The engine is still starting.", retry_after=5)
+        if self.refusal is not None:
+            raise RequestError(self.refusal.status, self.refusal.message, code=self.refusal.code, retry_after=self.refusal.retry_after)
+        if not self.healthy:
+            raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
+
+
 class Client:
     """Requests on their way through the engine. A stream of `submit` is given back to `close`. A body named in a Submit, or in `abandon`,
     belongs to the processor until `released_bodies` names it."""
@@ -84,8 +113,7 @@ class Client:
         self._rids = itertools.count(1)
         self._streams: dict[int, Stream] = {}  # whose answers are not all there
         self.replies: set[Stream] = set()  # that are being written
-        self._heartbeat = 0.0
-        self._refusal: ErrorInfo | None = None
+        self.health = EngineHealth()
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
         self._token = asyncio.Event()  # set with the next token
 
@@ -94,21 +122,9 @@ class Client:
         return len(self._streams)
 
     @property
-    def started(self) -> bool:
-        return self._heartbeat > 0.0
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._refusal is not None
-
-    @property
     def has_room(self) -> bool:
         """Whether a request may be added to those that run or wait."""
         return len(self._streams) < self._max_requests
-
-    @property
-    def healthy(self) -> bool:
-        return self._refusal is None and time.monotonic() - self._heartbeat < HEARTBEAT_STALE_S
 
     def new_rid(self) -> int:
         return next(self._rids)
@@ -151,19 +167,9 @@ class Client:
     def forget(self, images: bool) -> None:
         self._outbox.send(Forget(images))
 
-    def check_alive(self) -> None:
-        """RequestError 503 while the server starts, stops or makes no progress."""
-        if not self.started:
-            raise overloaded("The engine is still starting.", retry_after=5)
-        if self._refusal is not None:
-            refusal = self._refusal
-            raise RequestError(refusal.status, refusal.message, code=refusal.code, retry_after=refusal.retry_after)
-        if not self.healthy:
-            raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
-
     def check_open(self) -> None:
-        """RequestError 503 as `check_alive`, and while the server has as many requests as it may have."""
-        self.check_alive()
+        """RequestError 503 as `EngineHealth.check`, and while the server has as many requests as it may have."""
+        self.health.check()
         if not self.has_room:
             raise overloaded("The server has as many requests as it can queue.")
 
@@ -197,7 +203,7 @@ class Client:
             self.stats = message.stats
             self._arena.check()
             self._drop_unread()
-        self._heartbeat = max(self._heartbeat, message.heartbeat)
+        self.health.heartbeat = max(self.health.heartbeat, message.heartbeat)
 
     def _free(self, stream: Stream) -> None:
         """The place of a request."""
@@ -223,7 +229,7 @@ class Client:
 
     def refuse_new(self, error: ErrorInfo) -> None:
         """No stream is opened any more, and health is bad; open ones go on."""
-        self._refusal = error
+        self.health.refusal = error
 
     def refuse_all(self, error: ErrorInfo) -> None:
         self.refuse_new(error)

@@ -118,7 +118,7 @@ class Native:
     async def health_generate(self) -> Any:
         """200 when a token has been generated: for this request, or for another one if the queue is full or long."""
         client = self._service.client
-        client.check_alive()
+        client.health.check()
         with contextlib.ExitStack() as undo:
             if client.has_room:
                 params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

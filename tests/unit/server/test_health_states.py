@@ -56,7 +56,7 @@ async def test_states_of_health() -> None:
     assert await health_of(service, is_compiling=True) == (503, "compiling")
     service = Service()
     assert await health_of(service) == (200, "ok")
-    service.client._heartbeat = 1e-9
+    service.client.health.heartbeat = 1e-9
     assert await health_of(service) == (503, "stalled")
     service.client.refuse_new(STOPPING)
     assert await health_of(service) == (503, "stopping")
