@@ -25,6 +25,7 @@ from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open
 
 MAX_HEAD_BYTES = 1 << 16
+MAX_UNSENT_BYTES = 1 << 16  # beyond it an application waits; with TLS the default is eight times as much
 NUM_RESERVED = 64  # connections beyond the limit, for health alone
 NUM_OTHER_FILES = 256  # of the api
 MIN_WAIT_S = 1.0  # before a waiting connection is closed for a new one: its request may have arrived and not been read yet
@@ -86,6 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         excess = self._limiter.admit(self)
         self._is_reserve = excess > 0
         if self._is_reserve:

@@ -197,6 +197,9 @@ class Wire(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert (high, low) == (HIGH_WATER, None)
+
     def get_write_buffer_size(self) -> int:
         return len(self._unsent)
 
