@@ -129,7 +129,7 @@ def _response_format(shape: TextFormat) -> dict[str, Any]:
 
 
 def _messages(items: Iterable[Any], scanner: Scanner) -> Iterator[dict[str, Any]]:
-    """Thoughts, what is said behind them and the calls behind that are one message of the assistant."""
+    """Thoughts, the text after them and the calls after that are one message of the assistant."""
     turn: dict[str, Any] = {}
     for i, item in enumerate(items):
         is_new = isinstance(item, MessageItem | ThoughtItem) and (turn.get("content") or turn.get("tool_calls"))
@@ -173,9 +173,7 @@ def _extend(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem 
 
 
 def _content(content: str | list[Any], name: str, scanner: Scanner) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [_part(part, f"{name}.{j}", scanner) for j, part in enumerate(content)]
+    return content if isinstance(content, str) else [_part(part, f"{name}.{j}", scanner) for j, part in enumerate(content)]
 
 
 def _part(part: Any, name: str, scanner: Scanner) -> dict[str, Any]:
