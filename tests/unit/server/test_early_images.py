@@ -1,5 +1,7 @@
 """Images of a large body are decoded while the rest of it arrives; however the request then ends, every region comes back exactly once."""
 
+import contextlib
+import functools
 import os
 from pathlib import Path
 
@@ -86,9 +88,13 @@ def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> Non
     assert ask(stack, body)[0] == 413
     assert stack.chat([image(uri(JPEG))]).status_code == 200
     stack.scheduler.script = hold
-    with stack.http.stream("POST", "/v1/chat/completions", content=text_body(stream=True)):
+    with contextlib.ExitStack() as undo:
+        post = functools.partial(stack.http.stream, "POST", "/v1/chat/completions", content=text_body(stream=True))
+        eventually(lambda: undo.enter_context(post()).status_code == 200, "a free place in the queue")
         assert ask(stack, body)[0] == 503
-    stack.recover()
+    stack.reset()
+    eventually(lambda: stack.chat("x").status_code == 200, "a free place in the queue")
+    stack.settle()
 
 
 class Announced:
