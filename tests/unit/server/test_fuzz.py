@@ -1,4 +1,4 @@
-"""The scanner, the JSON path, the reader of heads and the reader of JPEG headers on mutated input."""
+"""The JSON path, the reader of heads and the reader of JPEG headers on mutated input. The scanner: `test_scan.py`."""
 
 import itertools
 import json
@@ -10,7 +10,6 @@ from PIL import Image
 
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from server.errors import RequestError
-from server.http.scan import Scanner
 from server.http.validate import read_object
 from server.processor.pixels import read_header
 from tests.unit.server.in_process import HttpServer, echo, run_virtually, settle
@@ -32,29 +31,6 @@ def mutated(data: bytes, edits: list[Edit]) -> bytes:
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
     return [data[start:end] for start, end in itertools.pairwise(places)]
-
-
-URI = "data:image/png;base64," + "QUJD" * 60
-DOCUMENTS = [
-    json.dumps({"messages": [{"content": [{"image_url": {"url": URI}}, {"text": 'a "quoted" \\ text'}]}], "data": "QUJD" * 60}),
-    json.dumps({"a": [URI, {"data": URI}, "data:", "data", {URI: 1}], "é": "\u2028 ü \\/"}, ensure_ascii=False),
-    '{"x": "data:image\\/png;base64,QU\\/JD\\"", "data" : "' + "A" * 300 + '"}',
-]
-
-
-@given(st.sampled_from(DOCUMENTS), EDITS, CUTS)
-def test_the_scanner_loses_nothing(document: str, edits: list[Edit], cuts: list[int]) -> None:
-    """Fails if a body is changed by the scanner, if pieces change what it finds, or if anything makes it fail."""
-    body = mutated(document.encode(), edits)
-    found = []
-    for pieces in (cut(body, cuts), [body]):
-        scanner = Scanner("nonce", 1000)
-        for piece in pieces:
-            scanner.feed(piece)
-        assert scanner.json(memoryview(body), keep=()) == body
-        found.append([(reference.mime, reference.offset, reference.length) for reference in scanner.references])
-        assert all(offset + length <= len(body) for _, offset, length in found[-1])
-    assert found[0] == found[1]
 
 
 JSON = st.recursive(
