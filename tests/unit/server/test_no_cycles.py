@@ -19,11 +19,13 @@ LARGE = 1_000_000
 def garbage() -> Iterator[list[object]]:
     """Objects that the collector has found, once it is asked."""
     gc.collect()
+    gc.freeze()  # what other tests left takes long to look at
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     yield gc.garbage
     gc.set_debug(0)
     gc.garbage.clear()
+    gc.unfreeze()
     gc.enable()
 
 
