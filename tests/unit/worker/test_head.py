@@ -28,7 +28,7 @@ from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, make_picture
-from tests.unit.worker.test_drafts import FEW_BLOCKS, GRAPHS, LIMITS, ask_everything, regex, text  # noqa: F401 - a fixture
+from tests.unit.worker.test_drafts import GRAPHS, LIMITS, ask_everything, regex, text  # noqa: F401 - a fixture
 
 NIGHTLY = pytest.mark.nightly
 
@@ -164,9 +164,8 @@ def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
     return engine
 
 
-@pytest.mark.parametrize(
-    ("limits", "share"), [pytest.param(*case, marks=() if case == (FEW_BLOCKS, 0.8) else NIGHTLY) for case in LIMITS]
-)
+@NIGHTLY  # `test_drafts` has the same in the gate, with drafts of any source
+@pytest.mark.parametrize(("limits", "share"), LIMITS)
 def test_its_drafts_change_nothing(
     both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811
 ) -> None:
