@@ -295,7 +295,7 @@ MUTATIONS = (
     Mutation(
         "a closed connection stays counted",
         "server/http/connection.py",
-        "            self._open.remove(connection)\n",
+        "        self._open.discard(connection)\n",
         "",
         ("tests/unit/server/test_connections.py", "tests/unit/server/test_listeners.py"),
     ),
