@@ -207,7 +207,7 @@ class Stack:
         self.http = httpx.Client(base_url=self.url, timeout=HANG_GUARD_S, headers=headers)
         self._observer = httpx.Client(
             base_url=self.url, timeout=HANG_GUARD_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0),
-            headers={"Authorization": b"Bearer " + (self.config.api_key or "none").encode()},
+            headers={b"Authorization": b"Bearer " + (self.config.api_key or "none").encode()},
         )  # fmt: skip
 
     @property
