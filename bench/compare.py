@@ -29,6 +29,7 @@ from bench.faults import engine
 from bench.report import table, write_result
 
 LIMIT = 2.0  # percent
+SEEDS_PER_ROUND = 1_000_000  # more than a benchmark counts up from its seed
 MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
 KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernels of old versions; the new one uses the default cache
 RUNS = {
@@ -102,12 +103,12 @@ def is_loss(samples: Samples) -> bool:
     return any(percent < -LIMIT for *_, percent in compared(samples).values())
 
 
-async def measure(run: str, url: str) -> Sample:
-    """Run one benchmark against one engine. RuntimeError with the end of its output if it fails."""
+async def measure(run: str, url: str, seed: int) -> Sample:
+    """Run one benchmark against one engine with requests made from `seed`. RuntimeError with the end of its output if it fails."""
     module, *flags = shlex.split(RUNS[run])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
-        command = [sys.executable, "-m", f"bench.{module}", "--url", url, "--json", str(path), *flags]
+        command = [sys.executable, "-m", f"bench.{module}", "--url", url, "--json", str(path), "--seed", str(seed), *flags]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
         output, _ = await process.communicate()
         if process.returncode:
@@ -116,10 +117,12 @@ async def measure(run: str, url: str) -> Sample:
 
 
 async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples) -> None:
-    """Add `count` samples of each engine; every second round begins with the last engine."""
-    for number in range(count):
+    """Add `count` samples of each engine; every second round begins with the last engine. Each round has requests of its own: repeated ones
+    would be found in the caches."""
+    first = len(samples["old"])
+    for number in range(first, first + count):
         for name in list(urls)[:: -1 if number % 2 else 1]:
-            samples[name].append(await measure(run, urls[name]))
+            samples[name].append(await measure(run, urls[name], SEEDS_PER_ROUND * number))
 
 
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:

@@ -67,10 +67,12 @@ class FakeEngine:
 def test_engines_are_measured_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], new_ms: float, code: int, num_rounds: int
 ) -> None:
-    """A loss is measured again before it is one, and is the exit code."""
+    """A loss is measured again before it is one, and is the exit code. Requests of a round are new: caches would answer repeated ones."""
+    seeds: list[int] = []
     order = []
 
-    async def measure(run: str, url: str) -> dict[str, float]:
+    async def measure(run: str, url: str, seed: int) -> dict[str, float]:
+        seeds.append(seed)
         order.append(Path(url).name)
         return {"tpot_ms": 1.75 if url.endswith("old") else new_ms}
 
@@ -80,4 +82,5 @@ def test_engines_are_measured_in_turn(
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path / "old"), "--new", str(tmp_path / "new"), "--models", "demo", "--runs", "one", "--rounds", "2"])
     assert end.value.code == code and order == ["old", "new", "new", "old"] * (num_rounds // 2)
+    assert seeds[::2] == seeds[1::2] and len(set(seeds)) == num_rounds
     assert f"{new_ms:.4g}" in capsys.readouterr().out
