@@ -240,10 +240,6 @@ class Stack:
         body = {"model": "test-model", "messages": [{"role": "user", "content": content}], **fields}
         return self.http.post("/v1/chat/completions", json=body)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 0.0) -> None:
-        """To be replaced by `eventually`."""
-        eventually(condition)
-
     def orphan(self) -> None:
         """What the children see when the launcher dies."""
         os.close(self._lifeline_end)
