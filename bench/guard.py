@@ -145,12 +145,12 @@ def requests(path: str, *bodies: dict[str, Any], clients: int = 1) -> Measure:
                     return
 
         await asyncio.gather(*(client() for _ in range(clients)))
-        return told(statuses)
+        return answers_of(statuses)
 
     return attack
 
 
-def told(statuses: Counter[int]) -> str:
+def answers_of(statuses: Counter[int]) -> str:
     return "HTTP " + ", ".join(f"{status} x {count}" for status, count in sorted(statuses.items()))
 
 
@@ -182,7 +182,7 @@ def blank_lines(connections: int) -> Measure:
                 statuses[await raw_status(target, *pieces)] += 1
 
         await asyncio.gather(*(client() for _ in range(connections)))
-        return told(statuses)
+        return answers_of(statuses)
 
     return attack
 

@@ -45,12 +45,12 @@ class Ask:
 
     def value(self) -> dict[str, Any]:
         """The JSON body. Reads and encodes the pictures of a conversation, in a thread. Raises ValueError or OSError."""
-        told = {} if self.path == EMBEDDINGS else {"return_token_ids": True, **self.params.as_fields(is_chat=self.path == CHAT)}
+        given = {} if self.path == EMBEDDINGS else {"return_token_ids": True, **self.params.as_fields(is_chat=self.path == CHAT)}
         if self.path == WITH_PICTURES:
-            return _native_json(self.prompt, {**told, **self.fields})
+            return _native_json(self.prompt, {**given, **self.fields})
         if self.reads_files:
-            return {**told, **self.fields, "messages": [_message_json(message) for message in _messages_of(self.prompt)]}
-        return {**told, **self.fields, "input" if self.path == EMBEDDINGS else "prompt": _prompt_json(self.prompt)}
+            return {**given, **self.fields, "messages": [_message_json(message) for message in _messages_of(self.prompt)]}
+        return {**given, **self.fields, "input" if self.path == EMBEDDINGS else "prompt": _prompt_json(self.prompt)}
 
 
 def conversations_of(messages: Sequence[Any]) -> list[Any]:
@@ -147,14 +147,14 @@ def _prompt_json(prompt: Any) -> str | list[int]:
     return prompt if isinstance(prompt, str) else list(prompt)
 
 
-def _native_json(prompt: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+def _native_json(prompt: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A prompt with placeholders of pictures, `multi_modal_data: {"image": ...}`, in the dialect that takes both. Raises ValueError."""
     data = prompt["multi_modal_data"]
     if set(data) != {"image"}:
         raise ValueError("multi_modal_data of a prompt has pictures only, as `image`: use `chat` for videos")
     images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
-    text, logprobs = _prompt_json(prompt), told.pop("logprobs", None)
-    sampling = {NATIVE_NAMES.get(name, name): value for name, value in told.items() if name != "return_token_ids"}
+    text, logprobs = _prompt_json(prompt), given.pop("logprobs", None)
+    sampling = {NATIVE_NAMES.get(name, name): value for name, value in given.items() if name != "return_token_ids"}
     return {
         "text" if isinstance(text, str) else "input_ids": text,
         "image_data": [picture_url(image) for image in images],

@@ -43,7 +43,7 @@ class DeltaConfig:
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
     def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """What a draft is repeated from: its inputs before and behind the convolution, and its gates; rounded up to keep rows aligned."""
+        """Bytes kept to repeat a draft token: inputs before and after the convolution, and gates; rounded up to align rows."""
         return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
 
 
