@@ -20,6 +20,7 @@ from engine.ipc import die_with_parent, settle_heap
 LENGTH_BYTES = 4
 MAX_CLIENTS = 1024  # whose use of a helper is remembered
 WALL_S = 60.0  # of a child: only a busy machine takes so long for the CPU time that it has
+END_S = 5.0  # until a process that has closed its output ends
 START_S = 120.0  # importing takes seconds on a busy machine
 FORK = multiprocessing.get_context("fork")
 
@@ -58,6 +59,8 @@ class Helper:
                 await process.stdin.drain()
                 return await _receive(process)
         except (asyncio.IncompleteReadError, ConnectionError) as problem:
+            with contextlib.suppress(TimeoutError):  # `close` would reap a process that has just ended, and its return code would be lost
+                await asyncio.wait_for(process.wait(), END_S)
             await self.close()
             raise HelperDied(process.returncode) from problem
         except (TimeoutError, asyncio.CancelledError):

@@ -12,6 +12,7 @@ from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.reference.sampling import TorchSampling
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker.in_process import Engine, load_model
 
@@ -80,6 +81,14 @@ def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndar
         output = run_alone(model, params)
         expected = [best_by_formula(logits, output[:i], SamplingParams(**params)) for i, logits in enumerate(raw)]  # type: ignore[arg-type]
         assert output == expected and output != greedy, params
+
+
+def test_penalties_of_negative_logits() -> None:
+    """Red if a repetition penalty makes an unlikely token likelier, or is applied to a token that has not occurred."""
+    logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
+    index, counts, penalties = torch.tensor([0]), torch.tensor([[1, 1, 0, 0]], dtype=torch.int32), torch.tensor([[2.0, 0.0, 0.0]])
+    TorchSampling().penalise_(logits, index, counts, torch.tensor([0]), penalties)
+    assert logits.tolist() == [[1.0, -4.0, 1.0, -1.0]]
 
 
 def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
