@@ -38,7 +38,7 @@ def _gemv(
     BLOCKS: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values. The next weights are under way while the last are multiplied, the first
-    before the kernel ahead has ended: nobody writes them."""
+    before the preceding kernel has ended: no kernel writes them."""
     column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
