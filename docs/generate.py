@@ -89,7 +89,6 @@ WHEN = {
     " See [drafting](drafting.md).",
     "snapshot_share": "Lower if hybrid models lose keys and values to snapshots: see [models](models.md#snapshots-of-states).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",
-    "image_host_cache_bytes": "There are more long conversations than the KV pool holds: embeddings are restored instead of encoded again.",
     "gpu_memory_utilization": "Lower if other programs use the GPU.",
     "gpu_memory": "To plan for another card, or to use only a part of one.",
     "plan": "Before you buy a card or download a model.",

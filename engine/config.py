@@ -12,7 +12,7 @@ VERSION = "0.2.0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 MAY_BE_ZERO = frozenset(  # any other number is at least 1
-    {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request", "image_host_cache_bytes"}
+    {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
 )
 
 FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
@@ -110,9 +110,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, "most of the KV pool that snapshots of recurrent states take (hybrid models): prefixes are reused up to one"
     ] = 0.75
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
-    image_host_cache_bytes: Annotated[
-        int, "host memory (pinned with GPUs) for embeddings evicted from the image cache, for each worker; 0: none"
-    ] = 0
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
     gpu_memory: Annotated[int | None, "memory of each GPU to plan with; default: what it has, or with --plan that of common cards"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None

@@ -316,30 +316,13 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Copy an embedding, which the same plan evicts, to host memory."""
-
-    image_id: int
-    host_offset: int
-
-
-class Restore(msgspec.Struct, frozen=True, array_like=True):
-    """An embedding of `num_tokens` image tokens comes back under a new id, from where a save put it."""
-
-    image_id: int
-    host_offset: int
-    num_tokens: int
-
-
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: save, evict, admit, restore, encode, forward, snapshot, sample, guess. Decode chunks come last. A row whose
+    """Executed in this order: evict, admit, encode, forward, snapshot, sample, guess. Decode chunks come last. A row whose
     drafts are in flight is not planned."""
 
     step: int
-    saves: list[Save]
     evict: list[int]
     admits: list[Admit]
-    restores: list[Restore]
     encodes: list[Encode]
     chunks: list[Chunk]
     num_guesses: int = 0  # that the model's head makes behind each sampled chunk

@@ -113,7 +113,7 @@ OTHER = (
     true("--enable-mixed-chunk", SGLANG, "prefill and decoding always share steps"),
     true("--disable-custom-all-reduce", BOTH, "--no-symmetric-memory uses NCCL"),
     true("--enable-p2p-check", SGLANG, "--no-symmetric-memory uses NCCL"),
-    harmless("--swap-space", VLLM, "preempted requests are computed again; --image-host-cache-bytes keeps embeddings"),
+    harmless("--swap-space", VLLM, "preempted requests are computed again"),
     harmless("--mm-processor-cache-gb", VLLM, "processed images are not cached but encoded ones: --image-cache-bytes"),
     true("--disable-mm-preprocessor-cache", VLLM, "processed images are not cached but encoded ones: --image-cache-bytes"),
     true("--skip-mm-profiling", VLLM, "memory is planned by --max-num-encoder-tokens"),

@@ -123,12 +123,9 @@ def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
     api_bytes = config.api_arena_bytes or min(GIB, memory // 16)
     processor_bytes = config.processor_arena_bytes or min(2 * GIB, memory // 8)
     total = api_bytes + processor_bytes
-    there = f"{memory / GIB:.1f} GiB of memory"
     if total > memory // 2:
+        there = f"{memory / GIB:.1f} GiB of memory"
         raise ValueError(f"--api-arena-bytes and --processor-arena-bytes take {total / GIB:.1f} GiB: more than half of the {there}")
-    total += config.tp * config.image_host_cache_bytes
-    if total > memory:
-        raise ValueError(f"arenas and --image-host-cache-bytes take {total / GIB:.1f} GiB: there are {there}")
     return msgspec.structs.replace(config, api_arena_bytes=api_bytes, processor_arena_bytes=processor_bytes)
 
 

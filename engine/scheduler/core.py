@@ -212,8 +212,6 @@ class SchedulerCore:
             num_pinned_images=state.images.num_pinned,
             image_cache_bytes=state.images.used_bytes,
             image_cache_budget=state.images.budget_bytes,
-            image_host_cache_bytes=state.images.host.used_bytes,
-            image_host_cache_budget=state.images.host.budget_bytes,
             steps=state.num_steps,
             prompt_tokens=self._num_prompt_tokens,
             generated_tokens=self._num_generated,

@@ -95,7 +95,7 @@ class Scheduler:
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
         config = self._child.config
         blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
-        images = ImageDirectory(min(worker.image_cache_bytes for worker in ready), config.image_host_cache_bytes)
+        images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
         make_drafter = HeadDrafter if config.draft == "mtp" else Drafter
@@ -150,9 +150,9 @@ class Scheduler:
         if logger.isEnabledFor(logging.DEBUG):
             plan = step.plan
             num_tokens = sum(chunk.length for chunk in plan.chunks)
-            num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes) - len(plan.restores)
-            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), len(plan.restores), num_hit, len(data))
-            logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d restored, %d hit, plan of %d bytes", *sizes)
+            num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes)
+            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, len(data))
+            logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
 
     def _flush(self, core: SchedulerCore) -> None:
         """Sends outputs, and once a second, or when all is done, statistics."""

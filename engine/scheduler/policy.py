@@ -8,15 +8,13 @@ it keeps its place in the order, a row and its blocks. Answers to one request fo
 
 An image that came as a file has no pixels until the policy wants to encode it. A waiting request waits for them as for a prefix; a running
 one, whose image was evicted, computes what lies before it and then stalls. No wait lasts: the processor always answers.
-
-An embedding in host memory is restored: it takes room on the device, but neither pixels nor encoder budget.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSpan, Restore, StepPlan, VisualRef
+from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
 from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
@@ -36,7 +34,7 @@ class PlannedStep:
 
     plan: StepPlan
     requests: list[Request]  # of plan.chunks
-    made: dict[int, bytes]  # image id -> hash of what is encoded or restored
+    made: dict[int, bytes]  # image id -> hash of what is encoded
 
 
 def plan(state: State) -> PlannedStep | None:
@@ -53,7 +51,6 @@ class _StepBuilder:
         self.state = state
         self.limits = state.limits
         self.admits: list[Admit] = []
-        self.restores: list[Restore] = []
         self.encodes: list[Encode] = []
         self.made: dict[int, bytes] = {}
         self.prefills: list[tuple[Request, Chunk]] = []
@@ -98,13 +95,10 @@ class _StepBuilder:
         members = self.prefills + self.decodes
         if not members:
             return None
-        evict, saves = self.state.images.take_evicted()
         step = StepPlan(
             step=self.state.num_steps,
-            saves=saves,
-            evict=evict,
+            evict=self.state.images.take_evicted(),
             admits=self.admits,
-            restores=self.restores,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
             num_guesses=self.state.num_guesses,
@@ -158,7 +152,7 @@ class _StepBuilder:
     def _want_pixels(self, request: Request, num_computed: int) -> None:
         """Asks for all files to be encoded for tokens from `num_computed` on, for each once."""
         for index, span in enumerate(request.images):
-            is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.knows(span.hash)
+            is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.get(span.hash) is not None
             if span.end > num_computed and not is_known:
                 self.state.want_pixels(request, index)
 
@@ -293,15 +287,15 @@ class _StepBuilder:
             if span.end <= start or span.hash in seen:
                 continue
             seen.add(span.hash)
-            entry, is_known = self.state.images.get(span.hash), self.state.images.knows(span.hash)
-            if not is_known and span.hash not in request.sources:
+            entry = self.state.images.get(span.hash)
+            if entry is None and span.hash not in request.sources:
                 self._want_pixels(request, start)
                 return max(0, span.start - start), False
             size = span.length * self.limits.bytes_per_image_token
             used += size if entry is None or entry.pins == 0 else 0
             if used > self.state.images.budget_bytes:
                 return max(0, span.start - start), True
-            if is_known:
+            if entry is not None:
                 continue
             cost = _encoder_cost(request, span)
             if encoder_tokens > 0 and encoder_tokens + cost > self.limits.max_num_encoder_tokens:
@@ -334,7 +328,7 @@ class _StepBuilder:
         return (self.state.blocks.alloc(num_blocks) or []) if has_room else []
 
     def _take_images(self, request: Request, start: int, end: int) -> tuple[list[VisualRef], int]:
-        """Pins, restores or encodes the images that overlap the chunk; also returns the number of those that end in it."""
+        """Pin or encode the images that overlap the chunk; also return the number of images that end in it."""
         images, first = request.images, request.first_needed
         overlapping = range(first, next((i for i in range(first, len(images)) if images[i].start >= end), len(images)))
         for index, entry in self.state.pin_images(request, overlapping):
@@ -351,11 +345,7 @@ class _StepBuilder:
         return refs, num_done
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
-        """An embedding comes from the host's copy or from the tower."""
         self.made[entry.image_id] = span.hash
-        if entry.host_offset is not None:
-            self.restores.append(Restore(entry.image_id, entry.host_offset, span.length))
-            return
         self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
         self.num_encoder_tokens += _encoder_cost(request, span)
         request.wire.stages.images_encoded += 1

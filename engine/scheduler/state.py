@@ -44,7 +44,6 @@ class Counters:
     images_encoded: int = 0
     images_hit: int = 0
     images_skipped: int = 0
-    images_restored: int = 0
     preemptions: int = 0
     drafts: int = 0
     draft_tokens: int = 0
@@ -139,10 +138,7 @@ class State:
         """Keeps these images from eviction. Returns those that the device lacks, by index, with room for them: the caller has counted that
         there is enough."""
         for index in indexes:  # first, so that `reserve` does not evict one of them
-            digest = request.images[index].hash
-            if self.images.get(digest) is None:
-                self.images.host.hold(digest)
-            elif index not in request.pins:
+            if index not in request.pins and self.images.get(request.images[index].hash) is not None:
                 self._pin(request, index)
                 self.counters.images_hit += 1
         lacking = []
@@ -186,7 +182,6 @@ class State:
     def note_plan(self, plan: StepPlan) -> None:
         self.num_steps += 1
         self.counters.images_encoded += len(plan.encodes)
-        self.counters.images_restored += len(plan.restores)
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
     def land(self, request: Request, chunk: Chunk, drawn: list[int], guesses: list[int]) -> tuple[list[int], FinishReason | None]:

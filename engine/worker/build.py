@@ -23,7 +23,7 @@ from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.memory import allocate_host, free_bytes, plan_memory, profile_peak
+from engine.worker.memory import free_bytes, plan_memory, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.draws import BYTES_PER_DRAW
@@ -98,7 +98,7 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     vision = model_config.vision
     costs = None if vision is None or vision.num_heads % tp.size else backend.split_costs
-    images = ImageCache(model.tower, ImageReader(arena, decoder, device), tp, tower_stream, make_host_tier(child, device), costs)
+    images = ImageCache(model.tower, ImageReader(arena, decoder, device), tp, tower_stream, costs)
     staging = Staging(staging_bytes(config, num_draws, max_blocks), device, backend.transfers)
     agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
     head = None
@@ -203,17 +203,6 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         model.drafter.round_guesses()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model
-
-
-def make_host_tier(child: Child, device: torch.device) -> torch.Tensor | None:
-    """Host memory for embeddings that leave the device, if there is to be any."""
-    num_bytes = child.config.image_host_cache_bytes
-    if not num_bytes:
-        return None
-    started = time.monotonic()
-    host = allocate_host(num_bytes, device)
-    child.progress(f"took {num_bytes / GIB:.1f} GiB of host memory for image embeddings after {time.monotonic() - started:.1f} s")
-    return host
 
 
 def make_progress(child: Child) -> Callable[[int, int], None]:

@@ -1,10 +1,9 @@
-"""The worker's side of the image cache: tensors by id. What is encoded, evicted, saved and restored comes with the plan.
+"""The worker's side of the image cache: tensors by id. What is encoded and evicted comes with the plan.
 
 Of several ranks, each encodes its share of a step's images, all together encode the largest if that pays, and all receive all of them.
 
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
-      or      save ──▶ restore ──────────────────▶ │                  stream of the tower
 
 An image that an idle engine hears of before there is a plan is encoded at once; the plan that names it finds it done.
 """
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.messages import Encode, Prefetch, Restore, Save
+from engine.messages import Encode, Prefetch
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import Tower
@@ -66,29 +65,16 @@ class ImageCache:
 
     The tower has a stream of its own (None: the current one): it multiplies while the step before waits for memory. All of its tensors are
     allocated and used there; the current stream reads embeddings only.
-
-    `host` is the second tier's memory, uint8 and pinned on a GPU; plans name offsets in it. Copies to and from it run on the tower's stream
-    in the order of the plans, so that no region is overwritten before it is read, or read before it is written.
     """
 
     tower: Tower | None  # None: a text model, whose plans name no images
     reader: ImageReader
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
-    host: torch.Tensor | None = None
     split_costs: SplitCosts | None = None  # None: no image is encoded by all ranks together
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
     _early: EarlyImage | None = None
-
-    def save(self, saves: Sequence[Save]) -> None:
-        """Copies embeddings to host memory before they are evicted. Reads only: a running step may read them, too."""
-        with torch.cuda.stream(self.stream):
-            for save in saves:
-                tensor = self.tensors[save.image_id]
-                self._region(save.host_offset, tensor.shape[1]).copy_(tensor, non_blocking=True)
-        if saves and self.tp.size > 1:
-            self._let_current_stream_wait()  # what was gathered belongs to it: it may reuse the memory
 
     def evict(self, image_ids: Sequence[int]) -> None:
         for image_id in image_ids:
@@ -100,15 +86,6 @@ class ImageCache:
     def note_use(self, image_ids: Iterable[int], end: torch.cuda.Event) -> None:
         """The step that ends with this event reads these images."""
         self._last_use.update(dict.fromkeys(image_ids, end))
-
-    def restore(self, restores: Sequence[Restore]) -> None:
-        """Adds saved embeddings to the cache, for the current stream."""
-        with torch.cuda.stream(self.stream):
-            for restore in restores:
-                tensor = torch.empty(self._shape(restore.num_tokens), dtype=self._tower.dtype, device=self._tower.device)
-                self.tensors[restore.image_id] = tensor.copy_(self._region(restore.host_offset, restore.num_tokens), non_blocking=True)
-        if restores:
-            self._let_current_stream_wait()
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
@@ -170,11 +147,10 @@ class ImageCache:
         together = self._tower.part_bytes([grids[image] for image in self._share_out(grids).together])
         return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._tower.dtype.itemsize
 
-    def leave_out(self, encodes: Sequence[Encode], restores: Sequence[Restore]) -> None:
+    def leave_out(self, encodes: Sequence[Encode]) -> None:
         """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
         zero = self._zeros(1)
         self.tensors |= {encode.image_id: zero.expand(-1, self._num_tokens(encode), -1) for encode in encodes}
-        self.tensors |= {restore.image_id: zero.expand(-1, restore.num_tokens, -1) for restore in restores}
 
     def prepare(self, is_busy: bool) -> bool:
         """As `Tower.prepare`."""
@@ -286,13 +262,6 @@ class ImageCache:
         """For all that the tower's stream was given until now."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-
-    def _region(self, offset: int, num_tokens: int) -> torch.Tensor:
-        """Host memory from `offset` on, as an embedding."""
-        assert self.host is not None, "a plan names host memory that there is not"
-        shape = self._shape(num_tokens)
-        num_bytes = math.prod(shape) * self._tower.dtype.itemsize
-        return self.host[offset : offset + num_bytes].view(self._tower.dtype).view(shape)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(self._shape(num_tokens), dtype=self._tower.dtype, device=self._tower.device)

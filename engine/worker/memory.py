@@ -1,10 +1,7 @@
-"""What a device has and what a step takes of it, measured on GPUs; `engine.plan` divides it. Host memory for embeddings is had here,
-too."""
+"""What a device has and what a step takes of it, measured on GPUs; `engine.plan` divides it."""
 
 import logging
-import mmap
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,20 +77,6 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
             "--kv-cache-memory-bytes, --image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
         )
     return plan
-
-
-def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 host memory of exactly this size, pinned for a GPU as long as the tensor lives. OSError or ValueError if it cannot be had.
-
-    Mapped and registered by hand: torch's allocator of pinned memory rounds up to a power of two, 20 GiB to 32.
-    """
-    host = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    if device.type == "cuda":
-        cudart = torch.cuda.cudart()
-        if int(cudart.cudaHostRegister(host.data_ptr(), num_bytes, 0)) != 0:
-            raise ValueError("host memory for image embeddings could not be pinned: lower --image-host-cache-bytes")
-        weakref.finalize(host, cudart.cudaHostUnregister, host.data_ptr()).atexit = False
-    return host
 
 
 def _encode_a_pair(tower: Tower, num_tokens: int) -> None:

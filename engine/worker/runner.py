@@ -1,4 +1,4 @@
-"""One step on the device: save, evict, admit, restore, encode, forward, sample. Nothing here waits for the device: a launched step is a
+"""One step on the device: evict, admit, encode, forward, sample. Nothing here waits for the device: a launched step is a
 handle that is asked later whether it is done."""
 
 import logging
@@ -116,7 +116,6 @@ class Runner:
         return self._give_up(plan, launched)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
-        self.images.save(plan.saves)
         self.images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
@@ -124,7 +123,6 @@ class Runner:
             self.sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
             self._admit_grammar(admit)
         self.rows.take_blocks(plan.chunks)
-        self.images.restore(plan.restores)
         if not self._has_memory_everywhere(plan):
             return self._give_up(plan, launched)
         encoded = self.images.encode(plan.encodes)
@@ -160,7 +158,7 @@ class Runner:
         logger.error("step %d ran out of memory and is given up", plan.step)
         if self._on_gpu:
             torch.cuda.empty_cache()
-        self.images.leave_out(plan.encodes, plan.restores)
+        self.images.leave_out(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
         return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_DRAWN, None, {}, NOTHING_ENCODED, watch, out_of_memory=True)

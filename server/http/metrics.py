@@ -18,7 +18,7 @@ PREFIX = "engine_"
 TEXTS = {name: text for name, hint in get_type_hints(EngineStats, include_extras=True).items() for text in get_args(hint)[1:]}
 GAUGES = frozenset({
     "max_model_len", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes",
-    "image_cache_budget", "image_host_cache_bytes", "image_host_cache_budget",
+    "image_cache_budget",
 })  # fmt: skip
 LABELS = ("model_name",)
 TOKENS = tuple(float(1 << power) for power in range(19))
@@ -36,7 +36,7 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
-        spared = stats.images_hit + stats.images_skipped + stats.images_restored
+        spared = stats.images_hit + stats.images_skipped
         kv_usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         totals = msgspec.structs.asdict(stats)
         accepted = CounterMetricFamily(

@@ -11,7 +11,7 @@ from tests.e2e.serving import Engine, serve
 from tests.shared import shared
 
 TIGHT = [
-    *("--num-gpu-blocks-override", "40", "--image-cache-bytes", "400K", "--image-host-cache-bytes", "1M"),
+    *("--num-gpu-blocks-override", "40", "--image-cache-bytes", "400K"),
     *("--max-num-batched-tokens", "256", "--max-num-mixed-tokens", "128"),
 ]
 
@@ -51,5 +51,5 @@ def tiny_engine(tiny: Path) -> Engine:
 
 @pytest.fixture
 def tight(tiny: Path) -> Engine:
-    """The tiny model with 40 KV blocks and space for few images, on the device and on the host."""
+    """The tiny model with 40 KV blocks and space for few images."""
     return shared("tight", lambda: serve(tiny, *TIGHT))

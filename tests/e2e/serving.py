@@ -117,7 +117,7 @@ class Counted:
     Totals arrive up to a second after an answer. The block's begin and end wait for those of an idle engine after its last step.
     """
 
-    NAMES = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_restored", "images_skipped", "images_decoded")
+    NAMES = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_skipped", "images_decoded")
 
     def __init__(self, engine: Engine):
         self._engine = engine

@@ -140,25 +140,6 @@ def test_a_file_whose_embedding_was_evicted_is_answered_as_if_it_were_new(forget
     assert ask("d") == (fresh[0], 1)
 
 
-def test_images_that_left_the_device_come_back_from_the_host() -> None:
-    """Red if an image is encoded or decoded again although the host has it, or if another embedding comes back, on two ranks.
-    `test_pressure.py` does it on one."""
-    pages = screenshots(130, 6)
-    contents = [[pages[i], text_part("and"), pages[i + 1], text_part("What is in the first picture?")] for i in (0, 2, 4)]
-    flags = ["--image-cache-bytes", "300K", "--image-host-cache-bytes", "4M", "--tp", "2"]  # room for two pictures, and for all
-    with serve("demo", *flags) as engine:
-        fresh = [engine.text(content, max_tokens=16, ignore_eos=True) for content in contents]
-        for salt in ("a", "b"):
-            for content, answer in zip(contents, fresh, strict=True):
-                with Counted(engine) as counted:
-                    assert engine.text(content, max_tokens=16, ignore_eos=True, cache_salt=salt) == answer
-                assert counted.grown["images_encoded"] == counted.grown["images_decoded"] == 0
-                assert counted.grown["images_restored"] == 2
-        budget = engine.metric("engine_image_host_cache_budget")
-        assert engine.metric("engine_image_cache_bytes") < engine.metric("engine_image_host_cache_bytes") <= budget == 4 << 20
-    assert len(set(fresh)) > 1, "the answers must differ, or this test shows nothing"
-
-
 @pytest.mark.gate
 def test_tenants_do_not_share_a_prefix(demo: Engine) -> None:
     """Red if `cache_salt` is ignored: the same prompt under another salt must not hit."""

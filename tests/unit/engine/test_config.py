@@ -31,7 +31,6 @@ def test_values_arrive_typed() -> None:
     [
         ["--tp", "0"],
         ["--image-cache-bytes", "0"],
-        ["--image-host-cache-bytes", "-1"],
         ["--max-model-len", "-1"],
         ["--media-pool-size", "0"],
         ["--prefill-tokens-per-decode-step", "-1"],

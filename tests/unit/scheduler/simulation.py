@@ -44,7 +44,7 @@ NOTHING: State = (0, b"")
 
 
 def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, host_bytes: int = 0, num_ranks: int = 1, **limits: object
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, **limits: object
 ) -> SchedulerCore:
     defaults: dict[str, object] = {
         "max_num_seqs": 4,
@@ -56,7 +56,7 @@ def make_core(
         "step_sizes": HOPPER_STEP_SIZES,
     }
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
-    images = ImageDirectory(image_tokens * TOKEN_BYTES, host_bytes)
+    images = ImageDirectory(image_tokens * TOKEN_BYTES)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
     make_drafter = HeadDrafter if merged.num_ahead else Drafter
     drafter = make_drafter(merged.verify_rows) if merged.verify_rows else None
@@ -88,13 +88,12 @@ def key_of(rid: int, index: int) -> Key:
 class SimulatedWorker:
     """Executes plans on meanings. Raises AssertionError when a plan reads what is not there, or encodes what is."""
 
-    def __init__(self, block_size: int, host_bytes: int, rng: random.Random):
+    def __init__(self, block_size: int, rng: random.Random):
         self.block_size = block_size
         self.rng = rng
         self.slots: dict[tuple[int, int], bytes] = {}
         self.written: list[dict[tuple[int, int], bytes]] = []  # by each step
         self.images: dict[int, bytes] = {}
-        self.host: list[tuple[bytes, int] | None] = [None] * host_bytes  # of each byte: which image's, and which one of its bytes
         self.lengths: dict[bytes, int] = {}  # image tokens, by hash
         self.tables: dict[int, list[int]] = {}
         self.states: dict[int, State] = {}  # of rows
@@ -110,7 +109,8 @@ class SimulatedWorker:
         """The ids that each sampled chunk draws."""
         plan = step.plan
         self.written.append({})
-        self._move_images(plan)
+        for image_id in plan.evict:
+            del self.images[image_id]
         for admit in plan.admits:
             self.tables[admit.row] = list(admit.blocks)
             self.states[admit.row] = self._load(admit.snapshot)
@@ -145,30 +145,10 @@ class SimulatedWorker:
         self.guesses.append([sequences[key_of(one.rid, one.index)].peek(plan.num_guesses) for one in sampled])
         return tokens
 
-    def _move_images(self, plan: StepPlan) -> None:
-        """Between the device and the host, byte by byte: a region may have been overwritten in part."""
-        assert {save.image_id for save in plan.saves} <= set(plan.evict), "saved although it stays"
-        for save in plan.saves:
-            digest = self.images[save.image_id]
-            num_bytes = self.lengths[digest] * TOKEN_BYTES
-            region = slice(save.host_offset, save.host_offset + num_bytes)
-            assert region.stop <= len(self.host), "saved outside the host's memory"
-            self.host[region] = [(digest, i) for i in range(num_bytes)]
-        for image_id in plan.evict:
-            del self.images[image_id]
-        for restore in plan.restores:
-            first = self.host[restore.host_offset]
-            assert first is not None and restore.image_id not in self.images
-            digest, num_bytes = first[0], restore.num_tokens * TOKEN_BYTES
-            region = slice(restore.host_offset, restore.host_offset + num_bytes)
-            assert self.host[region] == [(digest, i) for i in range(num_bytes)], "restored from what is not one image"
-            assert restore.num_tokens == self.lengths[digest] and digest not in self.images.values(), "restored although cached"
-            self.images[restore.image_id] = digest
-
     @staticmethod
     def _check_only_overlapping(plan: StepPlan) -> None:
         used = {ref.image_id for chunk in plan.chunks for ref in chunk.visual}
-        assert {new.image_id for new in [*plan.encodes, *plan.restores]} <= used, "an image was encoded or restored that no chunk overlaps"
+        assert {encode.image_id for encode in plan.encodes} <= used, "an image was encoded that no chunk overlaps"
 
     def _load(self, blocks: list[int]) -> State:
         """What all of these blocks hold, in order."""
@@ -285,7 +265,7 @@ class Simulation:
 
     def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
         self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
-        self.worker = SimulatedWorker(core.state.blocks.block_size, core.state.images.host.budget_bytes, rng)
+        self.worker = SimulatedWorker(core.state.blocks.block_size, rng)
         self.worker.is_stateful = core.state.limits.snapshot_blocks > 0
         self.sequences: dict[Key, Sequence] = {}
         self.in_flight: deque[tuple[PlannedStep, list[list[int]], list[int]]] = deque()
@@ -365,7 +345,7 @@ class Simulation:
             readers = [request for request, chunk in later if any(ref.image_id in step.made for ref in chunk.visual)]
             assert all(request.status is Status.STOPPING for request in [*step.requests, *readers]), "goes on from what was not computed"
         self._count_drafts(step, tokens)
-        assert not any(self.core.state.images.knows(step.made[image_id]) for image_id in failed), "an image that failed is kept"
+        assert not any(self.core.state.images.get(step.made[image_id]) for image_id in failed), "an image that failed is kept"
         for _ in self.core.state.checks():
             pass
         self._take()

@@ -76,27 +76,26 @@ def drive(
     sim.run()
 
 
-@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), host=st.booleans())
-def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool, host: bool) -> None:
+@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
+def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
     """Red if a plan reads KV or embeddings of something else, encodes a file, leaks a block, pin or row, loses a terminal event or stops.
 
-    The simulation also asserts that nobody starts to compute a prefix that an older request is computing, or asks for pixels it has, and
-    that what comes back from the host's memory (`host`) is what went there, whatever was overwritten since.
+    The simulation also asserts that no request computes a prefix that an older one is computing, or asks for pixels it has.
     """
-    serve_any_load(prefix_cache, seed, tight, fail, host)
+    serve_any_load(prefix_cache, seed, tight, fail)
 
 
-@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), host=st.booleans())
-def test_any_load_survives_that_all_is_forgotten(seed: int, tight: bool, fail: bool, host: bool) -> None:
+@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
+def test_any_load_survives_that_all_is_forgotten(seed: int, tight: bool, fail: bool) -> None:
     """Red if a command to empty the caches takes from a request what it holds, or leaves a copy that nobody knows."""
-    serve_any_load(True, seed, tight, fail, host, forget_rate=0.5)
+    serve_any_load(True, seed, tight, fail, forget_rate=0.5)
 
 
 @given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
 def test_any_load_with_drafts_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
     """Red if the KV of a draft that does not hold is read or named, if tokens behind an end or beyond the limit get out, if a row goes on
     before it is known how many of its drafts hold, or if drafts exceed a budget. Rows draw 1 to 8 tokens a step."""
-    serve_any_load(prefix_cache, seed, tight, fail, host=False, drafts=True)
+    serve_any_load(prefix_cache, seed, tight, fail, drafts=True)
 
 
 @given(
@@ -105,13 +104,13 @@ def test_any_load_with_drafts_is_served_correctly(prefix_cache: bool, seed: int,
 def test_any_load_with_a_drafter_is_served_correctly(seed: int, tight: bool, fail: bool, forget: bool, stateful: bool, head: bool) -> None:
     """Red if answers are others than without drafts, if drafts come beside prompts, are too many, or delay another row; if a row goes on
     from a state before or behind the drafts that held; if blocks taken for guesses stop a request or leak; and as above."""
-    serve_any_load(True, seed, tight, fail, host=False, drafter=True, forget_rate=0.3 * forget, stateful=stateful, head=head)
+    serve_any_load(True, seed, tight, fail, drafter=True, forget_rate=0.3 * forget, stateful=stateful, head=head)
 
 
-@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans(), host=st.booleans())
-def test_any_load_survives_steps_that_run_out_of_memory(prefix_cache: bool, seed: int, tight: bool, host: bool) -> None:
+@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans())
+def test_any_load_survives_steps_that_run_out_of_memory(prefix_cache: bool, seed: int, tight: bool) -> None:
     """Red if a request goes on from KV or embeddings that were not computed, if one of them is named or shared, or if anything is left."""
-    sim = serve_any_load(prefix_cache, seed, tight, False, host, give_up_rate=0.1)
+    sim = serve_any_load(prefix_cache, seed, tight, False, give_up_rate=0.1)
     assert sim.given_up or "error" not in sim.terminal.values()
 
 
@@ -129,7 +128,7 @@ def test_any_load_with_states_is_served_correctly(
     """Red if a row goes on from states of another place or sequence, if a snapshot is read in part, after its blocks hold something
     else, or of a step that was given up, or if its blocks leak."""
     rates = {"give_up_rate": 0.1 * give_up, "forget_rate": 0.3 * forget}
-    serve_any_load(prefix_cache, seed, tight, fail, host=False, stateful=True, **rates)
+    serve_any_load(prefix_cache, seed, tight, fail, stateful=True, **rates)
 
 
 def serve_any_load(
@@ -137,7 +136,6 @@ def serve_any_load(
     seed: int,
     tight: bool,
     fail: bool,
-    host: bool,
     drafts: bool = False,
     give_up_rate: float = 0.0,
     forget_rate: float = 0.0,
@@ -149,7 +147,6 @@ def serve_any_load(
     core = make_core(
         num_blocks=rng.randint(10, 16) if tight else 64,
         image_tokens=rng.randint(10, 14) if tight else 60,
-        host_bytes=rng.choice([64, 130, 200, 320, 1000]) if host else 0,
         max_num_batched_tokens=rng.choice([5, 8, 16, 64]),
         max_num_encoder_tokens=rng.choice([9, 12, 40]),
         prefix_cache=prefix_cache,

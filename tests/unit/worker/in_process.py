@@ -34,7 +34,6 @@ from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.memory import allocate_host
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -113,7 +112,6 @@ class Engine:
         *,
         num_blocks: int = 256,
         image_tokens: int = 4096,
-        host_tokens: int = 0,
         graphs: bool = False,
         sizes: StepSizes = CPU_STEP_SIZES,
         drafter: Drafter | None = None,
@@ -133,7 +131,7 @@ class Engine:
             "num_ahead": MAX_GUESSES if config.text.has_head else 0,
         }
         merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
-        directory = ImageDirectory(image_tokens * per_token, host_tokens * per_token)
+        directory = ImageDirectory(image_tokens * per_token)
         state = State(merged, BlockPool(num_blocks, 16), directory, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), drafter=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
@@ -144,8 +142,7 @@ class Engine:
         hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
         kept = states, snapshots, hidden_TD, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
-        host = allocate_host(host_tokens * per_token, CPU) if host_tokens else None
-        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, host=host)
+        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp)
         attention = TORCH.attention(pools, config.text.num_heads)
 
         def make_fixed(*_: int) -> PlannedAttention:

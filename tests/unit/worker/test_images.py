@@ -1,4 +1,4 @@
-"""The worker's image cache: how an encode is cut into groups, when evicted memory may be used again, what comes back from the host.
+"""The worker's image cache: how an encode is cut into groups, when evicted memory may be used again.
 
 Without a model.
 """
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.messages import Encode, ImageSource, Prefetch, Region, Restore, Save
+from engine.messages import Encode, ImageSource, Prefetch, Region
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
-from engine.worker.memory import allocate_host
 from models.media.geometry import Grid
 from models.parallel.group import TensorParallel
 
@@ -45,11 +44,11 @@ class Waits:
         self.events.append(event)
 
 
-def cache_of(tower: Any, stream: Any = None, host_bytes: int = 0) -> ImageCache:
+def cache_of(tower: Any, stream: Any = None) -> ImageCache:
     reader: Any = SimpleNamespace(
         read=lambda sources: [source.width for source in sources], read_copy=lambda source: (source.width, b"")
     )
-    return ImageCache(tower, reader, SINGLE, stream, allocate_host(host_bytes, CPU) if host_bytes else None)
+    return ImageCache(tower, reader, SINGLE, stream)
 
 
 def encode(image_id: int, num_tokens: int, ticket: int = 0) -> Encode:
@@ -88,37 +87,6 @@ def test_evicted_memory_is_used_again_after_its_last_reader() -> None:
     assert stream.events == [second]
     cache.evict([0])
     assert stream.events == [second, first] and not cache.tensors
-
-
-def test_what_comes_back_from_the_host_is_bit_equal() -> None:
-    """Red if a copy loses a bit, a level or a token, ends up in a neighbour's region, or is still what was in the region before."""
-    torch.manual_seed(0)
-    lengths = {0: 5, 1: 9, 2: 7}
-    offsets = {0: 0, 1: 960, 2: 2688}  # 192 bytes a token: each region ends where the next begins
-    cache = cache_of(Tower(), host_bytes=4032)
-    saved = {i: torch.randn(4, n, 24).to(torch.bfloat16) for i, n in lengths.items()}
-    saved[1][0, 0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
-    for plan in range(2):  # the second time every region is another image's than before
-        shift = 10 * plan
-        cache.tensors = {shift + i: tensor + plan for i, tensor in saved.items()}
-        expected = dict(cache.tensors)
-        cache.save([Save(shift + i, offsets[i]) for i in lengths])
-        cache.evict(list(expected))
-        assert not cache.tensors
-        cache.restore([Restore(100 + i, offsets[i], n) for i, n in lengths.items()])
-        for i in lengths:
-            assert torch.equal(cache.tensors[100 + i].view(torch.int16), expected[shift + i].view(torch.int16))
-            cache.tensors[100 + i].zero_()  # it is a copy, not the region itself
-        cache.restore([Restore(200 + i, offsets[i], n) for i, n in lengths.items()])
-        assert all(torch.equal(cache.tensors[200 + i].view(torch.int16), expected[shift + i].view(torch.int16)) for i in lengths)
-
-
-def test_host_memory_has_the_size_that_was_asked_for() -> None:
-    """Red if the host's memory is rounded, or too little is taken."""
-    host = allocate_host(3 * 4096 + 100, CPU)
-    assert host.dtype == torch.uint8 and host.shape == (3 * 4096 + 100,)
-    host.fill_(7)
-    assert int(host[-1]) == 7
 
 
 class OneOfTwo:

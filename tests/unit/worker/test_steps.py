@@ -103,34 +103,13 @@ def test_answers_that_fork_equal_one_alone(model: Qwen3VL, alone: list[list[int]
     assert engine.core.state.counters.images_encoded == 5
 
 
-@pytest.mark.parametrize("host_tokens", [130, *(pytest.param(count, marks=NIGHTLY) for count in (0, 70, 1000))])
-def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list[int]], host_tokens: int) -> None:
-    """Red if recomputation after a preemption, or encoding again or restoring after an eviction, gives other tokens."""
-    engine = Engine(model, num_blocks=30, image_tokens=100, host_tokens=host_tokens, max_num_batched_tokens=96, max_num_mixed_tokens=48)
+def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list[int]]) -> None:
+    """Red if recomputation after a preemption, or encoding again after an eviction, gives other tokens."""
+    engine = Engine(model, num_blocks=30, image_tokens=100, max_num_batched_tokens=96, max_num_mixed_tokens=48)
     for rid, prompt in enumerate([*prompts(), *prompts()]):
         engine.add(rid, prompt)
     assert list(engine.run().values()) == [*alone, *alone]
-    counters = engine.core.state.counters
-    assert engine.core.state.images.num_evicted > 0 and counters.preemptions > 0
-    assert (counters.images_restored > 0) == (host_tokens > 0)
-    assert counters.images_encoded == 5 or host_tokens < 1000
-
-
-def test_one_step_saves_an_image_and_restores_it(model: Qwen3VL) -> None:
-    """Red if the worker restores before it saves: an image makes room for one request's and is wanted by the next one in the same step."""
-    first, second, third = (make_picture(i, 128, 128) for i in range(3))  # 64 tokens
-    engine = Engine(model, image_tokens=128, host_tokens=256, prefix_cache=False)
-    engine.add(0, [[1], first, [2]])
-    engine.run()
-    engine.add(1, [[3], second, [4]])
-    engine.run()
-    engine.add(2, [[5], third, [6]])
-    engine.add(3, [[1], first, [2]])
-    engine.step()
-    counters = engine.core.state.counters
-    assert (counters.images_encoded, counters.images_restored, engine.core.state.images.num_evicted) == (3, 1, 2)
-    tokens = engine.run()
-    assert tokens[3] == tokens[0] != tokens[1]
+    assert engine.core.state.images.num_evicted > 0 and engine.core.state.counters.preemptions > 0
 
 
 def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
