@@ -3,12 +3,14 @@
 import base64
 import json
 import os
+from typing import Any
 
 import openai
 from PIL import Image
 from tokenizers import Tokenizer
 
 from engine.messages import (
+    EngineRequest,
     ErrorInfo,
     RequestOutput,
 )
@@ -31,7 +33,7 @@ def image(url: str) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def chunks_of(text: str) -> list[dict[str, object]]:
+def chunks_of(text: str) -> list[Any]:
     lines = [line for line in text.split("\n") if line]
     assert all(line.startswith("data: ") for line in lines), "no comments, no event: lines"
     assert lines[-1] == "data: [DONE]"
@@ -41,81 +43,57 @@ def chunks_of(text: str) -> list[dict[str, object]]:
 def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     """Red if the chunks stop being what the most used client expects: role first, one chunk a token, finish, usage."""
     ids = ids_of(tokenizer, "Grüße, 世界! 🙂")
-    end = tokenizer.token_to_id("<|im_end|>")
-    stack.scheduler.script = answer_ids([*ids, end])
-    stream = client.chat.completions.create(
-        model="test-model", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[0].choices[0].delta.content == ""
-    texts = [chunk.choices[0].delta.content for chunk in chunks[1:-2]]
-    assert len(texts) == len(ids)
-    assert "".join(text or "" for text in texts) == "Grüße, 世界! 🙂"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == []
-    usage = chunks[-1].usage
-    assert usage is not None and usage.prompt_tokens_details is not None
+    stack.scheduler.script = answer_ids([*ids, tokenizer.token_to_id("<|im_end|>")])
+    question: Any = [{"role": "user", "content": "x"}]
+    chunks = [*client.chat.completions.create(model="test-model", messages=question, stream=True, stream_options={"include_usage": True})]
+    assert (chunks[0].choices[0].delta.role, chunks[0].choices[0].delta.content) == ("assistant", "")
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks[1:-2]]
+    assert len(texts) == len(ids) and "".join(texts) == "Grüße, 世界! 🙂"
+    assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].choices == []
+    usage: Any = chunks[-1].usage
     assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (len(ids) + 1, 3)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
 
 
 def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if usage comes unasked, if a chunk lacks a field, or if the stream does not end with [DONE]."""
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "ok then"))
+    """Red if usage comes unasked, if a chunk lacks a field, or if tokens that arrive together are merged into one chunk."""
+    ids = ids_of(tokenizer, "several tokens of one step")
+    stack.scheduler.script = answer_ids(ids, step=4)
     response = stack.chat("x", stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
     chunks = chunks_of(response.text)
     assert all(chunk.keys() == {"id", "object", "created", "model", "choices"} for chunk in chunks)
+    assert len(chunks) == 1 + len(ids) - 1 + 2  # role; tokens; the last one's text and its finish
 
 
 def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if `continuous_usage_stats` or our `timings` are lost, or if the stages do not add up."""
+    """Red if `continuous_usage_stats` or our `timings` are lost."""
     stack.scheduler.script = answer_ids(ids_of(tokenizer, "one two"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(stack.chat("x", stream=True, stream_options=options, timings=True).text)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # type: ignore[index]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] > 1
-    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1  # type: ignore[index]
-    timings = chunks[-1]["timings"]
-    assert {"receive_ms", "prepare_ms", "queue_ms", "prefill_ms", "reply_ms", "device_encode_ms"} <= timings.keys()  # type: ignore[attr-defined]
-    assert stack.chat("x", timings=True).json()["timings"]["prepare_ms"] > 0
-    assert "timings" in chunks_of(stack.chat("x", stream=True, timings=True).text)[-1]
-    assert "timings" not in stack.chat("x").json()
-
-
-def test_several_tokens_of_one_step_are_several_chunks(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if tokens that arrive together are merged into one chunk."""
-    ids = ids_of(tokenizer, "several tokens of one step")
-    stack.scheduler.script = answer_ids(ids, step=4)
-    assert len(chunks_of(stack.chat("x", stream=True).text)) == 1 + len(ids) - 1 + 2  # role; tokens; the last one's text and its finish
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+    assert {"receive_ms", "prepare_ms", "queue_ms", "prefill_ms", "reply_ms", "device_encode_ms"} <= chunks[-1]["timings"].keys()
+    assert stack.chat("x", timings=True).json()["timings"]["prepare_ms"] > 0 and "timings" not in stack.chat("x").json()
 
 
 def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a stop string is shown, if the finish reason is not `stop`, or if the scheduler is left working."""
-    ids = ids_of(tokenizer, "keep this END and never this")
-
-    def script(scheduler: FakeScheduler, request: object) -> None:
-        hold(scheduler, request)  # type: ignore[arg-type]
-        rid = scheduler.requests[-1].rid
-        for token_id in ids:
-            scheduler.send([RequestOutput(rid, [token_id])], [])
-
-    stack.scheduler.script = script
-    answer = stack.chat("x", stop=["END", "zzz"]).json()
-    choice = answer["choices"][0]
-    assert choice["message"]["content"].endswith("keep this ")
-    assert choice["finish_reason"] == "stop"
-    eventually(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
-
-
-def test_a_stop_string_in_the_last_token_needs_no_abort(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the scheduler is told to abort what it has finished itself."""
+    """Red if a stop string is shown, if the scheduler is left working, or if it is told to abort what it has finished itself."""
     stack.scheduler.script = answer_ids(ids_of(tokenizer, "text END"), reason="length")
     choice = stack.chat("x", stop="END").json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("text ", "stop")
-    assert stack.scheduler.aborted == []
+    assert (choice["message"]["content"], choice["finish_reason"], stack.scheduler.aborted) == ("text ", "stop", [])
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        hold(scheduler, request)
+        for token_id in ids_of(tokenizer, "keep this END and never this"):
+            scheduler.send([RequestOutput(request.rid, [token_id])], [])
+
+    stack.scheduler.script = script
+    choice = stack.chat("x", stop=["END", "zzz"]).json()["choices"][0]
+    assert choice["message"]["content"].endswith("keep this ") and choice["finish_reason"] == "stop"
+    eventually(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
 
 
 def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -132,28 +110,22 @@ def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokeni
     """Red if the images of a request change places, bytes or spans between the body and the scheduler."""
     first, second = jpeg(orientation=6), PLAIN["4:4:4"]
     new = save(Image.new("RGBA", (80, 48), (*os.urandom(3), 9)), "PNG")  # of a known file the pixels would not be made
-    stack.chat([image(uri(first)), {"type": "text", "text": "and"}, image(uri(second)), image(uri(new, "image/png"))])
-    request = stack.scheduler.requests[-1]
-    assert [span.source.encoding for span in request.images] == ["jpeg", "jpeg", "rgb"]
-    assert [(span.source.height, span.source.width) for span in request.images] == [(80, 48), (48, 80), (48, 80)]
-    pad = tokenizer.token_to_id("<|image_pad|>")
-    start = tokenizer.token_to_id("<|vision_start|>")
-    stack.scheduler.script = lambda scheduler, request: inspected.append(scheduler.image(request, 1)) or answer_text(scheduler, request)  # type: ignore[func-returns-value]
-    inspected: list[bytes] = []
-    prompts: list[list[int]] = []
-    stack.chat([image(uri(first)), image(uri(second))])
-    assert inspected == [second]
+    found: list[tuple[list[int], bytes]] = []
 
-    def look(scheduler: FakeScheduler, request: object) -> None:
-        prompts.append(scheduler.prompt(scheduler.requests[-1]))
-        answer_text(scheduler, scheduler.requests[-1])
+    def look(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        found.append((scheduler.prompt(request), scheduler.image(request, 1)))
+        answer_text(scheduler, request)
 
     stack.scheduler.script = look
-    stack.chat([image(uri(first)), image(uri(second))])
-    for span in stack.scheduler.requests[-1].images:
-        assert prompts[0][span.start - 1] == start
-        assert prompts[0][span.start : span.start + span.length] == [pad] * span.length
-        assert prompts[0][span.start + span.length] != pad
+    stack.chat([image(uri(first)), {"type": "text", "text": "and"}, image(uri(second)), image(uri(new, "image/png"))])
+    ((prompt, data),) = found
+    spans = stack.scheduler.requests[-1].images
+    sources = [(span.source.encoding, span.source.height, span.source.width) for span in spans]
+    assert data == second and sources == [("jpeg", 80, 48), ("jpeg", 48, 80), ("rgb", 48, 80)]
+    pad, start = tokenizer.token_to_id("<|image_pad|>"), tokenizer.token_to_id("<|vision_start|>")
+    for span in spans:
+        assert prompt[span.start - 1] == start and prompt[span.end] != pad
+        assert prompt[span.start : span.end] == [pad] * span.length
 
 
 def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object) -> str:
@@ -191,44 +163,28 @@ def test_max_tokens_is_what_the_context_leaves(stack: Stack) -> None:
 
 
 def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
-    """Red if a late reject loses its status, or an error in a stream is anything but a chunk with a top-level `error`."""
+    """Red if a late reject loses its status, if an error in a stream is anything but a chunk with a top-level `error`, or if a client waits
+    for ever for a request that the scheduler has released."""
     error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 
-    def refuse(scheduler: FakeScheduler, request: object) -> None:
-        rid = scheduler.requests[-1].rid
-        scheduler.send([RequestOutput(rid, [], error=error)], [rid])
+    def refuse(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        scheduler.send([RequestOutput(request.rid, [], error=error)], [request.rid])
 
-    def fail_later(scheduler: FakeScheduler, request: object) -> None:
-        rid = scheduler.requests[-1].rid
-        scheduler.send([RequestOutput(rid, [65], stages=Stages())], [])
+    def fail_later(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        scheduler.send([RequestOutput(request.rid, [65], stages=Stages())], [])
         refuse(scheduler, request)
 
+    stack.scheduler.script = refuse
     for stream in (False, True):
-        stack.scheduler.script = refuse
         response = stack.chat("x", stream=stream)
         assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_image")
     stack.scheduler.script = fail_later
     assert stack.chat("x").status_code == 422
     lines = stack.chat("x", stream=True).text.strip().split("\n\n")
     assert json.loads(lines[-1][6:])["error"]["message"] == error.message
-
-
-def test_a_request_that_the_engine_forgets_still_ends(stack: Stack) -> None:
-    """Red if a client could wait for ever for a request that the scheduler has released."""
     stack.scheduler.script = lambda scheduler, request: scheduler.send([], [request.rid])
     response = stack.chat("x")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-
-
-def test_other_routes(stack: Stack) -> None:
-    """Red if a route that clients or monitors ask disappears, or an unknown one is not an OpenAI error."""
-    models = stack.http.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models] == ["test-model", "other-name"]
-    assert stack.http.get("/health").status_code == stack.http.get("/health/live").status_code == 200
-    assert stack.http.get("/version").json().keys() == {"version"}
-    for response in (stack.http.get("/nowhere"), stack.http.get("/v1/chat/completions")):
-        assert response.status_code in (404, 405)
-        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
 def test_metrics_count_what_happened(stack: Stack) -> None:
