@@ -1,4 +1,4 @@
-"""Files in every form, good, odd and bad, each with the statuses that a request with it may have. Used by tests on CPUs and on a GPU."""
+"""Files in every form, good, odd and bad, each with the statuses that a request with it may have."""
 
 import io
 import itertools
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, progressive_jpeg, save, tiled_tiff
+from tests.unit.server.pictures import DECODED, PLAIN, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save, tiled_tiff
 
 KINDS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 GOOD, BAD = (200,), (400, 413, 422)
@@ -16,18 +16,8 @@ ANY = GOOD + BAD
 Case = tuple[bytes, tuple[int, ...]]
 
 
-def animation(kind: str) -> bytes:
-    frames = [pixels(seed=i) for i in range(3)]
-    return save(frames[0], kind, save_all=True, append_images=frames[1:])
-
-
-def png_chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png_of(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (8, 8), depth: int = 8, colour: int = 2) -> bytes:
-    header = struct.pack(">IIBBBBB", *size, depth, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in ((b"IHDR", header), *chunks, (b"IEND", b"")))
+def png_of(*chunks: tuple[bytes, bytes], depth: int = 8, colour: int = 2) -> bytes:
+    return png_header(8, 8, depth, colour)[:-12] + b"".join(png_chunk(*chunk) for chunk in (*chunks, (b"IEND", b"")))
 
 
 def patched(data: bytes, place: int, piece: bytes) -> bytes:
@@ -48,6 +38,7 @@ def common_files() -> Iterator[tuple[str, Case]]:
         yield f"{kind} twice", (data + data, GOOD)
         for tenth in range(1, 10):
             yield f"{kind} cut at {tenth} tenths", (data[: len(data) * tenth // 10], BAD if kind in ("JPEG", "BMP") else ANY)
+        yield from ((f"{kind} less {n} bytes", (data[:-n], BAD if kind in ("JPEG", "BMP") else ANY)) for n in (1, 2, 9))
         for seed in range(3):
             place = len(data) * (2 + 2 * seed) // 9
             yield f"{kind} with damage {seed}", (patched(data, place, bytes([255, 0, 255, 1 + seed] * 3)), ANY)

@@ -22,34 +22,26 @@ def save(image: Image.Image, format: str, **options: object) -> bytes:
     return file.getvalue()
 
 
+def turned(format: str, orientation: int, image: Image.Image | None = None, **options: object) -> bytes:
+    """A file with an EXIF orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return save(image or pixels(), format, exif=exif, **options)
+
+
 def jpeg(image: Image.Image | None = None, orientation: int | None = None, **options: object) -> bytes:
-    if orientation is not None:
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        options["exif"] = exif
-    return save(image or pixels(), "JPEG", **{"quality": 90, **options})
+    options = {"quality": 90, **options}
+    return save(image or pixels(), "JPEG", **options) if orientation is None else turned("JPEG", orientation, image, **options)
 
 
-def png_header(width: int, height: int) -> bytes:
+def png_chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_header(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
     """A PNG that claims a size and has no pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
-    empty = struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
-    return b"\x89PNG\r\n\x1a\n" + chunk + empty
-
-
-def grey_alpha() -> Image.Image:
-    return pixels().convert("LA")
-
-
-def palette(with_transparency: bool) -> bytes:
-    image = pixels().quantize(16)
-    return save(image, "PNG", **({"transparency": 3} if with_transparency else {}))
-
-
-def sixteen_bit() -> bytes:
-    values = (np.arange(48 * 80).reshape(48, 80) * 17 % 65536).astype(np.uint16)
-    return save(Image.fromarray(values), "PNG")
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT")
 
 
 def alpha() -> Image.Image:
@@ -58,19 +50,9 @@ def alpha() -> Image.Image:
     return image
 
 
-def animation(format: str) -> bytes:
-    frames = [pixels(seed=i) for i in range(3)]
+def animation(format: str, num_frames: int = 3) -> bytes:
+    frames = [pixels(seed=i) for i in range(num_frames)]
     return save(frames[0], format, save_all=True, append_images=frames[1:], duration=50, **({"lossless": True} if format == "WEBP" else {}))
-
-
-def tiff(orientation: int) -> bytes:
-    return save(pixels(), "TIFF", tiffinfo={0x0112: orientation})
-
-
-def png_with_orientation(orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return save(pixels(), "PNG", exif=exif)
 
 
 # Not a plain JPEG: Pillow decodes it in the processor. Each shown as Pillow's RGB conversion shows it.
@@ -81,8 +63,8 @@ DECODED = {
     "bmp": save(pixels(), "BMP"),
     "tiff": save(pixels(), "TIFF"),
     "tiff compressed": save(pixels(), "TIFF", compression="tiff_lzw"),
-    "tiff rotated": tiff(6),
-    "png rotated": png_with_orientation(8),
+    "tiff rotated": save(pixels(), "TIFF", tiffinfo={0x0112: 6}),
+    "png rotated": turned("PNG", 8),
     "progressive jpeg": jpeg(progressive=True),
     "cmyk jpeg": jpeg(pixels().convert("CMYK")),
     "rgb jpeg": jpeg(keep_rgb=True),
@@ -90,12 +72,12 @@ DECODED = {
     "progressive rotated": jpeg(progressive=True, orientation=5),
     "one bit": save(pixels().convert("1"), "PNG"),
     "grey png": save(pixels().convert("L"), "PNG"),
-    "grey alpha": save(grey_alpha(), "PNG"),
+    "grey alpha": save(pixels().convert("LA"), "PNG"),
     "alpha": save(alpha(), "PNG"),
     "alpha webp": save(alpha(), "WEBP", lossless=True),
-    "palette": palette(False),
-    "palette with transparency": palette(True),
-    "16 bit": sixteen_bit(),
+    "palette": save(pixels().quantize(16), "PNG"),
+    "palette with transparency": save(pixels().quantize(16), "PNG", transparency=3),
+    "16 bit": save(Image.fromarray((np.arange(48 * 80).reshape(48, 80) * 17).astype(np.uint16)), "PNG"),
     "animated gif": animation("GIF"),
     "animated webp": animation("WEBP"),
     "1x1": save(pixels(1, 1), "PNG"),

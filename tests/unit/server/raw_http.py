@@ -19,8 +19,8 @@ def large_image(num_bytes: int) -> bytes:
     return JPEG[:2] + comment * (num_bytes // len(comment)) + JPEG[2:]
 
 
-def body_of(*images: bytes) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": [image(uri(data)) for data in images]}]}).encode()
+def body_of(*images: bytes, **fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": [image(uri(data)) for data in images]}], **fields}).encode()
 
 
 def text_body(text: str = "x", **fields: object) -> bytes:

@@ -14,8 +14,8 @@ from tests.unit.server.stack import Stack
 
 @virtual
 async def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tmp_path: Path) -> None:
-    """Fails if one of the keys is not compared, if a comment, a beginning or both keys together open the server, or if the page needs a
-    key."""
+    """Fails if a key is not compared, if a comment, a beginning, both keys together or the spelling of a path open the server, or if the
+    page needs a key."""
     file = tmp_path / "keys"
     file.write_text("# of clients\nfirst\n\n  sécond  \n")
     with serving(model_folder, api_key="own", api_key_file=str(file)) as api:
@@ -25,6 +25,9 @@ async def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Pa
         for wrong in ("", "# of clients", "of clients", "firs", "own first", "own,first", "None"):
             response = await api.http.get("/v1/models", headers={"x-api-key": wrong})
             assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer"), wrong
+        for path in ("/v1/models", "/metrics", "/version", "/v1/chat/completions", "/health/../v1/models", "/nowhere", "/HEALTH"):
+            for headers in ({}, {"Authorization": ""}, {"Authorization": "Basic own"}):
+                assert (await api.http.get(path, headers=headers)).status_code == 401, path
         page = await api.http.get("/")  # it asks for the key itself
         assert page.status_code == 200 and "wants an API key" in page.text and 'id="key"' in page.text
         assert "first" not in (await api.http.get("/server_info", headers={"x-api-key": "own"})).text

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import functools
-import io
 import os
 import resource
 import signal
@@ -24,7 +23,7 @@ from server.errors import RequestError
 from server.processor.decoder import Job, answer
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
-from tests.unit.server.pictures import DECODED, jpeg, pixels, png_header, progressive_jpeg, save, tiled_tiff
+from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save, tiled_tiff
 
 
 async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
@@ -82,10 +81,6 @@ def test_a_job_has_its_own_time() -> None:
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
-def chunk(kind: bytes, data: bytes = b"") -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 def png_with(*chunks: bytes, behind: bytes = b"") -> bytes:
     data = save(pixels(), "PNG")
     return data[:33] + b"".join(chunks) + data[33:-12] + behind + data[-12:]
@@ -104,29 +99,22 @@ def tiff_of_tags(count: int = 60_000) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, count) + tags + bytes(4)
 
 
-def animated(kind: str, num_frames: int) -> bytes:
-    buffer = io.BytesIO()
-    frames = [pixels(40, 60, seed) for seed in range(num_frames)]
-    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
-    return buffer.getvalue()
-
-
 @functools.cache
 def bomb() -> bytes:
     return zlib.compress(bytes(300 << 20))
 
 
 HOSTILE = {
-    "a PNG of very many chunks": (lambda: png_with(chunk(b"tEsT") * 450_000), (200, 422)),
-    "a PNG of very many chunks after its pixels": (lambda: png_with(behind=chunk(b"tEsT") * 450_000), (200, 422)),
+    "a PNG of very many chunks": (lambda: png_with(png_chunk(b"tEsT") * 450_000), (200, 422)),
+    "a PNG of very many chunks after its pixels": (lambda: png_with(behind=png_chunk(b"tEsT") * 450_000), (200, 422)),
     "a BMP of runs": (bmp_of_runs, (200, 422)),
     "a TIFF of very many tags": (tiff_of_tags, (422,)),
-    "compressed texts of gigabytes": (lambda: png_with(*[chunk(b"zTXt", b"a\0\0" + bomb())] * 10), (200, 422)),
-    "a compressed profile of gigabytes": (lambda: png_with(chunk(b"iCCP", b"a\0\0" + bomb())), (200, 422)),
+    "compressed texts of gigabytes": (lambda: png_with(*[png_chunk(b"zTXt", b"a\0\0" + bomb())] * 10), (200, 422)),
+    "a compressed profile of gigabytes": (lambda: png_with(png_chunk(b"iCCP", b"a\0\0" + bomb())), (200, 422)),
     "a PNG of 2**15 squared": (lambda: png_header(1 << 15, 1 << 15), (400,)),
     "a progressive JPEG of many scans": (lambda: progressive_jpeg(128), (200,)),
-    "an APNG": (lambda: animated("PNG", 200), (200,)),
-    "an animated WebP": (lambda: animated("WEBP", 200), (200,)),
+    "an APNG": (lambda: animation("PNG", 200), (200,)),
+    "an animated WebP": (lambda: animation("WEBP", 200), (200,)),
     "an AVIF": (lambda: b"\0\0\0\x1cftypavif\0\0\0\0avifmif1miaf" + bytes(100), (422,)),
 }
 IN_GATE = ("a TIFF of very many tags", "a PNG of 2**15 squared")

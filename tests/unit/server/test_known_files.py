@@ -15,7 +15,7 @@ from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import MIB, Stack, StackOf, answer_ids, answer_text, hold_silently
 from tests.unit.server.test_image import shown
 from tests.unit.server.test_stack import image, uri
-from tests.unit.server.test_stack_edges import RawClient
+from tests.unit.server.test_stack_edges import sent
 
 COMMON = [save(Image.effect_noise((80, 48), 9).convert("RGB"), kind) for kind in ("PNG", "GIF", "WEBP")]  # no other test sends them
 LARGE = [save(Image.new("RGB", (900, 900), (i, 2 * i, 3 * i)), "PNG") for i in range(4)]  # 2.4 MB of pixels each
@@ -90,17 +90,15 @@ def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
     for num_decoded_before in (None, 0, 1, 3):
         stack.scheduler.pixels.clear()
         count = len(stack.scheduler.requests)
-        client = RawClient(stack)
-        client.send(json.dumps({"messages": [{"role": "user", "content": content(LARGE)}]}).encode())
-        eventually(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
-        rid = stack.scheduler.requests[-1].rid
-        assert stack.scheduler.requests[-1].images[0].source.encoding == "file"
-        stack.scheduler.want(rid, 0, 1, 2, 3)
-        if num_decoded_before is not None:
-            stack.settle()  # the decoding has begun
-            eventually(lambda least=num_decoded_before: len(stack.scheduler.pixels) >= least)  # type: ignore[misc]
-        client.leave()
-        eventually(lambda rid=rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
+        with sent(stack, json.dumps({"messages": [{"role": "user", "content": content(LARGE)}]}).encode()):
+            eventually(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
+            request = stack.scheduler.requests[-1]
+            assert request.images[0].source.encoding == "file"
+            stack.scheduler.want(request.rid, 0, 1, 2, 3)
+            if num_decoded_before is not None:
+                stack.settle()  # the decoding has begun
+                eventually(lambda least=num_decoded_before: len(stack.scheduler.pixels) >= least)  # type: ignore[misc]
+        eventually(lambda rid=request.rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
 
 
 def test_the_scheduler_wants_pixels_of_a_request_that_has_gone(stack: Stack) -> None:

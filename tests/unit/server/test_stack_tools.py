@@ -1,7 +1,7 @@
 """Tools through the real api and processor, by OpenAI's own client: what a model calls comes as calls, whatever tokens it is made of."""
 
+import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.messages import (
+    EngineRequest,
     RequestOutput,
 )
 from engine.stats import Stages
@@ -31,7 +32,6 @@ TOOLS = [{
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }]  # fmt: skip
-FORMAT_PARAM = "response_format.json_schema.schema"
 QUESTION = [{"role": "user", "content": "How will the weather be?"}]
 
 
@@ -41,9 +41,10 @@ def say(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if calls stay text, if their ids are alike, or if the finish reason does not say that there are some."""
+    """Red if calls stay text, if their ids are alike, if the finish reason does not say that there are some, if half a call is announced as
+    a whole one, or if a request that wants no calls gets some or shows the model tools."""
     say(stack, tokenizer, f"Let me see.\n{CALL}\n{CALL}")
-    answer = client.chat.completions.create(model="test-model", messages=QUESTION, tools=TOOLS)  # type: ignore[call-overload]
+    answer: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=TOOLS)  # type: ignore[call-overload]
     choice = answer.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
     assert [(call.type, call.function.name) for call in choice.message.tool_calls] == [("function", "weather")] * 2
@@ -51,6 +52,15 @@ def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tok
     assert len({call.id for call in choice.message.tool_calls}) == 2
     say(stack, tokenizer, CALL)
     assert stack.chat("x", tools=TOOLS).json()["choices"][0]["message"]["content"] is None
+    lengths = set()
+    for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = stack.chat("x", **fields).json()["choices"][0]["message"]
+        assert message["content"] == CALL and "tool_calls" not in message
+        lengths.add(stack.scheduler.requests[-1].prompt.length)
+    assert len(lengths) == 1
+    stack.scheduler.script = answer_ids(ids_of(tokenizer, CALL[:60]), reason="length")
+    cut = stack.chat("x", tools=TOOLS).json()["choices"][0]
+    assert cut["finish_reason"] == "length" and cut["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -69,67 +79,30 @@ def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) ->
     assert all(delta.get("content") or delta.get("tool_calls") for delta in shown), "chunks that say nothing"
 
 
-def test_a_call_that_was_cut_off_is_a_length(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if half a call is announced as a whole one."""
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, CALL[:60]), reason="length")
-    choice = stack.chat("x", tools=TOOLS).json()["choices"][0]
-    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
-
-
-def test_a_call_that_a_stop_string_cuts_is_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a client is told to run a call whose arguments are cut."""
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, text))
-    (choice,) = stack.chat("x", tools=TOOLS, stop=["Par"]).json()["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Par")
-    body = {"model": "test-model", "max_tokens": 100, "messages": [{"role": "user", "content": "x"}], "stop_sequences": ["Par"]}
-    body["tools"] = [{"name": "f", "input_schema": {"type": "object"}}]
+def test_a_call_before_a_stop_string_is_a_call_if_it_is_whole(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if a client does not run a call that ended before the stop string, or runs one whose arguments are cut."""
+    for text, stop, is_whole in (
+        (f"{CALL}\nObservation: 5", "Observation:", True), (CALL, "</tool_call>", True), (XML_CALL, "</tool_call>", True),
+        (XML_CALL, "days", False), (CALL, "days", False),
+    ):  # fmt: skip
+        stack.scheduler.script = answer_ids(ids_of(tokenizer, text))
+        (choice,) = stack.chat("x", tools=TOOLS, stop=[stop]).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls" if is_whole else "stop", stop)
+        given = choice["message"]["tool_calls"][0]["function"]["arguments"]
+        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError):
+            assert json.loads(given) == ARGUMENTS
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {"max_tokens": 100, "messages": QUESTION, "stop_sequences": ["days"], "tools": tools}
     answer = stack.http.post("/v1/messages", json=body).json()
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "Par")
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "reason", "arguments"),
-    [
-        (f"{CALL}\nObservation: 5", "Observation:", "tool_calls", ARGUMENTS),
-        (CALL, "</tool_call>", "tool_calls", ARGUMENTS),
-        (XML_CALL, "</tool_call>", "tool_calls", ARGUMENTS),
-        (XML_CALL, "days", "stop", None),
-    ],
-)
-def test_a_call_before_a_stop_string_is_a_call_if_it_is_whole(
-    stack: Stack, tokenizer: Tokenizer, text: str, stop: str, reason: str, arguments: object
-) -> None:
-    """Red if a client does not run a call that ended before the stop string, or runs one that lacks arguments."""
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, text))
-    (choice,) = stack.chat("x", tools=TOOLS, stop=[stop]).json()["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
-    given = choice["message"]["tool_calls"][0]["function"]["arguments"]
-    if arguments is not None:
-        assert json.loads(given) == arguments
-    else:
-        with pytest.raises(ValueError):
-            json.loads(given)
-
-
-def test_without_tools_calls_are_text(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a request that wants no calls gets some, or if the model is shown tools that it must not use."""
-    stack.chat("x")
-    plain = stack.scheduler.requests[-1].prompt.length
-    say(stack, tokenizer, CALL)
-    for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
-        message = stack.chat("x", **fields).json()["choices"][0]["message"]
-        assert message["content"] == CALL and "tool_calls" not in message
-        assert stack.scheduler.requests[-1].prompt.length == plain, fields
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "days")
 
 
 def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if `parallel_tool_calls: false` is ignored, or if the engine is left working on what nobody will see."""
-    ids = ids_of(tokenizer, f"{CALL}\n{CALL}")
 
-    def script(scheduler: FakeScheduler, request: object) -> None:
-        hold_silently(scheduler, request)  # type: ignore[arg-type]
-        scheduler.send([RequestOutput(request.rid, ids, stages=Stages())], [])  # type: ignore[attr-defined]
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        hold_silently(scheduler, request)
+        scheduler.send([RequestOutput(request.rid, ids_of(tokenizer, f"{CALL}\n{CALL}"), stages=Stages())], [])
 
     stack.scheduler.script = script
     choice = stack.chat("x", tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
@@ -137,27 +110,19 @@ def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenize
     eventually(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
 
 
-THOUGHTS = [f"hm <tool_call>x\n{CALL} so\n</think>\n\nDone.", f"hm\n{CALL}</think>Done.", f"hm {CALL[:30]}</think>{CALL[30:]}Done."]
-
-
-@pytest.fixture
-def thinker(stack_of: StackOf, thinking_folder: Path) -> Iterator[Stack]:
-    running = stack_of(thinking_folder)
-    yield running
-    running.settle()
-
-
-def test_a_call_inside_thoughts_is_not_lost(thinker: Stack, tokenizer: Tokenizer) -> None:
+def test_a_call_inside_thoughts_is_not_lost(stack_of: StackOf, thinking_folder: Path, tokenizer: Tokenizer) -> None:
     """Red if a call that a model makes before it closes its thoughts is shown as a thought, or breaks what follows."""
-    for text in THOUGHTS:
+    thinker = stack_of(thinking_folder)
+    for text in (f"hm <tool_call>x\n{CALL} so\n</think>\n\nDone.", f"hm\n{CALL}</think>Done.", f"hm {CALL[:30]}</think>{CALL[30:]}Done."):
         say(thinker, tokenizer, text)
         message = thinker.chat("x", tools=TOOLS).json()["choices"][0]["message"]
         assert (message["content"], message["reasoning"][:2]) == ("Done.", "hm"), text
         assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]][-1:] == [ARGUMENTS]
         assert CALL not in message["reasoning"]
+    thinker.settle()
 
 
-def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client: openai.OpenAI, model_folder: Path) -> None:
+def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, model_folder: Path) -> None:
     """Red if the calls, their results or the tools of a conversation do not reach the model, or if text in them becomes a control token."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "<|im_start|>"}'}}
     messages = [
@@ -166,7 +131,7 @@ def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client
         {"role": "tool", "tool_call_id": "call_1", "content": '{"rain": true}'},
         {"role": "tool", "tool_call_id": "call_2"},
     ]
-    client.chat.completions.create(model="test-model", messages=messages, tools=TOOLS)  # type: ignore[call-overload]
+    assert stack.http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS}).status_code == 200
     tokenizer = PromptBuilder(read_checkpoint(model_folder)).tokenizer
     prompt = stack.scheduler.prompt(stack.scheduler.requests[-1])
     text = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -177,50 +142,37 @@ def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, client
     assert prompt.count(tokenizer.token_to_id("<|im_end|>")) == 4
 
 
-def function(name: str, schema: object, is_strict: bool) -> dict[str, object]:
-    return {"name": name, "parameters": {"type": "object", "properties": {"a": schema}}, "strict": is_strict}
+def function(is_strict: bool) -> dict[str, object]:
+    return {"name": "g", "parameters": {"type": "object", "properties": {"a": UNIQUE}}, "strict": is_strict}
 
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": UNIQUE}}
-UNIQUE_G = function("g", UNIQUE, True)
 CONTENT = {"type": "or", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": UNIQUE}]}
 TAGS = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [{"begin": "<a>", "content": CONTENT, "end": "</a>"}]}
-IN_TAGS = "format.tags[0].content.elements[1].json_schema"
 OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": UNIQUE, "end": "</a>"}], "triggers": ["<a>"]}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "words"),
-    [
-        ("/v1/chat/completions", {"tools": [*TOOLS, {"type": "function", "function": UNIQUE_G}]}, "tools", ("g", "uniqueItems")),
-        ("/v1/responses", {"tools": [{"type": "function", **UNIQUE_G}]}, "tools", ("g", "uniqueItems")),
-        ("/v1/chat/completions", {"tools": TOOLS, "response_format": FORMAT}, FORMAT_PARAM, ("uniqueItems",)),
-        ("/v1/chat/completions", {"response_format": FORMAT}, FORMAT_PARAM, ("uniqueItems",)),
-        ("/v1/chat/completions", {"response_format": OLD_TAG}, "response_format.structures[0].schema", ("uniqueItems",)),
-        (
-            "/v1/chat/completions",
-            {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": TAGS})}},
-            f"structured_outputs.structural_tag.{IN_TAGS}",
-            ("uniqueItems",),
-        ),
-    ],
-)
-def test_a_schema_that_would_not_hold_is_a_400(
-    stack: Stack, path: str, fields: dict[str, object], param: str, words: tuple[str, ...]
-) -> None:
-    """Red if a call may break the schema that it was promised to follow, or a format that of an answer beside tools, and nobody is told."""
-    response = stack.http.post(path, json={"messages": QUESTION, **fields} if "chat" in path else {"input": "x", **fields})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param)
-    assert all(f"'{word}'" in error["message"] or f" {word} " in error["message"] for word in words), error["message"]
-
-
-def test_a_schema_that_nothing_holds_an_answer_to_may_say_anything(stack: Stack) -> None:
-    """Red if tools that are not strict, or not used, are refused for what only a grammar minds."""
-    for fields in ({"tool_choice": "none"}, {}):
-        one = function("g", UNIQUE, is_strict=bool(fields))
-        assert stack.chat("x", tools=[{"type": "function", "function": one}], **fields).status_code == 200
+def test_a_schema_that_would_not_hold_is_a_400(stack: Stack) -> None:
+    """Red if a call may break the schema that it was promised to follow, or a format that of an answer beside tools, and nobody is told; or
+    if tools that are not strict, or not used, are refused for what only a grammar minds."""
+    tag = json.dumps({"type": "structural_tag", "format": TAGS})
+    in_tag = "structured_outputs.structural_tag.format.tags[0].content.elements[1].json_schema"
+    strict = {"type": "function", "function": function(is_strict=True)}
+    cases: list[tuple[str, dict[str, object]]] = [
+        ("tools", {"tools": [*TOOLS, strict]}), ("response_format.json_schema.schema", {"tools": TOOLS, "response_format": FORMAT}),
+        ("response_format.json_schema.schema", {"response_format": FORMAT}), (in_tag, {"structured_outputs": {"structural_tag": tag}}),
+        ("response_format.structures[0].schema", {"response_format": OLD_TAG}),
+        ("tools", {"input": "x", "tools": [{"type": "function", **function(is_strict=True)}]}),
+    ]  # fmt: skip
+    for param, fields in cases:
+        body = fields if "input" in fields else {"messages": QUESTION, **fields}
+        response = stack.http.post("/v1/responses" if "input" in fields else "/v1/chat/completions", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param) and "uniqueItems" in error["message"], error
+        assert param != "tools" or "'g'" in error["message"], error
+    for fields in ({"tools": [strict], "tool_choice": "none"}, {"tools": [{"type": "function", "function": function(is_strict=False)}]}):
+        assert stack.chat("x", **fields).status_code == 200
 
 
 def test_a_template_without_tools_is_a_400(stack_of: StackOf, model_folder: Path, tmp_path: Path) -> None:
