@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,41 @@ class Counted:
         return self._read()
 
 
+class LongAnswer:
+    """A client that streams an answer of `num_tokens` in a thread; the stream has begun when this is made.
+
+    `outcome` is empty until the stream ends, then "whole", "error" or "broken".
+    """
+
+    def __init__(self, url: str, num_tokens: int = 4000, guard_s: float = HANG_GUARD_S, **headers: str):
+        self.outcome = ""
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(url, num_tokens, headers))
+        self._thread.start()
+        assert self._begun.wait(guard_s)
+
+    def join(self) -> str:
+        self._thread.join()
+        return self.outcome
+
+    def _read(self, url: str, num_tokens: int, headers: dict[str, str]) -> None:
+        body = chat_body("go on", max_tokens=num_tokens, ignore_eos=True, stream=True)
+        lines = [""]
+        outcome = "broken"
+        try:
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=90) as response:
+                for line in response.iter_lines():
+                    lines += [line] if line else []
+                    self._begun.set()
+            is_whole = lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2]
+            outcome = "whole" if is_whole else "error" if any('"error"' in line for line in lines) else outcome
+        except httpx.HTTPError:
+            outcome = "error" if any('"error"' in line for line in lines) else outcome
+        finally:
+            self.outcome = outcome
+            self._begun.set()
+
+
 @contextlib.contextmanager
 def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Engine]:
     """Run an engine; at the end it is stopped and checked to be gone. `is_small`: with little memory."""
@@ -151,6 +187,20 @@ def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Eng
         sys.stderr.write(engine.log()[-6000:])
         raise
     engine.stop()
+    engine.log_path.unlink()
+
+
+@contextlib.contextmanager
+def doomed(model: str | Path, *flags: str, prefix: Sequence[str] = ()) -> Iterator[Engine]:
+    """Run an engine that the test ends itself, or breaks."""
+    engine = Engine(model, list(flags), SMALL, prefix)
+    try:
+        yield engine
+    except BaseException:
+        sys.stderr.write(engine.log()[-6000:])
+        raise
+    finally:
+        engine.kill()
     engine.log_path.unlink()
 
 

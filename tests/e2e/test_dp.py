@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.serving import Engine, chat_body, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
+from tests.e2e.serving import Engine, LongAnswer, chat_body, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
 from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.faults
@@ -33,6 +32,10 @@ class Fleet(Engine):
     def backends(self) -> list[dict[str, object]]:
         found: list[dict[str, object]] = self.client.get("/health").json()["backends"]
         return found
+
+    def numbers(self, name: str) -> list[int]:
+        """Return this field of both backends."""
+        return [int(str(backend[name])) for backend in self.backends()]
 
     def until_healthy(self, count: int) -> None:
         eventually(lambda: sum(bool(backend["healthy"]) for backend in self.backends()) == count, f"{count} healthy engines")
@@ -65,15 +68,10 @@ def test_engines_share_the_host(fleet: Fleet) -> None:
 def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> None:
     """Red if requests about one image reach both engines, or if all images go to one of them, or answers differ between engines."""
     images = [image_part(picture(seed, 64, 64)) for seed in range(8)]
-    before = [backend["num_taken"] for backend in fleet.backends()]
+    before = fleet.numbers("num_taken")
     asked: list[dict[str, object]] = [chat_body([image, text_part(f"Question {turn}")]) for image in images for turn in range(3)]
-    texts = []
-    for body in asked:
-        response = fleet.client.post("/v1/chat/completions", json=body)
-        assert response.status_code == 200, response.text
-        texts.append(response.json()["choices"][0]["message"])
-    taken = [int(str(backend["num_taken"])) - int(str(old)) for backend, old in zip(fleet.backends(), before, strict=True)]
-    assert taken == [12, 12]
+    texts = [fleet.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"] for body in asked]
+    assert [new - old for new, old in zip(fleet.numbers("num_taken"), before, strict=True)] == [12, 12]
     urls = [str(backend["url"]) for backend in fleet.backends()]
 
     def num_encoded() -> float:
@@ -87,46 +85,24 @@ def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> Non
         assert direct == texts
 
 
-def ask_for_long(url: str, body: dict[str, object], ended: list[str], begun: threading.Event) -> None:
-    """Stream until the end, and note which one it was: "error" or "whole"."""
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
-        for line in response.iter_lines():
-            begun.set()
-            if '"error"' in line:
-                ended.append("error")
-            elif line == "data: [DONE]":
-                ended.append("whole")
-
-
 def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fleet) -> None:
     """Red if a death is not reported, reaches clients of the other engine, leaves its own waiting until the restart, or lasts."""
     fleet.until_healthy(2)
-    ended: list[list[str]] = [[], []]
-    before = [int(str(backend["num_taken"])) for backend in fleet.backends()]
-    clients = []
-    for index in range(2):  # without a key: the one with fewer requests takes it
-        body = chat_body("go on", max_tokens=2000 if index == 0 else 500, ignore_eos=True, stream=True)
-        clients.append(threading.Thread(target=ask_for_long, args=(fleet.url, body, ended[index], threading.Event())))
-        clients[-1].start()
-        in_flight = index + 1
-        eventually(lambda: sum(int(str(one["num_in_flight"])) for one in fleet.backends()) == in_flight, "the request in flight")  # noqa: B023
-    first = next(i for i, (backend, old) in enumerate(zip(fleet.backends(), before, strict=True)) if backend["num_in_flight"])
-    taken = [int(str(backend["num_taken"])) - old for backend, old in zip(fleet.backends(), before, strict=True)]
-    assert taken == [1, 1]
+    before = fleet.numbers("num_taken")
+    answers = [LongAnswer(fleet.url, num_tokens=2000)]  # without a key: the engine with fewer requests takes it
+    first = fleet.numbers("num_in_flight").index(1)
+    answers.append(LongAnswer(fleet.url, num_tokens=500))
+    assert [new - old for new, old in zip(fleet.numbers("num_taken"), before, strict=True)] == [1, 1]
     os.kill(next(pid for pid in children_of(fleet.engines[first]) if role_of(pid) == "worker"), signal.SIGKILL)
-    eventually(lambda: "error" in ended[0] + ended[1], "the error of the dead engine's client")
+    assert answers[0].join() == "error"
     assert "serves again" not in fleet.log(), "its client has the error before the restart"
-    for client in clients:
-        client.join()  # the other one is answered during the restart
-    errors = [index for index in range(2) if "error" in ended[index]]
-    assert len(errors) == 1 and "whole" in ended[1 - errors[0]]
+    assert answers[1].join() == "whole", "the other one is answered during the restart"
     for seed in range(4):
         assert fleet.chat([image_part(picture(seed, 64, 64)), text_part("And now?")]).status_code == 200
     fleet.until_healthy(2)
     log = fleet.log()
     assert f"engine {first} ended with code 1: 1 of 2 serve on; it is started again in 1 s" in log
-    assert f"engine {first} serves again" in log
-    assert fleet.client.get("/health").status_code == 200
+    assert f"engine {first} serves again" in log and fleet.client.get("/health").status_code == 200
     new = [pid for pid in children_of(fleet.process.pid) if pid != fleet.proxy and is_alive(pid)]
     assert len(new) == 2 and fleet.engines[first] not in new
     fleet.children += [*new, *(child for pid in new for child in children_of(pid))]
@@ -135,18 +111,12 @@ def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fle
 def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
     """Red if SIGTERM cuts a stream through the proxy, or accepts new requests meanwhile. Ends the fleet of the tests above."""
     fleet.until_healthy(2)
-    ended: list[str] = []
-    begun = threading.Event()  # an engine has the request: one that is between the proxy and a stopping engine is refused
-    body = chat_body("go on", max_tokens=500, ignore_eos=True, stream=True)
-    client = threading.Thread(target=ask_for_long, args=(fleet.url, body, ended, begun))
-    client.start()
-    assert begun.wait(HANG_GUARD_S)
+    answer = LongAnswer(fleet.url, num_tokens=500)  # has begun: a request between the proxy and a stopping engine is refused
     fleet.process.send_signal(signal.SIGTERM)
-    eventually(lambda: ended or fleet.client.get("/health").status_code == 503, "an unhealthy fleet")
-    if not ended:
+    eventually(lambda: answer.outcome or fleet.client.get("/health").status_code == 503, "an unhealthy fleet")
+    if not answer.outcome:
         assert fleet.chat("Hello").status_code == 503
-    client.join()
-    assert "whole" in ended and fleet.process.wait(HANG_GUARD_S) == 0
+    assert answer.join() == "whole" and fleet.process.wait(HANG_GUARD_S) == 0
     fleet.client.close()
     fleet.assert_gone()
     assert "Traceback" not in fleet.log()

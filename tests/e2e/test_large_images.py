@@ -1,17 +1,19 @@
-"""Small files that claim to be gigabytes of pixels: other streams go on, memory is bounded, and `/health` stays 200."""
+"""Small files that claim to be gigabytes of pixels, and broken videos: other streams go on, memory is bounded, `/health` stays 200."""
 
 import base64
-import io
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image
 
-from tests.e2e.serving import Engine, chat_body, children_of, role_of, serve, text_part
+from tests.e2e.serving import Engine, chat_body, children_of, data_uri, role_of, serve, text_part
 from tests.eventually import HANG_GUARD_S, eventually
+from tests.unit.server.clips import encode, frames_of
+from tests.unit.server.test_bad_videos import BAD
 
 pytestmark = pytest.mark.hostile
 
@@ -25,17 +27,11 @@ def engine() -> Iterator[Engine]:
         yield running
 
 
-def file_of(image: Image.Image, kind: str, **options: object) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 HOSTILE: dict[str, Callable[[], list[str]]] = {
-    "a 1-bit PNG of 13000 x 13000": lambda: [file_of(Image.new("1", (13_000, 13_000)), "PNG")],
-    "a JPEG of 13000 x 13000": lambda: [file_of(Image.new("L", (13_000, 13_000)), "JPEG")],
-    "twelve JPEGs of 4000 x 4000": lambda: [file_of(Image.new("L", (4000, 4000), i), "JPEG") for i in range(12)],
-    "a GIF of 13000 x 13000": lambda: [file_of(Image.new("P", (13_000, 13_000)), "GIF")],
+    "a 1-bit PNG of 13000 x 13000": lambda: [data_uri(Image.new("1", (13_000, 13_000)), "PNG")],
+    "a JPEG of 13000 x 13000": lambda: [data_uri(Image.new("L", (13_000, 13_000)), "JPEG")],
+    "twelve JPEGs of 4000 x 4000": lambda: [data_uri(Image.new("L", (4000, 4000), i), "JPEG") for i in range(12)],
+    "a GIF of 13000 x 13000": lambda: [data_uri(Image.new("P", (13_000, 13_000)), "GIF")],
 }
 
 
@@ -96,8 +92,28 @@ def test_streams_of_others_go_on(engine: Engine, name: str) -> None:
 
 def test_more_pixels_than_a_request_may_have(engine: Engine) -> None:
     """Red if many large images are decoded before their pixels are added up."""
-    part = {"type": "image_url", "image_url": {"url": file_of(Image.new("1", (13_000, 13_000)), "PNG")}}
+    part = {"type": "image_url", "image_url": {"url": data_uri(Image.new("1", (13_000, 13_000)), "PNG")}}
     response = engine.chat([part] * 7)
     assert response.status_code == 413 and "pixels" in response.json()["error"]["message"]
     assert engine.text("Still well?")
     assert [role_of(pid) for pid in children_of(engine.process.pid)] == [role_of(pid) for pid in engine.children]
+
+
+def test_streams_go_on_beside_ten_clients_with_broken_videos() -> None:
+    """Red if a rejected file or its decoder holds the engine up, is answered by anything but its 4xx, or harms a good clip afterwards."""
+    limits = ("--max-video-file-frames", "10000", "--max-num-encoder-tokens", "400", "--video-timeout", "120")
+    with serve("demo", *limits, "--processor-arena-bytes", "512M") as engine:
+
+        def send(data: bytes) -> int:
+            url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+            part = {"type": "video_url", "video_url": {"url": url}, "max_pixels": 1 << 20, "do_sample_frames": False}
+            body = chat_body([part], max_tokens=2)
+            return httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=300).status_code
+
+        with Listener(engine) as other, ThreadPoolExecutor(10) as pool:
+            num_before = other.num_chunks
+            statuses = set(pool.map(send, [make() for make, _, _ in BAD.values()] * 3))
+            num_chunks = other.num_chunks - num_before
+        assert statuses == {400, 413, 422}
+        assert num_chunks >= MIN_CHUNKS and other.num_unhealthy == 0
+        assert send(encode(frames_of(8))) == 200

@@ -108,13 +108,6 @@ def test_whole_prompts(tiny_engine: Engine, expected: list[str]) -> None:
     assert_parity(tiny_engine, expected)
 
 
-def test_chunks_on_two_ranks(tiny: Path, expected: list[str]) -> None:
-    """Red if chunking or tensor parallelism changes a token."""
-    steps = ("--max-num-batched-tokens", "64", "--max-num-mixed-tokens", "64", "--max-num-seqs", "16")
-    with serve(tiny, *steps, "--tp", "2") as engine:
-        assert_parity(engine, expected)
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A mixture of experts, and transformers' answers with it."""

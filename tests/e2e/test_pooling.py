@@ -1,6 +1,5 @@
 """Embeddings and scores equal those of transformers, on a tiny model whose tokenizer ends a text as that of Qwen3-VL-Embedding does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,6 @@ def test_a_large_image_in_several_documents(tiny_engine: Engine) -> None:
     """Red if the body is given back while a request still reads it."""
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     part = image_part(Image.fromarray(noise))
-    assert len(json.dumps(part)) > 400_000
     documents = [{"content": [part, text_part(str(i))]} for i in range(6)]
     first, again = (post(tiny_engine, "/score", text_1="noise", text_2=documents)["data"] for _ in range(2))
     np.testing.assert_allclose([entry["score"] for entry in first], [entry["score"] for entry in again], atol=1e-5)

@@ -10,12 +10,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.serving import ROOT, SMALL, chat_body, is_alive, text_part
+from tests.e2e.serving import ROOT, SMALL, LongAnswer, chat_body, is_alive, text_part
 from tests.eventually import eventually
 
 pytest.importorskip("ray", reason='pip install -e ".[ray]"')
@@ -57,6 +58,9 @@ class Cluster:
     def log(self) -> str:
         return self.log_path.read_text()
 
+    def answer(self, session: str, num_tokens: int) -> LongAnswer:
+        return LongAnswer(self.url, num_tokens, GUARD_S, **{"x-session-id": session})
+
     def await_log(self, pattern: str, count: int = 1) -> list[str]:
         """Return all matches in the log, as soon as there are so many."""
         eventually(lambda: self.process.poll() is not None or len(re.findall(pattern, self.log())) >= count, pattern, GUARD_S)
@@ -89,55 +93,25 @@ def running(model: Path, replicas: int, *flags: str) -> Iterator[Cluster]:
     cluster.log_path.unlink()
 
 
-def read_stream(url: str, session: str, num_tokens: int, ended: list[str], begun: threading.Event | None = None) -> None:
-    """Stream a long answer and note its end; `begun` is set at the first line."""
-    body = chat_body("go on", max_tokens=num_tokens, ignore_eos=True, stream=True)
-    lines: list[str] = []
-    try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers={"x-session-id": session}, timeout=90) as response:
-            for line in response.iter_lines():
-                lines += [line] if line else []
-                if begun is not None:
-                    begun.set()
-        ended.append("whole" if lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2] else lines[-1])
-    except httpx.HTTPError as error:
-        ended.append(f"broken: {error}")
-
-
-def start_streams(url: str, name: str, num_tokens: int, ended: list[list[str]]) -> list[threading.Thread]:
-    """Clients of these long answers, all of which have begun."""
-    begun = [threading.Event() for _ in ended]
-    clients = [
-        threading.Thread(target=read_stream, args=(url, f"{name} {i}", num_tokens, outcome, event))
-        for i, (outcome, event) in enumerate(zip(ended, begun, strict=True))
-    ]
-    for client in clients:
-        client.start()
-    eventually(lambda: all(event.is_set() for event in begun), "the beginning of all streams", GUARD_S)
-    return clients
-
-
 # Before the others: HAProxy has ports that only one cluster of a machine can have.
 def test_busy_replicas_get_another_one(tiny: Path) -> None:
     """Red if autoscaling does not see requests that pass HAProxy, or ignores how many one engine runs at once."""
     with running(tiny, 1, "--max-replicas", "2", "--max-num-seqs", "4") as cluster:
-        ended: list[list[str]] = [[] for _ in range(8)]
         is_over = threading.Event()
 
-        def keep_busy(index: int) -> None:
+        def keep_busy(index: int) -> set[str]:
+            outcomes = set()
             while not is_over.is_set():
-                read_stream(cluster.url, f"busy {index}", 100, ended[index])
+                outcomes.add(cluster.answer(f"busy {index}", 100).join())
+            return outcomes
 
-        clients = [threading.Thread(target=keep_busy, args=(index,)) for index in range(8)]
-        for client in clients:
-            client.start()
-        try:
-            cluster.await_log(STARTED, count=2)
-        finally:
-            is_over.set()
-            for client in clients:
-                client.join()
-        assert {outcome for outcomes in ended for outcome in outcomes} == {"whole"}
+        with ThreadPoolExecutor(8) as pool:
+            clients = pool.map(keep_busy, range(8))
+            try:
+                cluster.await_log(STARTED, count=2)
+            finally:
+                is_over.set()
+        assert set().union(*clients) == {"whole"}
 
 
 @pytest.fixture(scope="module")
@@ -173,17 +147,11 @@ def test_a_session_stays_on_its_replica_and_sessions_spread(cluster: Cluster) ->
 
 def test_a_replica_that_dies_is_replaced_and_its_clients_are_told(cluster: Cluster) -> None:
     """Red if a client of a dead engine waits or takes its half for the whole, one of the other notices, or nobody takes its place."""
-    ended: list[list[str]] = [[] for _ in range(6)]
-    clients = start_streams(cluster.url, "conversation", 1500, ended)
+    answers = [cluster.answer(f"conversation {i}", 1500) for i in range(6)]
     before = cluster.workers()
     assert len(before) == 2
     subprocess.run(["kill", "-9", str(before[0])], check=True)
-    for client in clients:
-        client.join()
-    outcomes = [outcome[0] for outcome in ended]
-    errors = [outcome for outcome in outcomes if outcome != "whole"]
-    assert 0 < len(errors) < 6, outcomes
-    assert all('"error"' in outcome for outcome in errors), outcomes
+    assert {answer.join() for answer in answers} == {"whole", "error"}
     eventually(lambda: len(cluster.workers()) == 2 and before[0] not in cluster.workers(), "another worker", GUARD_S)
     cluster.await_log(STARTED, count=3)
     body = chat_body([text_part("Hello")])
@@ -196,8 +164,7 @@ def test_a_replica_that_dies_is_replaced_and_its_clients_are_told(cluster: Clust
 
 def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> None:
     """Red if a new version cuts streams of the old one, or a request finds nobody meanwhile."""
-    ended: list[list[str]] = [[] for _ in range(6)]
-    clients = start_streams(cluster.url, "update", 600, ended)
+    answers = [cluster.answer(f"update {i}", 600) for i in range(6)]
     before = cluster.workers()
     command = [sys.executable, "-m", "engine.replicas", "--replicas", "2", "--address", cluster.address, *cluster.flags]
     update = subprocess.Popen([*command, "--max-num-seqs", "64"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -206,13 +173,11 @@ def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> No
     has_overlapped = False
     while update.poll() is None:
         is_replacing = len(re.findall(STARTED, cluster.log())) > num_started  # the old replicas have begun to stop
-        has_overlapped |= is_replacing and any(client.is_alive() for client in clients)
+        has_overlapped |= is_replacing and not all(answer.outcome for answer in answers)
         session = {"x-session-id": f"short {len(statuses)}"}
         statuses.append(cluster.client.post("/v1/chat/completions", json=chat_body("Hello"), headers=session).status_code)
     said = update.communicate()[0]
-    for client in clients:
-        client.join()
     assert update.returncode == 0, said
-    assert [outcome[0] for outcome in ended] == ["whole"] * 6
+    assert {answer.join() for answer in answers} == {"whole"}
     assert has_overlapped and len(statuses) > 10 and set(statuses) == {200}
     eventually(lambda: not set(before) & set(cluster.workers()), "the end of the old replicas", GUARD_S)

@@ -40,6 +40,13 @@ MUTATIONS = (
         WORKER,
     ),
     Mutation(
+        "one embedding stands for all images of its size",
+        "engine/worker/images.py",
+        "self.tensors.update((encode.image_id, tensor) for",
+        "self.tensors.update((encode.image_id, own[0] if own[0].shape == tensor.shape else tensor) for",
+        WORKER,
+    ),
+    Mutation(
         "images count like words",
         "models/media/mrope.py",
         "np.indices((t, h, w)).reshape(3, -1) + position",

@@ -286,9 +286,10 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
     while sim.in_flight or sim.step():
         while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
             sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
-            if any(request.rid == stream for request in step.requests):
-                pairs = zip(step.requests, step.plan.chunks, strict=True)
-                sizes.append(sum(chunk.length for request, chunk in pairs if request.rid == other))
+            lengths = {request.rid: chunk.length for request, chunk in zip(step.requests, step.plan.chunks, strict=True)}
+            assert stream in lengths or other not in lengths, "a step with prompts alone delays the stream"
+            if stream in lengths:
+                sizes.append(lengths.get(other, 0))
         if not sim.step():
             break
     return sizes
