@@ -64,7 +64,6 @@ def make_core(
 
 
 def make_source(digest: bytes, encoding: Literal["rgb", "file"]) -> ImageSource:
-    """Where the bytes are tells whose they are."""
     return ImageSource(encoding, Region(1, int.from_bytes(digest[:4], "little"), 0), 1, 1)
 
 
@@ -106,7 +105,6 @@ class SimulatedWorker:
         self.num_encoded: dict[bytes, int] = {}
 
     def execute(self, step: PlannedStep, sequences: dict[Key, "Sequence"]) -> list[list[int]]:
-        """The ids that each sampled chunk draws."""
         plan = step.plan
         self.written.append({})
         for image_id in plan.evict:
@@ -151,7 +149,6 @@ class SimulatedWorker:
         assert {encode.image_id for encode in plan.encodes} <= used, "an image was encoded that no chunk overlaps"
 
     def _load(self, blocks: list[int]) -> State:
-        """What all of these blocks hold, in order."""
         if not blocks:
             return NOTHING
         self.num_loaded += 1
@@ -193,7 +190,6 @@ class SimulatedWorker:
         self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
     def _guess(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
-        """The KV of drafts, whether they will hold or not."""
         before = sequence.meanings()[end - 1]
         for position, draft in enumerate(drafts, end):
             before = sequence.meaning(before, position, draft)
@@ -240,7 +236,6 @@ class Sequence:
         return token
 
     def peek(self, count: int) -> list[int]:
-        """What would be drawn next."""
         ids, meanings = len(self.ids), len(self.meanings())
         drawn = [self.draw() for _ in range(count)]
         del self.ids[ids:], self._meanings[meanings:]
@@ -352,7 +347,6 @@ class Simulation:
         return True
 
     def answer(self, wanted: WantedPixels) -> None:
-        """The processor has decoded an image, or could not, also of a request that has ended meanwhile."""
         self.open.remove(wanted)
         digest = self.sequences[wanted.rid].wire.images[wanted.index].hash
         is_bad = digest in self.bad_files
@@ -394,7 +388,6 @@ class Simulation:
             self._check_drafter(step)
 
     def _plan(self) -> tuple[PlannedStep, int] | None:
-        """The next step, and how many requests waited before."""
         num_waiting = len(self.core.state.waiting)
         step = self.core.next_step()
         return None if step is None else (step, num_waiting)
@@ -412,7 +405,6 @@ class Simulation:
             assert set(state.running) == set(step.requests) | waiting | done, "a row is delayed by others' drafts"
 
     def _check_forks(self, step: PlannedStep) -> None:
-        """What an older answer to the same request has of the prompt nobody computes again, but for the block that it ends in."""
         size = self.core.state.blocks.block_size
         rows = {admit.row for admit in step.plan.admits}
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):

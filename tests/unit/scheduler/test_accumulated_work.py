@@ -13,7 +13,6 @@ NUM_TOP = 2
 
 
 def part_of(values: np.ndarray, start: int, end: int) -> PromptLogprobs:
-    """Log-probabilities of tokens `start` to `end`: token i has the value i."""
     tops = np.repeat(values[start:end], NUM_TOP)
     return PromptLogprobs(start, NUM_TOP, values[start:end].tobytes(), tops.astype(np.int32).tobytes(), tops.tobytes())
 
@@ -36,8 +35,6 @@ def test_log_probabilities_of_a_prompt_are_copied_once() -> None:
 
 
 class CountedImages(list[Any]):
-    """Counts how often it is read from the beginning."""
-
     num_reads = 0
 
     def __iter__(self) -> Any:

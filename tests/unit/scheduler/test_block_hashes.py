@@ -31,27 +31,23 @@ def num_equal(other: list[bytes]) -> int:
 
 
 def test_a_block_is_named_after_all_that_is_before_its_end() -> None:
-    """Red if a token is left out of its block's name or of a later one's."""
     for position in range(len(PROMPT)):
         assert num_equal(links([*PROMPT[:position], 30, *PROMPT[position + 1 :]])) == min(position // BLOCK, len(PROMPT) // BLOCK), position
 
 
 def test_blocks_inside_an_image_are_named_after_it() -> None:
-    """Red if the same placeholder ids stand for another picture somewhere after its first block."""
     for changed in range(2):
         images = [(start, length, b"c" if i == changed else name) for i, (start, length, name) in enumerate(IMAGES)]
         assert num_equal(links(images=images)) == images[changed][0] // BLOCK
 
 
 def test_the_place_of_an_image_in_its_block_is_part_of_the_name() -> None:
-    """Red if blocks of equal ids are one although their pictures begin elsewhere."""
     prompt = [PLACEHOLDER] * 12
     assert not set(links(prompt, [(0, 6, b"a"), (6, 6, b"b")])[1:]) & set(links(prompt, [(0, 7, b"a"), (7, 5, b"b")])[1:])
     assert not set(links(prompt, [(0, 12, b"a")])) & set(links(prompt, [(1, 11, b"a")]))
 
 
 def test_names_do_not_depend_on_how_they_are_made() -> None:
-    """Red if hashing in pieces leaves an image out, or one by one differs from all at once."""
     ids = np.asarray(PROMPT, dtype=np.int32)
     for cut in range(len(PROMPT)):
         hasher = BlockHasher(BLOCK, make_request(0, PROMPT, IMAGES, 1).images, "")
@@ -61,7 +57,6 @@ def test_names_do_not_depend_on_how_they_are_made() -> None:
 
 @pytest.fixture
 def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts links that are made; chains of any length are remembered."""
     counts = [0]
     extend = BlockHasher.extend
 
@@ -76,7 +71,7 @@ def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
-    """Red if a turn hashes again what the turn before it has named: a millisecond of waiting for every thousand blocks."""
+    """Red if a turn hashes again what the previous turn named: a millisecond per thousand blocks."""
     sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64), random.Random(0))
     prompt = list(PROMPT)
     for turn in range(4):
@@ -87,7 +82,6 @@ def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
 
 
 def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
-    """Red if a request gets names of another tenant's blocks, of other pictures or of other text."""
     sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64), random.Random(0))
     sim.add(make_request(0, PROMPT, IMAGES, 1), PROMPT)
     sim.run()
@@ -107,7 +101,7 @@ def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
 
 
 def test_snapshots_keep_to_their_share() -> None:
-    """Red if snapshots push keys and values out beyond their share, if the one used last goes first, or if its blocks are lost."""
+    """Red if the snapshot used last goes first, or if its blocks are lost."""
     pool = BlockPool(12, 16, snapshot_share=0.5)
     for name in (b"a", b"b", b"c"):
         blocks = pool.alloc(2)

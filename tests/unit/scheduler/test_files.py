@@ -35,7 +35,6 @@ def finish(sim: Simulation) -> None:
 
 
 def evict(sim: Simulation, digest: bytes) -> None:
-    """As if another image had taken the place of this one's embedding."""
     sim.core.state.images.forget(digest)
 
 
@@ -45,7 +44,6 @@ def questions(sim: Simulation) -> list[tuple[int, int]]:
 
 
 def test_a_cached_embedding_needs_no_pixels() -> None:
-    """Red if a file is decoded although its embedding is in the cache."""
     sim = simulation()
     show(sim, 0, b"ab", files=False)
     sim.run()
@@ -56,7 +54,7 @@ def test_a_cached_embedding_needs_no_pixels() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_an_image_in_the_prefix_cache_needs_no_pixels(prefix_cache: bool) -> None:
-    """Red if a file is decoded although all of its tokens are cached; or is not, although some tokens and its embedding are missing."""
+    """Red if a file is not decoded although some of its tokens and its embedding are missing."""
     sim = simulation(image_tokens=LENGTH, prefix_cache=prefix_cache)
     show(sim, 0, b"ab", files=False, first=21)
     sim.run()
@@ -69,7 +67,7 @@ def test_an_image_in_the_prefix_cache_needs_no_pixels(prefix_cache: bool) -> Non
 
 
 def test_all_pixels_are_asked_for_at_once_and_others_pass() -> None:
-    """Red if files are decoded one after the other, if a request starts before its pixels are there, or holds up those behind it."""
+    """Red if a request starts before its pixels are there, or delays the next ones."""
     sim = simulation(max_num_batched_tokens=16)
     show(sim, 0, b"abc")
     show(sim, 1, b"d", files=False)
@@ -85,7 +83,6 @@ def test_all_pixels_are_asked_for_at_once_and_others_pass() -> None:
 
 
 def test_a_request_keeps_its_row_and_its_blocks_while_it_waits() -> None:
-    """Red if those that pass leave nothing for the one that waits for pixels."""
     for limits in ({"max_num_seqs": 2}, {"num_blocks": 3 + 3 + 2}):
         sim = simulation(**limits)
         show(sim, 0, b"a")
@@ -98,7 +95,7 @@ def test_a_request_keeps_its_row_and_its_blocks_while_it_waits() -> None:
 
 
 def test_the_same_file_is_asked_for_once() -> None:
-    """Red if an image that stands twice in a request is decoded twice, or at all if one of the two has pixels."""
+    """Also if one of the two occurrences has pixels."""
     sim = simulation()
     show(sim, 0, b"aab")
     sim.step()
@@ -112,7 +109,7 @@ def test_the_same_file_is_asked_for_once() -> None:
 
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_a_client_that_leaves_while_its_image_is_decoded(is_bad: bool) -> None:
-    """Red if an answer for a request that has ended is taken for another one's, or is an error."""
+    """Red if the late answer is taken for another request's."""
     sim = simulation()
     show(sim, 0, b"a")
     show(sim, 1, b"a")
@@ -128,17 +125,8 @@ def test_a_client_that_leaves_while_its_image_is_decoded(is_bad: bool) -> None:
     assert sim.terminal[1] == "length"
 
 
-def test_an_abort_before_the_question_is_sent() -> None:
-    """Red if a request that was planned for and aborted within one turn of the loop leaves something behind."""
-    sim = simulation()
-    show(sim, 0, b"a")
-    assert sim.core.next_step() is None
-    sim.abort(0)
-    finish(sim)
-
-
 def test_eviction_while_it_waits_for_another_image() -> None:
-    """Red if a request starts with an image that was cached when it asked for its others, and is not any more."""
+    """Red if a request starts with an image that was cached only when it asked for its others."""
     sim = simulation(image_tokens=2 * LENGTH)
     show(sim, 0, b"a", files=False)
     sim.run()
@@ -157,7 +145,7 @@ def test_eviction_while_it_waits_for_another_image() -> None:
 
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_eviction_of_what_a_running_request_has_not_reached(is_bad: bool) -> None:
-    """Red if a running request whose image was evicted is planned without pixels, stops others, or keeps what it has when it fails."""
+    """Red if the request is planned without pixels, stops others, or keeps resources when it fails."""
     sim = simulation(max_num_batched_tokens=10, max_num_mixed_tokens=10)
     show(sim, 0, b"ab", files=False, max_tokens=1)
     sim.run()
@@ -178,7 +166,6 @@ def test_eviction_of_what_a_running_request_has_not_reached(is_bad: bool) -> Non
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_preempted_request_has_its_pixels_still(is_cached: bool) -> None:
-    """Red if pixels are asked for twice because of a preemption, or not at all when the first time there was no need for them."""
     sim = simulation(prefix_cache=False)
     if is_cached:
         show(sim, 9, b"a", files=False)
@@ -196,7 +183,6 @@ def test_a_preempted_request_has_its_pixels_still(is_cached: bool) -> None:
 
 
 def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:
-    """Red if the processor's error does not reach the client, or reaches another one's."""
     sim = simulation()
     show(sim, 0, b"ab")
     show(sim, 1, b"b")
@@ -207,7 +193,7 @@ def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:
 
 
 def test_images_that_become_much_smaller_cost_their_pixels() -> None:
-    """Red if a step takes any number of large images because each has few tokens: all of their pixels are in memory at once."""
+    """Red if a step takes any number of large images because each has few tokens."""
     sim = simulation()
     show(sim, 1, b"abcdef", files=False)
     request = sim.core._requests[1][0]

@@ -25,8 +25,6 @@ class Inbox:
 
 
 class Core:
-    """An idle core, whose check has ten parts."""
-
     drafter, num_requests, num_checked, num_forgotten = None, 0, 0, 0
 
     def checks(self) -> Any:
@@ -46,7 +44,6 @@ def idle_scheduler(num_polls: int) -> Any:
 
 
 def test_a_message_waits_for_one_part_of_the_check() -> None:
-    """All blocks were walked, once after an idle second, while a request might wait."""
     scheduler, core = idle_scheduler(num_polls=3), Core()
     scheduler._receive(core)
     assert core.num_checked == 0

@@ -17,8 +17,6 @@ LATER = 1e9
 
 
 class Clock(SimpleNamespace):
-    """Stand-in for the module `time`."""
-
     now = 1000.0
 
     def monotonic(self) -> float:
@@ -27,7 +25,6 @@ class Clock(SimpleNamespace):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of scheduler core and heartbeat."""
     clock = Clock()
     monkeypatch.setattr(core, "time", clock)
     monkeypatch.setattr(heartbeat, "time", clock)
@@ -35,7 +32,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_an_idle_engine_is_alive() -> None:
-    """Red if an engine without requests looks stalled, however long ago its last step was."""
     sim = Simulation(make_core(), random.Random(0))
     assert sim.core.alive_at(LATER) == LATER
     sim.add(make_request(0, [20], [], 2, ignore_eos=True), [20])
@@ -44,7 +40,7 @@ def test_an_idle_engine_is_alive() -> None:
 
 
 def test_a_request_that_nothing_is_planned_for_is_no_progress(clock: Clock) -> None:
-    """Red if a scheduler that plans nothing, although requests wait, looks healthy for ever or because of a further request."""
+    """Also if further requests arrive."""
     sim = Simulation(make_core(), random.Random(0))
     sim.core.state.free_rows.clear()  # stands in for whatever may be wrong
     for rid in range(3):
@@ -55,7 +51,6 @@ def test_a_request_that_nothing_is_planned_for_is_no_progress(clock: Clock) -> N
 
 
 def test_a_worker_that_returns_nothing_is_no_progress(clock: Clock) -> None:
-    """Red if a step that never ends looks like progress."""
     sim = Simulation(make_core(), random.Random(0))
     sim.add(make_request(0, [20], [], 9, ignore_eos=True), [20])
     assert sim.core.next_step() is not None and sim.core.next_step() is not None
@@ -63,7 +58,7 @@ def test_a_worker_that_returns_nothing_is_no_progress(clock: Clock) -> None:
 
 
 def test_waiting_for_the_processor_is_not_the_engines_fault(clock: Clock) -> None:
-    """Red if a long decode of a file looks like a deadlock, or if what comes after it is not watched."""
+    """Red if what comes after the decode is not watched."""
     sim = Simulation(make_core(), random.Random(0))
     sim.answers = False
     prompt = [PLACEHOLDER] * 4 + [20]
@@ -77,7 +72,6 @@ def test_waiting_for_the_processor_is_not_the_engines_fault(clock: Clock) -> Non
 
 
 def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
-    """Red if an engine whose worker is stopped looks healthy because it has no requests."""
     workers = Workers("cuda")
     for rank in range(2):
         workers.note(Heartbeat(rank, "idle", 0.0), now=100.0)
@@ -88,7 +82,7 @@ def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
 
 @pytest.mark.parametrize(("device", "activity"), [("cuda", "images"), ("cuda", "compiling"), ("cpu", "images"), ("cpu", "step")])
 def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity) -> None:
-    """Red if a long decode, or a step on a CPU, looks like a deadlock, or one that never ends does not."""
+    """Red if a long decode or a step on a CPU counts as a deadlock, or one that never ends does not."""
     workers, most = Workers(device), MAX_S[device][activity]
 
     def alive_at(now: float, activity: Activity) -> float:
@@ -102,7 +96,7 @@ def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity
 
 
 def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the beat comes from the worker's loop, which an image may delay, or does not report the loop's activity."""
+    """Red if the beat comes from the worker's loop, or does not report the loop's activity."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     inbox: Inbox[ToScheduler] = Inbox(str(tmp_path), "scheduler", ToScheduler)
     thread = heartbeat.HeartbeatThread(str(tmp_path), rank=3)

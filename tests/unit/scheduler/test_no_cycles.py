@@ -30,8 +30,7 @@ def num_requests() -> int:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_an_ended_request_leaves_no_cycle(n: int, is_aborted: bool) -> None:
-    """Red if requests name each other, or themselves, when they are gone: only the garbage collector would find them and their tokens,
-    once in thousands of requests."""
+    """Red if only the garbage collector would find an ended request and its tokens."""
     core = make_core(num_blocks=200, max_num_seqs=8)
     prompt = list(range(100, 140))
     gc.collect()
@@ -57,7 +56,6 @@ def test_an_ended_request_leaves_no_cycle(n: int, is_aborted: bool) -> None:
 
 @given(seed=st.integers(0, 10**6))
 def test_the_free_list_is_an_ordered_dict(seed: int) -> None:
-    """Red if a block is lost, or the order is another one, at the ends and with few or no blocks in it."""
     rng = random.Random(seed)
     free, expected = FreeList(NUM_BLOCKS), OrderedDict.fromkeys(range(NUM_BLOCKS))
     for _ in range(400):

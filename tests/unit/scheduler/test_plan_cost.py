@@ -17,7 +17,6 @@ TraceFunction = Any
 
 
 def num_instructions_of_a_plan(core: SchedulerCore) -> int:
-    """Instructions of the interpreter."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:
@@ -34,7 +33,6 @@ def num_instructions_of_a_plan(core: SchedulerCore) -> int:
 
 
 def decoding_core(num_images: int) -> SchedulerCore:
-    """Every row decodes; so many images were seen before and are still cached."""
     core = make_core(num_blocks=400, image_tokens=1000, max_num_seqs=NUM_ROWS, max_num_batched_tokens=600, max_num_encoder_tokens=600)
     sim = Simulation(core, random.Random(0))
     prompt = [PLACEHOLDER, 20] * num_images + [20]
@@ -47,12 +45,12 @@ def decoding_core(num_images: int) -> SchedulerCore:
 
 
 def test_a_decode_costs_the_same_however_many_images_are_cached() -> None:
-    """Red if something is summed over all cached images for every row: 9.5 ms a plan for 128 rows and 2,048 images."""
+    """A sum over all cached images for every row took 9.5 ms per plan."""
     assert num_instructions_of_a_plan(decoding_core(250)) == num_instructions_of_a_plan(decoding_core(0))
 
 
 def test_many_long_cached_prompts_do_not_start_in_one_plan() -> None:
-    """Red if a plan takes the blocks of all: with 128 prompts of 16,366 tokens it took 0.36 s, for which every stream stood still."""
+    """A plan that took the blocks of 128 prompts delayed every stream for 0.36 s."""
     length, num_prompts = 16_366, 12
     core = make_core(num_blocks=20_000, block_size=16, max_num_seqs=NUM_ROWS, max_num_batched_tokens=8192, max_num_mixed_tokens=1000)
     core._capacity = 2 * length

@@ -43,7 +43,6 @@ def test_no_rank_goes_on_alone(tmp_path: Path) -> None:
 
 
 def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
-    """Red if a worker has to be killed because another one was quicker to stop."""
     stopping, waits = StopFlag(), threading.Event()
     agreement = Agreement(tmp_path / "agreement", 0, 2, lambda: bool(waits.set()) or stopping.is_set())
     with ThreadPoolExecutor(1) as pool:

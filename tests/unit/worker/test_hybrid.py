@@ -58,7 +58,6 @@ def ask(engine: Engine, asked: Sequence[Parts], num_steps_between: int = 1, **pa
 
 @pytest.fixture(scope="module")
 def alone(model: Qwen3VL) -> list[list[int]]:
-    """Each prompt alone in a fresh engine without a prefix cache, in one chunk."""
     results = [ask(Engine(model, prefix_cache=False), [parts])[0] for parts in prompts()]
     assert len({tuple(tokens) for tokens in results}) == len(results), "prompts that cannot be told apart test nothing"
     return results
@@ -69,14 +68,14 @@ def alone(model: Qwen3VL) -> list[list[int]]:
     [(7, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((1, True), (1, False), (7, False), (16, True), (64, True)))],
 )
 def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
-    """Red if the state is lost between two chunks of a row, or if a chunk finds another row's or another layer's."""
+    """Red if a row loses its state between chunks, or gets another row's or layer's."""
     engine = Engine(model, prefix_cache=prefix_cache, max_num_batched_tokens=8 + chunk, max_num_mixed_tokens=chunk)
     assert ask(engine, prompts()) == alone
 
 
 @pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=NIGHTLY)])
 def test_preempted_equals_alone(model: Qwen3VL, alone: list[list[int]], prefix_cache: bool) -> None:
-    """Red if a row that gets another request, or is restarted after a preemption, continues from the state that is left in it."""
+    """Red if a row continues from the state that an earlier request left in it."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_num_mixed_tokens": 12}
     engine = Engine(model, num_blocks=12, prefix_cache=prefix_cache, **limits)
     assert ask(engine, prompts(), num_steps_between=0) == alone
@@ -84,8 +83,7 @@ def test_preempted_equals_alone(model: Qwen3VL, alone: list[list[int]], prefix_c
 
 
 def test_graphs_carry_the_states(model: Qwen3VL, alone: list[list[int]]) -> None:
-    """Red if a graph of prompts or of decode rows reads the rows of the step that it was captured with, or if padding writes to a row that
-    somebody has."""
+    """Red if a graph reads the rows of its capture, or if padding writes to a row in use."""
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "mixed_step_tokens": 32, "max_num_mixed_tokens": 24}
     engine = Engine(model, graphs=True, sizes=SIZES, **limits)
     assert ask(engine, prompts()) == alone
@@ -128,7 +126,7 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, c
 
 
 def test_a_prompt_is_one_step_with_its_snapshots(model: Qwen3VL) -> None:
-    """Red if each snapshot costs a step, which reads all weights, or if a step has more of them than there are spare rows."""
+    """As long as there are spare rows."""
     for num_images, most in ((1, 1), (2, 2), (5, 4)):
         engine = Engine(model, prefix_cache=True)
         parts = [part for seed in range(num_images) for part in (make_picture(seed, 64, 64), text(300, seed))]
@@ -152,7 +150,7 @@ def test_a_next_turn_goes_on_where_its_thoughts_are_left_out(model: Qwen3VL) -> 
 
 @pytest.mark.parametrize("prefix_cache", [pytest.param(True, marks=NIGHTLY), False])
 def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
-    """Red if further answers go on from keys without the states that belong to them, or compute the prompt again."""
+    """Red if forks continue from keys without their states, or compute the prompt again."""
     parts: Parts = [make_picture(0, 64, 96), text(40, 5)]
     engine = Engine(model, prefix_cache=prefix_cache)
     engine.add(0, parts, max_tokens=12, n=3, temperature=1.0, seed=5)
@@ -166,7 +164,6 @@ def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
 
 
 def test_blocks_hold_what_the_groups_say() -> None:
-    """Red if the pool is planned for layers that have no KV, or for other heads than it is allocated with."""
     spec = CacheSpec(PagedGroup(3, 2, 64, 2), (StateGroup(4, 1 << 20, 1 << 10),))
     assert (1 + SPARE_ROWS) * spec.row_bytes(7) == RowStates(spec.states[0], 0, torch.device("cpu"), 7).values.numel()
     config = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=16)
@@ -176,7 +173,7 @@ def test_blocks_hold_what_the_groups_say() -> None:
 
 
 def test_a_snapshot_comes_back_and_leaves_nothing_behind() -> None:
-    """Red if states of several groups and layers are mixed up in blocks, or if bytes that are no numbers stay where keys and values go."""
+    """Red if groups or layers are mixed up, or if NaN bytes stay where keys and values go."""
     states = [RowStates(StateGroup(2, 40, 8), 3, torch.device("cpu"), 2), RowStates(StateGroup(1, 100), 3, torch.device("cpu"))]
     pools = [(torch.zeros(9, 4, 1, 2), torch.zeros(9, 4, 1, 2)) for _ in range(2)]
     snapshots = Snapshots(pools, states)

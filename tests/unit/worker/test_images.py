@@ -35,8 +35,6 @@ class Tower:
 
 
 class Waits:
-    """Stands in for the tower's stream."""
-
     def __init__(self) -> None:
         self.events: list[object] = []
 
@@ -64,7 +62,7 @@ def announce(cache: ImageCache, ticket: int, num_tokens: int) -> None:
     [(880, 14, [1, 2, 3, 5, 3]), (2040, 5, [1, 1, 2, 1]), (3600, 4, [1, 1, 1, 1]), (16_384, 2, [1, 1]), (100, 9, [6, 3])],
 )
 def test_groups_grow_and_are_bounded(num_tokens: int, count: int, groups: list[int]) -> None:
-    """Red if the tower waits for more than a first image, encodes fewer at once than it could, or holds more than a group may have."""
+    """Red if the tower waits for more than a first image, or holds more than a group may have."""
     tower = Tower()
     cache = cache_of(tower)
     cache.encode([encode(i, num_tokens) for i in range(count)])
@@ -74,7 +72,7 @@ def test_groups_grow_and_are_bounded(num_tokens: int, count: int, groups: list[i
 
 
 def test_evicted_memory_is_used_again_after_its_last_reader() -> None:
-    """Red if the tower may overwrite an embedding that a step still reads, or waits for steps that do not read what goes."""
+    """Red if the tower waits for steps that do not read it."""
     stream = Waits()
     cache = cache_of(Tower(), stream)
     cache.tensors = {i: torch.empty(0) for i in range(3)}
@@ -90,7 +88,7 @@ def test_evicted_memory_is_used_again_after_its_last_reader() -> None:
 
 
 class OneOfTwo:
-    """The part of the first of two ranks; the other one's rows come as sevens."""
+    """The first of two ranks; the other one's rows arrive as sevens."""
 
     rank, size = 0, 2
 
@@ -105,7 +103,7 @@ class OneOfTwo:
 
 @pytest.mark.parametrize("problem", [torch.OutOfMemoryError, MemoryError])
 def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Exception]) -> None:
-    """Red if the others wait for it for ever, if it does not say which images it lacks, or if those of the others are lost with them."""
+    """Otherwise the other ranks wait for ever. It names the images that it lacks."""
     tower, pair = Tower(), OneOfTwo()
     cache = cache_of(tower)
     cache.tp = pair  # type: ignore[assignment]
@@ -126,7 +124,6 @@ def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Ex
 
 
 def test_an_announced_image_is_encoded_once_and_at_once() -> None:
-    """Red if the plan that names it encodes it again, takes it for another one, or gives the embeddings in another order."""
     tower = Tower()
     cache = cache_of(tower)
     announce(cache, 7, 600)
@@ -151,7 +148,6 @@ def test_an_announcement_holds_until_the_next_one() -> None:
 
 
 def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
-    """Red if a request that has its images made smaller gets the embedding of the large one."""
     tower = Tower()
     cache = cache_of(tower)
     source = encode(0, 600, ticket=1).source
@@ -163,7 +159,7 @@ def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
 
 @pytest.mark.parametrize("problem", [torch.OutOfMemoryError, MemoryError])
 def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(problem: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a hint ends the worker, takes memory that nobody counted, or makes the plan fail."""
+    """Red if a hint ends the worker or makes the plan fail."""
     tower = Tower()
     cache = cache_of(tower)
 

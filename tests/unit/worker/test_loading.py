@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> ModelConfig:
 
 @pytest.mark.parametrize("problem", [None, RuntimeError("nvcc fails")])
 def test_others_hear_that_kernels_are_compiled(child: Child, config: ModelConfig, problem: Exception | None) -> None:
-    """Red if the start waits for a compiler before it reads weights, if `/health` cannot know, or if an error is lost in the thread."""
+    """Red if weights wait for the compiler, or if its error is lost in the thread."""
     backend = SlowBackend()
     backend.problem = problem
     assert not child.is_compiling()
@@ -66,7 +66,6 @@ class OldBackend(TorchBackend):
 
 
 def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConfig) -> None:
-    """Red if an A100 is left to its compiler's words."""
     child.config = EngineConfig(load_format="dummy", quantization="fp8")
     with pytest.raises(ValueError, match=r"compute capability 8\.9"):
         load_model(child, config, TensorParallel.single(), OldBackend(torch.device("cpu")), torch.float32)
@@ -77,7 +76,6 @@ def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConf
 def test_guesses_are_in_float8_where_it_runs(
     child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: type[TorchBackend]
 ) -> None:
-    """Red if `--draft mtp` needs float8 of a GPU, or guesses read the whole output matrix where they need not."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
     child.config = EngineConfig(load_format="dummy")
     monkeypatch.setattr(child, "progress", lambda text: None)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_plan_without_pixels_is_a_bug() -> None:
-    """Red if a file, of which the worker knows neither the format nor the pixels, is taken for RGB."""
+    """Red if a file is taken for RGB."""
     reader = ImageReader(ArenaView(create_memfd("arena", 4096), 4096), PillowDecoder(1, CPU), CPU)
     with pytest.raises(AssertionError, match="without its pixels"):
         reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
@@ -26,7 +26,7 @@ def test_a_plan_without_pixels_is_a_bug() -> None:
 
 @pytest.mark.parametrize("free", [0, 1 << 30])
 def test_a_decoder_that_lacks_memory_is_not_the_clients_fault(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if an image that is whole becomes a 422 because others have taken the memory, or a damaged one an error of the engine."""
+    """Nor is a damaged image the engine's."""
     there = Announced()
     source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
     monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])  # what a GPU's decoder says in either case
@@ -65,7 +65,7 @@ def jpeg(seed: int, height: int = 40, width: int = 56, **options: object) -> byt
 
 
 def test_a_copy_is_what_is_decoded() -> None:
-    """Red if an announced image is read otherwise than one of a plan, or if what is written to its place meanwhile is."""
+    """Whatever is written to its place meanwhile."""
     there = Announced()
     source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56, ticket=7)
     (expected,) = there.reader.read([source])
@@ -76,7 +76,7 @@ def test_a_copy_is_what_is_decoded() -> None:
 
 @pytest.mark.parametrize("data", [jpeg(1, 64, 64), jpeg(1, progressive=True), b"\xff\xd8 anything \xff\xd9", b"\0" * 500])
 def test_bytes_that_nobody_has_checked_are_not_decoded(data: bytes) -> None:
-    """Red if a client can have the worker decode what was refused, by letting it lie where an announced image was."""
+    """A client may leave what was refused where an announced image was."""
     there = Announced()
     region = there.put(0, data)
     assert there.reader.read_copy(ImageSource("jpeg", region, 40, 56)) is None and there.num_decoded == 0

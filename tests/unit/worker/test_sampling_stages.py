@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
 
 @pytest.fixture
 def raw(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """The logits of each step of one request before anything changes them."""
+    """The unchanged logits of each step of one request."""
     logits: list[np.ndarray] = []
     sample = Sampler.sample
 
@@ -62,7 +62,7 @@ def run_alone(model: Qwen3VL, params: dict[str, object], **kwargs: Any) -> list[
 
 
 def best_by_formula(logits_V: np.ndarray, output: list[int], params: SamplingParams) -> int:
-    """The greedy token by OpenAI's formula for frequency and presence, the one of transformers for repetition, and vLLM's order."""
+    """The greedy token by the formulas of OpenAI (frequency, presence) and transformers (repetition), in vLLM's order."""
     scores = logits_V.astype(np.float64)
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -74,7 +74,7 @@ def best_by_formula(logits_V: np.ndarray, output: list[int], params: SamplingPar
 
 
 def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndarray]) -> None:
-    """Red if a count comes late, misses the prompt where it belongs or includes it where it does not, or a formula differs."""
+    """Red if a count comes late, or includes the prompt where it must not."""
     greedy = run_alone(model, GREEDY)
     for params in PENALISED:
         raw.clear()
@@ -84,7 +84,6 @@ def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndar
 
 
 def test_penalties_of_negative_logits() -> None:
-    """Red if a repetition penalty makes an unlikely token likelier, or is applied to a token that has not occurred."""
     logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
     index, counts, penalties = torch.tensor([0]), torch.tensor([[1, 1, 0, 0]], dtype=torch.int32), torch.tensor([[2.0, 0.0, 0.0]])
     TorchSampling().penalise_(logits, index, counts, torch.tensor([0]), penalties)
@@ -92,8 +91,7 @@ def test_penalties_of_negative_logits() -> None:
 
 
 def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
-    """Red if the state of a row reaches another row, also one of a later request, or if counts or last tokens are lost or counted twice
-    when a request is computed again."""
+    """Red if a row gets another row's state, or if counts are lost or doubled when a request is recomputed."""
     words = tuple((first, second) for first in run_alone(model, OTHERS[0])[20:30] for second in range(10))[:MAX_BAD_WORDS]
     settings = [*PENALISED, *OTHERS, {**OTHERS[0], "bad_words": words, "min_tokens": 30, "stop_token_ids": tuple(range(100))}]
     alone = [run_alone(model, params) for params in settings]
@@ -106,7 +104,6 @@ def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
 
 
 def test_no_end_before_the_minimum(model: Qwen3VL) -> None:
-    """Red if a stop token is drawn before `min_tokens`, or is banned at or after it."""
     free = run_alone(model, {"temperature": 1.0, "seed": 1})
     stop = {"temperature": 1.0, "seed": 1, "stop_token_ids": tuple(set(free[:8]))}
     assert len(run_alone(model, stop)) == 1
@@ -118,7 +115,7 @@ def test_no_end_before_the_minimum(model: Qwen3VL) -> None:
 
 
 def test_the_end_token_is_banned_too(model: Qwen3VL) -> None:
-    """Red if the checkpoint's end tokens may come before `min_tokens`; with `ignore_eos` they end nothing and are not banned."""
+    """With `ignore_eos` it ends nothing and is not banned."""
     eos = model.config.eos_token_ids
     bias = tuple((token, 100.0) for token in eos)
     assert run_alone(model, {**GREEDY, "logit_bias": bias, "ignore_eos": False})[0] in eos
@@ -132,7 +129,7 @@ def contains(output: list[int], word: tuple[int, ...]) -> bool:
 
 
 def test_bad_words_never_come(model: Qwen3VL, raw: list[np.ndarray]) -> None:
-    """Red if a word of one or several tokens is completed, or a step bans what completes nothing."""
+    """Red if a step bans what completes no word."""
     free = run_alone(model, GREEDY)
     words = ((free[0],), tuple(free[3:5]), tuple(free[8:11]), tuple(free[5 : 5 + MAX_BAD_WORD_TOKENS]), (PROMPT[-1], free[1]))
     raw.clear()
@@ -146,7 +143,6 @@ def test_bad_words_never_come(model: Qwen3VL, raw: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("params", [{**GREEDY}, OTHERS[0], {**PENALISED[4], "bad_words": ((3,),)}])
 def test_logprobs_are_those_of_the_raw_logits(model: Qwen3VL, raw: list[np.ndarray], params: dict[str, object]) -> None:
-    """Red if a change of the logits or another row shows in what is reported, or a token's place is missed."""
     engine = Engine(model)
     engine.add(0, [PROMPT], max_tokens=OUTPUT, logprobs=4, **params)
     tokens, reported = engine.run()[0], engine.logprobs[0]
@@ -159,7 +155,6 @@ def test_logprobs_are_those_of_the_raw_logits(model: Qwen3VL, raw: list[np.ndarr
 
 
 def test_logprobs_belong_to_their_rows(model: Qwen3VL) -> None:
-    """Red if rows that want none, or more of them, mix up what a row gets."""
     wanted = [None, 0, 3, None, 20]
     engine, alone = Engine(model), [Engine(model) for _ in wanted]
     for rid, count in enumerate(wanted):
@@ -175,7 +170,7 @@ def test_logprobs_belong_to_their_rows(model: Qwen3VL) -> None:
 
 
 def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
-    """(N - 1, V): what the beginning before each token says of it, each computed by a request of its own."""
+    """(N - 1, V): log-probabilities after each prefix, each computed by a request of its own."""
     engine, vocab_size = Engine(model), model.config.text.vocab_size
     for length in range(1, len(prompt)):
         engine.add(length, [prompt[:length]], max_tokens=1, logprobs=vocab_size)
@@ -189,7 +184,7 @@ def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("chunk", "num_blocks"), [pytest.param(8192, 256, marks=pytest.mark.nightly), (5, 256), (16, 12)])
 def test_prompt_logprobs(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk: int, num_blocks: int) -> None:
-    """Red if a chunk's edge, a cached prefix, a preemption or a neighbour shifts, drops or doubles what is said of a prompt's token."""
+    """Red if a chunk's edge, a cached prefix, a preemption or a neighbour shifts, drops or doubles them."""
     monkeypatch.setattr(prompt_scores, "SLICE", 7)
     prompts = [[(7 * i * (rid + 3)) % 290 for i in range(37)] for rid in range(3)]
     engine = Engine(model, num_blocks=num_blocks, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)

@@ -12,7 +12,7 @@ def segment(device: int, pool: tuple[int, int], total: int, allocated: int) -> d
 
 
 def test_what_lies_idle_in_pools_of_graphs_is_nobodys() -> None:
-    """Red if it counts as free for steps, which cannot have it: ranks would begin what one of them has no memory for."""
+    """Steps cannot have it."""
     default, step_graphs, tower_graphs = (0, 0), (0, 1), (0, 2)
     segments = [
         segment(0, default, 1000, 100),
