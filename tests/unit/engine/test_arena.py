@@ -58,7 +58,7 @@ def test_any_sequence_of_operations(seed: int) -> None:
 
 
 def test_refusals() -> None:
-    """Red if what never fits is told apart wrongly from what does not fit now, or if a double free goes unnoticed."""
+    """A size that never fits is told from one that does not fit now; a double free is noticed."""
     arena = make()
     with pytest.raises(ArenaTooSmall):
         arena.alloc(SIZE + 1)
@@ -73,7 +73,6 @@ def test_refusals() -> None:
 
 
 def test_a_view_in_another_mapping_sees_the_bytes() -> None:
-    """Red if readers do not share the writer's memory."""
     fd = create_memfd("test", SIZE)
     arena = Arena(fd, SIZE)
     offset = arena.alloc(5)

@@ -22,17 +22,15 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Arena:
 
 
 def memory_of(arena: Arena) -> int:
-    """Bytes of memory that the arena takes."""
     return os.fstat(arena.fd).st_blocks * 512
 
 
 def test_idle_engine_holds_at_most_300_mib() -> None:
-    """Red if both arenas of an engine that does nothing take more."""
     assert 2 * module.RESIDENT_BYTES <= 300 * MIB
 
 
 def test_memory_is_reserved_before_it_is_written(arena: Arena) -> None:
-    """Red if a region lies where there is no memory: a write there ends the process when memory has run out."""
+    """A write where there is no memory ends the process."""
     assert memory_of(arena) == RESIDENT
     first = arena.alloc(RESIDENT)
     assert memory_of(arena) == RESIDENT
@@ -45,7 +43,7 @@ def test_memory_is_reserved_before_it_is_written(arena: Arena) -> None:
 
 
 def test_lack_of_memory_is_a_full_arena(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a failed reservation is anything but a 503 of its request, or loses a region."""
+    """No region is lost."""
 
     def fail(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "no space")
@@ -63,7 +61,7 @@ def test_lack_of_memory_is_a_full_arena(arena: Arena, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_given_back_at_idle_only(arena: Arena) -> None:
-    """Red if an idle arena keeps the memory of its largest load, if memory is taken from a region, or if much is given back at once."""
+    """Little at once, and never that of a region."""
     regions = [arena.alloc(2 * MIB) for _ in range(3)]
     arena.view(regions[2], 4)[:] = b"data"
     for region in regions[:2]:
@@ -81,7 +79,7 @@ def test_memory_is_given_back_at_idle_only(arena: Arena) -> None:
 
 
 async def test_large_reservations_let_the_event_loop_go_on(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if one region's memory is reserved at once: other streams would wait for it."""
+    """Red if one region's memory is reserved at once."""
     reserved: list[int] = []
     real, turns = os.posix_fallocate, 0
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (reserved.append(length), real(fd, offset, length)))
@@ -103,7 +101,6 @@ async def test_large_reservations_let_the_event_loop_go_on(arena: Arena, monkeyp
 
 
 def test_any_sequence_keeps_memory_under_every_region(arena: Arena) -> None:
-    """Red if a region loses its bytes or lies beyond the reserved memory after any mix of operations."""
     rng = random.Random(0)
     held: dict[int, bytes] = {}
     for _ in range(2000):

@@ -16,7 +16,6 @@ from tests.unit.engine.failing_child import REASON
 
 @pytest.fixture
 def busy_process() -> Iterator[None]:
-    """Processes that compete for the processors."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     yield
     for process in busy:
@@ -43,7 +42,7 @@ def end_of_failing_child() -> str:
 
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.faults)])
 def test_reason_of_failed_start_is_reported_every_time(busy_process: None, count: int) -> None:
-    """Red if a reason is lost when its process ends before its messages are sent, or before the launcher has read them."""
+    """Red if a process ends before its messages are sent, or before the launcher has read them."""
     assert [end_of_failing_child() for _ in range(count)] == [f"worker-0: {REASON}"] * count
 
 

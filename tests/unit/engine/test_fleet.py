@@ -15,7 +15,6 @@ from models.kernels.choose import Gpu
 
 
 def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[int]], list[dict[str, object]]]:
-    """CPUs and settings of every engine on a host with so many CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
     members = divide(config, 8000, has_gpus=False)
     settings = [json.loads(Path(f"/proc/self/fd/{member.config_fd}").read_text()) for member in members]
@@ -26,14 +25,13 @@ def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("dp", "cpus", "sizes"), [(2, 32, [16, 16]), (4, 6, [1, 2, 1, 2]), (3, 2, [2, 1, 1]), (8, 192, [24] * 8)])
 def test_every_cpu_has_one_engine_and_every_engine_has_one(dp: int, cpus: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if engines get in each other's way although there are CPUs for all, or if one gets none."""
     found, _ = shares(EngineConfig(dp=dp), cpus, monkeypatch)
     assert [len(share) for share in found] == sizes
     assert set().union(*found) == set(range(cpus)) and (cpus < dp or sum(sizes) == cpus)
 
 
 def test_hyperthreads_of_a_core_go_to_one_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Red if two engines share every core of the machine: Linux counts the second threads of all cores after the first ones."""
+    """Linux counts the second threads of all cores after the first ones."""
     for cpu in range(8):
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
@@ -45,7 +43,7 @@ def test_hyperthreads_of_a_core_go_to_one_engine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_get_what_was_told_but_for_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a flag is lost on its way to an engine, if TLS is asked for twice, or if threads are told instead of counted by the engine."""
+    """TLS ends at the proxy, and each engine counts its own threads."""
     config = EngineConfig(dp=2, tp=2, host="0.0.0.0", port=8000, api_key="k", prefix_cache=False, ssl_certfile="c", api_arena_bytes=GIB)
     _, settings = shares(config, 4, monkeypatch)
     common = {"tp": 2, "api-key": "k", "prefix-cache": False, "api-arena-bytes": GIB}
@@ -53,7 +51,7 @@ def test_engines_get_what_was_told_but_for_the_address(monkeypatch: pytest.Monke
 
 
 def test_engines_see_their_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if two engines load their weights onto one GPU, or a user's choice of GPUs or flags in the environment beat the shares."""
+    """Also if the environment names GPUs or flags."""
     monkeypatch.setenv("ENGINE_PORT", "80")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [share_environment(index, 2, True)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0,1", "2,3"]
@@ -64,7 +62,7 @@ def test_engines_see_their_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_too_few_gpus_are_said() -> None:
-    """Red if the last engine would silently serve on the CPU."""
+    """The last engine would silently serve on the CPU."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         engines = Fleet(EngineConfig(dp=2, tp=2), listener)
         with pytest.raises(ValueError, match="--dp 2 with --tp 2 needs 4 GPUs; this machine has 3"):
@@ -72,7 +70,6 @@ async def test_too_few_gpus_are_said() -> None:
 
 
 def test_ports_behind_the_last_one_are_refused() -> None:
-    """Red if an engine has a port that is none."""
     config = EngineConfig(dp=4, port=65533)
     assert "--port must be at most 65531" in str(find_problem(config))
     assert find_problem(msgspec.structs.replace(config, port=65531)) is None

@@ -2,7 +2,6 @@
 in silence, nothing that holds all others up."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,29 @@ from engine.grammar.vocabulary import read_vocabulary
 from engine.params import Grammar
 from models.demo import CHECKPOINT
 
-Accepts = Callable[[Grammar, str], bool]
+TOKENS = read_vocabulary(Path(CHECKPOINT))
+COMPILER = xgrammar.GrammarCompiler(TOKENS, cache_enabled=False)
 BOUNDED = {"type": "string", "maxLength": 3}
 THING = {"type": "object", "properties": {"a": BOUNDED, "b": {"type": "string"}}, "required": ["a", "b"]}
 REFERRED = {"$defs": {"x": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/x", "maxLength": 1}}}
 
 
-@pytest.fixture(scope="module")
-def compiler() -> xgrammar.GrammarCompiler:
-    return xgrammar.GrammarCompiler(read_vocabulary(Path(CHECKPOINT)), cache_enabled=False)
-
-
-def accepts(compiler: xgrammar.GrammarCompiler, grammar: Grammar, text: str) -> bool:
-    """Whether an answer may begin like this."""
-    answer = compiled(compiler, grammar)
+def accepts(grammar: Grammar, text: str, is_whole: bool = False) -> bool:
+    """Whether an answer may begin like this, or be this."""
+    answer = compiled(COMPILER, grammar)
     assert answer.error is None, answer.error
-    tokens = read_vocabulary(Path(CHECKPOINT))
-    matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(answer.data.decode(), tokens))
-    return bool(matcher.accept_string(text))
+    matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(answer.data.decode(), TOKENS))
+    return bool(matcher.accept_string(text)) and (not is_whole or bool(matcher.accept_token(TOKENS.stop_token_ids[0])))
+
+
+def refusal(kind: Any, text: str) -> str:
+    return compiled(COMPILER, Grammar(kind, text)).error or ""
 
 
 @pytest.mark.parametrize("choice", ["👍", 'a "quoted" \\ text', "Grüße", "two\nlines"])
-def test_a_choice_is_written_as_it_is(compiler: xgrammar.GrammarCompiler, choice: str) -> None:
-    """Red if a character becomes two halves, which no client can read."""
-    assert accepts(compiler, Grammar("choice", json.dumps([choice, "b"])), choice)
+def test_a_choice_is_written_as_it_is(choice: str) -> None:
+    """Red if a character becomes two surrogates."""
+    assert accepts(Grammar("choice", json.dumps([choice, "b"])), choice)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +49,13 @@ def test_a_choice_is_written_as_it_is(compiler: xgrammar.GrammarCompiler, choice
         ({"type": "string", "maxLength": 5000}, '"a"', '"\x01'),
     ],
 )
-def test_strings_are_json_whatever_bounds_them(compiler: xgrammar.GrammarCompiler, schema: dict[str, Any], good: str, bad: str) -> None:
-    """Red if a control character gets into an answer, also into the arguments of a call."""
+def test_strings_are_json_whatever_bounds_them(schema: dict[str, Any], good: str, bad: str) -> None:
+    """Red if a control character gets into an answer or the arguments of a call."""
     tag = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</a>"}
     of_call = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
     plain = Grammar("json_schema", json.dumps(schema))
-    assert accepts(compiler, plain, good) and not accepts(compiler, plain, bad)
-    assert accepts(compiler, of_call, "<a>" + good.replace(":", ": ").replace(",", ", ")) and not accepts(compiler, of_call, "<a>" + bad)
+    assert accepts(plain, good) and not accepts(plain, bad)
+    assert accepts(of_call, "<a>" + good.replace(":", ": ").replace(",", ", ")) and not accepts(of_call, "<a>" + bad)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +75,12 @@ def test_strings_are_json_whatever_bounds_them(compiler: xgrammar.GrammarCompile
         ({"type": "array", "items": {"anyOf": [{"type": "object", "properties": {"deep": {"if": {}}}}]}}, "if"),
     ],
 )
-def test_what_would_not_hold_is_refused(compiler: xgrammar.GrammarCompiler, schema: dict[str, Any], name: str) -> None:
-    """Red if an answer may break the schema that it was asked to follow, and nobody is told."""
-    error = compiled(compiler, Grammar("json_schema", json.dumps(schema))).error
-    assert error is not None and name in error
+def test_what_would_not_hold_is_refused(schema: dict[str, Any], name: str) -> None:
+    """Otherwise an answer may break its schema without notice."""
+    assert name in refusal("json_schema", json.dumps(schema))
 
 
-def test_what_libraries_write_is_taken(compiler: xgrammar.GrammarCompiler) -> None:
-    """Red if annotations, references and unions as pydantic writes them are refused."""
+def test_what_libraries_write_is_taken() -> None:
     schema = {
         "$defs": {"Colour": {"enum": ["red", "blue"], "title": "Colour", "type": "string"}},
         "properties": {
@@ -95,14 +91,13 @@ def test_what_libraries_write_is_taken(compiler: xgrammar.GrammarCompiler) -> No
         },
         "required": ["colour", "other", "size", "tags"], "title": "Thing", "type": "object", "additionalProperties": False,
     }  # fmt: skip
-    assert accepts(compiler, Grammar("json_schema", json.dumps(schema)), '{"colour":"red","other":"blue","size":4,"tags":["a"]}')
+    assert accepts(Grammar("json_schema", json.dumps(schema)), '{"colour":"red","other":"blue","size":4,"tags":["a"]}')
 
 
 @pytest.mark.parametrize("pattern", ["([a-z]+[a-z]+){1,200}x", "([a-z]+[a-z]+[a-z]+){1,400}x", "(.*.*.*){1,100}=(.*.*.*){1,100}"])
-def test_what_takes_long_to_follow_is_refused(compiler: xgrammar.GrammarCompiler, pattern: str) -> None:
-    """Red if a pattern of thirty characters, which compiles at once, makes rank 0 stand still for seconds at every token."""
-    error = compiled(compiler, Grammar("regex", pattern)).error
-    assert error is not None and "too long to follow" in error
+def test_what_takes_long_to_follow_is_refused(pattern: str) -> None:
+    """These compile at once, and would take rank 0 seconds per token."""
+    assert "too long to follow" in refusal("regex", pattern)
 
 
 GUIDANCE = """%llguidance {}
@@ -117,16 +112,14 @@ a[capture="b"]: %json {
 """
 
 
-def test_lark(compiler: xgrammar.GrammarCompiler) -> None:
-    """Red if what outlines and guidance send is taken for EBNF, also beside tools, if white space goes on for ever, or if a limit of theirs
-    is left out in silence."""
+def test_lark() -> None:
+    """What outlines and guidance send is no EBNF; limits that cannot hold are refused."""
     grammars = [Grammar("ebnf", GUIDANCE), Grammar("ebnf", 'root ::= [0-9] [0-9] " is {\\"x\\": 1, \\"y\\": \\"a\\"}"')]
     grammars.append(Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": GUIDANCE}})))
     for grammar in grammars:
-        assert accepts(compiler, grammar, '12 is {"x": 1, "y": "a"}')
-        assert not accepts(compiler, grammar, '12 is {"x":  ') and not accepts(compiler, grammar, "1 ")
-    assert accepts(compiler, Grammar("ebnf", 'start: "(" NUMBER+ ")"\nNUMBER: /[0-9]/'), "(123)")
+        assert accepts(grammar, '12 is {"x": 1, "y": "a"}')
+        assert not accepts(grammar, '12 is {"x":  ') and not accepts(grammar, "1 ")
+    assert accepts(Grammar("ebnf", 'start: "(" NUMBER+ ")"\nNUMBER: /[0-9]/'), "(123)")
     for attribute in ("temperature=0.5", 'capture, stop="\\n"', "max_tokens=3"):
-        error = compiled(compiler, Grammar("ebnf", f"start: n\nn[{attribute}]: /a/")).error
-        assert error is not None and attribute.rpartition(", ")[2].partition("=")[0] in error
-    assert "uniqueItems" in (compiled(compiler, Grammar("ebnf", 'start: %json {"uniqueItems": true}')).error or "")
+        assert attribute.rpartition(", ")[2].partition("=")[0] in refusal("ebnf", f"start: n\nn[{attribute}]: /a/")
+    assert "uniqueItems" in refusal("ebnf", 'start: %json {"uniqueItems": true}')

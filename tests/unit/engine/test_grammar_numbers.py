@@ -1,20 +1,16 @@
 """Numbers of a JSON schema have at most 20 digits before and after the point and three in the exponent."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import xgrammar
 
-from engine.grammar.compile import MAX_DIGITS, bounded, compiled
-from engine.grammar.vocabulary import read_vocabulary
+from engine.grammar.compile import MAX_DIGITS, bounded
 from engine.params import Grammar, OutputOptions
-from models.demo import CHECKPOINT
 from server.processor.grammar import answer_grammar
+from tests.unit.engine.test_grammar_compile import accepts
 
-TOKENS = read_vocabulary(Path(CHECKPOINT))
-COMPILER = xgrammar.GrammarCompiler(TOKENS, cache_enabled=False)
 MOST = "9" * MAX_DIGITS
 NUMBERS = {  # schema -> numbers that it must accept, and numbers that are too long
     "integer": ({"type": "integer"}, ["0", "-7", MOST, f"-{MOST}"], [f"{MOST}9", "1" + "0" * MAX_DIGITS]),
@@ -29,12 +25,8 @@ NUMBERS = {  # schema -> numbers that it must accept, and numbers that are too l
 }
 
 
-def accepts(kind: Any, grammar: dict[str, Any], text: str) -> bool:
-    """Whether `text` may be the whole answer."""
-    answer = compiled(COMPILER, Grammar(kind, json.dumps(grammar)))
-    assert answer.error is None, answer.error
-    matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(answer.data.decode(), TOKENS))
-    return bool(matcher.accept_string(text)) and bool(matcher.accept_token(TOKENS.stop_token_ids[0]))
+def is_answer(kind: Any, grammar: dict[str, Any], text: str) -> bool:
+    return accepts(Grammar(kind, json.dumps(grammar)), text, is_whole=True)
 
 
 def call_grammar(schema: dict[str, Any], template: str) -> dict[str, Any]:
@@ -49,44 +41,42 @@ def call_grammar(schema: dict[str, Any], template: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("schema", "good", "long"), NUMBERS.values(), ids=NUMBERS)
 def test_numbers_have_at_most_20_digits(schema: dict[str, Any], good: list[str], long: list[str]) -> None:
-    """Red if a number has no end in an answer, in an array of an object, or in the arguments of a call in either notation."""
+    """Also in arrays of objects and in the arguments of calls in both notations."""
     of_array = {"a": {"type": "array", "items": schema}}
     nested = {"type": "object", "properties": of_array, "required": ["a"], "$defs": schema.get("$defs", {})}
     call, xml_call = call_grammar(schema, ""), call_grammar(schema, "<function=")
     for texts, expected in ((good, True), (long, False)):
         for text in texts:
-            assert accepts("json_schema", schema, text) is expected, text
-            assert accepts("json_schema", nested, f'{{"a":[{text}]}}') is expected, text
+            assert is_answer("json_schema", schema, text) is expected, text
+            assert is_answer("json_schema", nested, f'{{"a":[{text}]}}') is expected, text
             written = f'<tool_call>\n{{"name": "f", "arguments": {{"n": {text}}}}}\n</tool_call>'
-            assert accepts("structural_tag", call, written) is expected, text
+            assert is_answer("structural_tag", call, written) is expected, text
             if schema:  # a free value is text in this notation
                 written = f"<tool_call>\n<function=f>\n<parameter=n>\n{text}\n</parameter>\n</function>\n</tool_call>"
-                assert accepts("structural_tag", xml_call, written) is expected, text
+                assert is_answer("structural_tag", xml_call, written) is expected, text
 
 
 def test_free_json_is_limited_too() -> None:
-    assert accepts("json_object", {}, f'{{"number":{MOST}}}') and not accepts("json_object", {}, f'{{"number":{MOST}9}}')
+    assert is_answer("json_object", {}, f'{{"number":{MOST}}}') and not is_answer("json_object", {}, f'{{"number":{MOST}9}}')
 
 
 def test_digits_of_strings_and_of_other_grammars_are_not_limited() -> None:
-    """Red if a pattern, an enumeration or a user's own rule for digits is changed."""
     long = "1" * 40
-    assert accepts("json_schema", {"type": "string", "pattern": "^[1-9][0-9]*$"}, f'"{long}"')
-    assert accepts("json_schema", {"enum": ["[1-9] [0-9]*", 'a"[1-9] [0-9]*']}, '"[1-9] [0-9]*"')
-    assert accepts("json_schema", {"type": "string"}, f'"{long}"')
+    assert is_answer("json_schema", {"type": "string", "pattern": "^[1-9][0-9]*$"}, f'"{long}"')
+    assert is_answer("json_schema", {"enum": ["[1-9] [0-9]*", 'a"[1-9] [0-9]*']}, '"[1-9] [0-9]*"')
+    assert is_answer("json_schema", {"type": "string"}, f'"{long}"')
     elements = [{"type": "regex", "pattern": "0|[1-9][0-9]*"}, {"type": "grammar", "grammar": "root ::= [1-9] [0-9]*"}]
     own = {"type": "or", "elements": elements}
-    assert accepts("structural_tag", {"type": "structural_tag", "format": own}, long)
+    assert is_answer("structural_tag", {"type": "structural_tag", "format": own}, long)
 
 
 def test_time_with_endless_fraction_is_limited() -> None:
     schema = {"type": "string", "format": "date-time"}
-    assert accepts("json_schema", schema, '"2024-01-01T00:00:00.123456Z"')
-    assert not accepts("json_schema", schema, f'"2024-01-01T00:00:00.{MOST}9Z"')
+    assert is_answer("json_schema", schema, '"2024-01-01T00:00:00.123456Z"')
+    assert not is_answer("json_schema", schema, f'"2024-01-01T00:00:00.{MOST}9Z"')
 
 
 def test_rules_without_numbers_stay_as_they_are() -> None:
-    """Red if the limit rewrites a literal, a class of characters, or a repetition of something else."""
     schema = {"type": "object", "properties": {"[1-9] [0-9]*": {"type": "array", "items": {"type": "string", "format": "hostname"}}}}
     text = str(xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":")))
     new_text = bounded(xgrammar.Grammar.from_ebnf(text))

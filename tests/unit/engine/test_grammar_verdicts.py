@@ -1,5 +1,6 @@
 """A verdict on a grammar is remembered only if it depends on the grammar alone, not on the load of the machine."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from engine.helper import ChildStopped, HelperDied, answer_in_child
 from engine.params import Grammar
 from server.errors import RequestError
 from server.processor.intake import Intake
+from tests.eventually import HANG_GUARD_S
 
 GRAMMAR = Grammar("regex", "a+")
 STOPPED = Compiled(is_stopped=True)
@@ -42,11 +44,32 @@ def compiler_of(small: ScriptedHelper, large: ScriptedHelper) -> GrammarCompiler
 
 @pytest.mark.parametrize("failure", [TimeoutError(), HelperDied(-9), STOPPED], ids=["wall-clock", "helper killed", "child stopped"])
 async def test_interrupted_compilation_is_repeated(failure: Compiled | Exception) -> None:
-    """Red if a schema stays refused because its compiler was killed or waited too long for a processor once."""
+    """Red if a schema stays refused because its compiler was interrupted once."""
     compiler = compiler_of(ScriptedHelper(failure, Compiled(b"data")), ScriptedHelper(failure))
     with pytest.raises(CompilerBusy):
         await compiler.compile(GRAMMAR)
     assert await compiler.compile(GRAMMAR) == b"data"
+
+
+async def test_the_answer_for_a_client_that_has_left_is_remembered() -> None:
+    """Red if a cancelled request cancels its compilation: the process's answer would be lost, or read as that of the next question."""
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    class Waiting(ScriptedHelper):
+        async def ask(self, question: bytes, timeout: float) -> bytes:
+            answer = await super().ask(question, timeout)
+            is_asked.set()
+            await may_answer.wait()
+            return answer
+
+    compiler = compiler_of(Waiting(Compiled(b"data")), ScriptedHelper())
+    leaver = asyncio.create_task(compiler.compile(GRAMMAR))
+    await asyncio.wait_for(is_asked.wait(), HANG_GUARD_S)
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    may_answer.set()
+    assert await compiler.compile(GRAMMAR) == b"data"  # a second question would find no answer
 
 
 async def test_refusal_for_cpu_time_is_remembered() -> None:
@@ -57,7 +80,6 @@ async def test_refusal_for_cpu_time_is_remembered() -> None:
 
 
 async def test_interrupted_compilation_answers_503() -> None:
-    """Red if a client is told that its grammar is wrong, or not that it may try again."""
     grammars = compiler_of(ScriptedHelper(STOPPED), ScriptedHelper(STOPPED))
     submit = SimpleNamespace(
         grammar=GRAMMAR, grammar_field="regex", client=b"", prompt="", tools=(), output=SimpleNamespace(calls="none"), params=None
@@ -83,7 +105,6 @@ def end_by(number: signal.Signals) -> Callable[[], bytes]:
 
 
 def test_child_that_exceeds_cpu_time_is_told_from_one_that_was_stopped() -> None:
-    """Red if a limit of the question and an accident of the machine look the same."""
     with pytest.raises(TimeoutError):
         answer_in_child(burn, cpu_seconds=0.1, wall_seconds=60)
     for number, wall_seconds in ((signal.SIGSTOP, 0.1), (signal.SIGKILL, 60), (signal.SIGTERM, 60)):
@@ -96,7 +117,6 @@ def test_child_that_exceeds_cpu_time_is_told_from_one_that_was_stopped() -> None
 
 @pytest.mark.parametrize(("slow", "is_refused"), [([1.0, 0.0], False), ([1.0, 1.0, 1.0], True)])
 def test_one_slow_measurement_refuses_no_grammar(monkeypatch: pytest.MonkeyPatch, slow: list[float], is_refused: bool) -> None:
-    """Red if a processor that was slow for a moment makes a grammar count as expensive."""
     measured = iter(slow)
     monkeypatch.setattr("engine.grammar.compile.slowest_token", lambda grammar: next(measured))
     assert min(filter(None, slow)) > MAX_TOKEN_S

@@ -54,7 +54,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> ScriptedSupervisor:
 
 
 async def test_whoever_stops_an_engine_waits_for_its_processes(supervisor: ScriptedSupervisor) -> None:
-    """Red if Ctrl-C during the start leaves a pending task or processes behind: the start is cancelled, then the engine is closed."""
+    """Ctrl-C during the start cancels it and then closes the engine."""
     engine = hosted.HostedEngine(EngineConfig())
     starting = asyncio.create_task(engine.start())
     await eventually_async(lambda: supervisor.is_waited_for, "the wait for ready processes")
@@ -70,7 +70,6 @@ async def test_whoever_stops_an_engine_waits_for_its_processes(supervisor: Scrip
 
 
 async def test_cancelled_stop_goes_on(supervisor: ScriptedSupervisor) -> None:
-    """Red if a second Ctrl-C leaves processes behind."""
     engine = hosted.HostedEngine(EngineConfig())
     stopping = asyncio.create_task(engine.stop())
     await eventually_async(lambda: supervisor.is_ending, "the end of the processes")

@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,23 @@ import pytest
 from engine.helper import frame_of, read_frame
 from engine.ipc import AsyncInbox, Outbox
 from engine.messages import Abort
+from tests.eventually import HANG_GUARD_S
 
-HANG_GUARD_S = 60
+Link = tuple[AsyncInbox[Abort], Outbox[Abort]]
 
 
-async def test_messages_arrive_in_order_whether_or_not_a_receiver_waits(tmp_path: Path) -> None:
-    """Red if a message that arrives between two looks at the socket is noticed only with the next one, or never."""
+@pytest.fixture
+async def link(tmp_path: Path) -> AsyncIterator[Link]:
     inbox: AsyncInbox[Abort] = AsyncInbox(str(tmp_path), "processor", Abort)
     outbox: Outbox[Abort] = Outbox(str(tmp_path), "processor")
+    yield inbox, outbox
+    outbox.close()
+    inbox.close()
+
+
+async def test_messages_arrive_in_order_whether_or_not_a_receiver_waits(link: Link) -> None:
+    """Red if a message that arrives between two looks at the socket is noticed late."""
+    inbox, outbox = link
     sent = received = 0
     for burst in [1, 2, 1, 1, 17, 1, 3, 1] * 40:
         waiting = asyncio.create_task(inbox.recv())
@@ -32,14 +42,9 @@ async def test_messages_arrive_in_order_whether_or_not_a_receiver_waits(tmp_path
             assert (await asyncio.wait_for(inbox.recv() if i else waiting, HANG_GUARD_S)).rid == received
             received += 1
     assert inbox._inbox.recv_ready() is None
-    outbox.close()
-    inbox.close()
 
 
-async def test_messages_of_a_thread_arrive_in_order(tmp_path: Path) -> None:
-    """Red if the receiver misses a wake-up while the sender goes on."""
-    inbox: AsyncInbox[Abort] = AsyncInbox(str(tmp_path), "processor", Abort)
-
+async def test_messages_of_a_thread_arrive_in_order(link: Link, tmp_path: Path) -> None:
     def send() -> None:
         outbox: Outbox[Abort] = Outbox(str(tmp_path), "processor")
         for rid in range(2000):
@@ -49,32 +54,26 @@ async def test_messages_of_a_thread_arrive_in_order(tmp_path: Path) -> None:
     thread = threading.Thread(target=send)
     thread.start()
     for rid in range(2000):
-        assert (await asyncio.wait_for(inbox.recv(), HANG_GUARD_S)).rid == rid
+        assert (await asyncio.wait_for(link[0].recv(), HANG_GUARD_S)).rid == rid
     thread.join()
-    inbox.close()
 
 
-async def test_a_message_that_was_not_taken_goes_to_the_next_receiver(tmp_path: Path) -> None:
-    """Red if a receiver that is cancelled while it waits takes a message along."""
-    inbox: AsyncInbox[Abort] = AsyncInbox(str(tmp_path), "processor", Abort)
-    outbox: Outbox[Abort] = Outbox(str(tmp_path), "processor")
+async def test_a_message_that_was_not_taken_goes_to_the_next_receiver(link: Link) -> None:
+    """The first receiver is cancelled while it waits."""
+    inbox, outbox = link
     for rid in range(20):
         waiting = asyncio.create_task(inbox.recv())
         await asyncio.sleep(0)
         waiting.cancel()
         outbox.send(Abort(rid))
         assert (await asyncio.wait_for(inbox.recv(), HANG_GUARD_S)).rid == rid
-    outbox.close()
-    inbox.close()
 
 
-async def test_an_empty_inbox_does_not_wake_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the socket stays readable for the event loop although no message is left: the loop would keep a core busy."""
+async def test_an_empty_inbox_does_not_wake_the_loop(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = []
     wake = AsyncInbox._wake
     monkeypatch.setattr(AsyncInbox, "_wake", lambda self: (wakes.append(1), wake(self)))
-    inbox: AsyncInbox[Abort] = AsyncInbox(str(tmp_path), "processor", Abort)
-    outbox: Outbox[Abort] = Outbox(str(tmp_path), "processor")
+    inbox, outbox = link
     for rid in range(100):
         outbox.send(Abort(rid))
         await asyncio.wait_for(inbox.recv(), HANG_GUARD_S)
@@ -84,12 +83,10 @@ async def test_an_empty_inbox_does_not_wake_the_loop(tmp_path: Path, monkeypatch
         await asyncio.sleep(0)
     assert len(wakes) < 10
     waiting.cancel()
-    outbox.close()
-    inbox.close()
 
 
 def test_a_process_that_is_ready_has_a_settled_heap(tmp_path: Path) -> None:
-    """Red if full garbage collections still visit everything that was imported: no client is served meanwhile."""
+    """Full garbage collections, during which no client is served, skip what was imported."""
     code = """
 import gc, sys
 modules = [[] for _ in range(60_000)]  # stands in for what imports leave
@@ -105,7 +102,6 @@ print(gc.get_freeze_count(), len(gc.get_objects()))
 
 
 def test_a_helper_has_a_settled_heap() -> None:
-    """Red if each child of a grammar compiler pays for a full garbage collection."""
     code = "import gc; from engine.helper import answer_questions; modules = [[] for _ in range(60_000)];"
     code += "answer_questions(lambda _: b'%d' % gc.get_freeze_count())"
     run = subprocess.run([sys.executable, "-c", code], input=frame_of(b"?"), capture_output=True, check=True, timeout=HANG_GUARD_S)

@@ -13,14 +13,13 @@ QUESTION = "What is in it?"
 
 
 def content_of(*parts: Any) -> list[dict[str, Any]]:
-    """The parts of a message as they are sent."""
     value = Ask(CHAT, [{"role": "user", "content": list(parts)}], SamplingParams(), {}).value()
     content: list[dict[str, Any]] = value["messages"][0]["content"]
     return content
 
 
 def test_paths_and_urls_among_the_parts_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the name of a picture is sent as text: the model then answers about nothing."""
+    """Sent as text, a name would be all that the model sees."""
     names = ("a picture.png", "PICTURE.JPG", "sub/no_suffix")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -36,14 +35,12 @@ def test_paths_and_urls_among_the_parts_are_pictures(tmp_path: Path, monkeypatch
 
 
 def test_picture_that_does_not_exist_raises() -> None:
-    """Red if a misspelt path is sent as text."""
     for name in ("missing.jpg", "/no/such/folder/Missing.PNG", "a missing one.webp"):
         with pytest.raises(FileNotFoundError, match="there is no picture"):
             content_of(name, QUESTION)
 
 
 def test_texts_among_the_parts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a question is taken for the name of a picture."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "word").write_text("a file that is called like a word")
     texts = ["word", "yes/no", "Is it 3.5?", "https://example.com/a.jpg is where it is from", "data: one, two", "", "x" * 100_000, "a\0b"]
@@ -52,7 +49,6 @@ def test_texts_among_the_parts_stay_texts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_text_is_a_conversation() -> None:
-    """Red if `chat("What is this?")` fails, or asks for each character."""
     assert conversations_of(QUESTION) == [QUESTION] and conversations_of([QUESTION, QUESTION]) == [QUESTION, QUESTION]
     assert Ask(CHAT, QUESTION, SamplingParams(), {}).value()["messages"] == [{"role": "user", "content": QUESTION}]
     for wrong in (7, [], [QUESTION], [{"content": QUESTION}], {"role": "user"}):

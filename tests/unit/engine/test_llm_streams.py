@@ -10,7 +10,7 @@ NUM_TOKENS = 200
 
 
 def test_each_token_is_joined_once() -> None:
-    """Red if the pieces of an answer accumulate: the cost of its tokens would be quadratic, in the caller's event loop."""
+    """Joining all pieces for each token would be quadratic, in the caller's event loop."""
     growing = Growing("1", "Hello", cast(Any, SimpleNamespace(choices={(1, 0): 0})))
     (choice,) = growing._choices.values()
     for count in range(1, NUM_TOKENS + 1):

@@ -17,7 +17,7 @@ from engine.serve import bind, ready_text, size_arenas
 
 @pytest.mark.parametrize("api_key", [None, "secret"])
 def test_the_example_works_as_it_stands(api_key: str | None) -> None:
-    """Red if the curl line of a server with a key would be answered by 401, or if the key is printed."""
+    """The curl line names the header of the key, and not the key."""
     runtime = Runtime(EngineConfig(api_key=api_key), "torch", "cpu", "", (0, 0), 0, 0, "", ("demo",), 100)
     text = ready_text("http://127.0.0.1:8000", runtime, 1.0)
     assert ("-H 'Authorization: Bearer " in text) == (api_key is not None) and "secret" not in text
@@ -28,13 +28,11 @@ SIZES = [(GIB, (64, 128)), (4 * GIB, (256, 512)), (16 * GIB, (1024, 2048)), (500
 
 @pytest.mark.parametrize(("memory", "sizes"), SIZES)
 def test_arenas_follow_the_memory(memory: int, sizes: tuple[int, int]) -> None:
-    """Red if a small machine cannot serve the demo because of memory that it would never use, or if a large one gets less than before."""
     config = size_arenas(EngineConfig(), memory)
     assert (config.api_arena_bytes, config.processor_arena_bytes) == tuple(size * MIB for size in sizes)
 
 
 def test_arenas_that_are_too_large_are_refused_by_their_flags() -> None:
-    """Red if the refusal does not say what to change, or if a size that was asked for is not taken."""
     asked = EngineConfig(api_arena_bytes=3 * GIB)
     assert size_arenas(asked, 8 * GIB) == msgspec.structs.replace(asked, processor_arena_bytes=GIB)
     with pytest.raises(ValueError, match=r"--api-arena-bytes and --processor-arena-bytes take 3.5 GiB.* 4.0 GiB"):
@@ -42,7 +40,6 @@ def test_arenas_that_are_too_large_are_refused_by_their_flags() -> None:
 
 
 def test_an_unusable_address_is_reported_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a bad address is noticed after processes were started, or if the error does not name the flag."""
     monkeypatch.setattr(serve, "make_runtime", None)
     monkeypatch.setattr(serve, "_on_interrupt", lambda handler: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -57,7 +54,6 @@ def test_an_unusable_address_is_reported_before_processes_start(monkeypatch: pyt
 
 
 def test_an_unusable_address_is_one_line() -> None:
-    """Red if the error is a traceback, or is printed to the standard output."""
     command = [sys.executable, "-m", "engine.serve", "--host", "1.2.3.4", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and not ended.stdout
@@ -65,7 +61,7 @@ def test_an_unusable_address_is_one_line() -> None:
 
 
 def test_a_socket_that_nobody_serves_refuses_connections() -> None:
-    """Red if clients of a server that still loads wait instead of being told at once."""
+    """Clients of a server that still loads do not wait."""
     with bind("127.0.0.1", 0) as listener, socket.socket() as client:
         assert client.connect_ex(listener.getsockname()) != 0
 
@@ -76,7 +72,7 @@ def run_with(tmpdir: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_path_that_is_too_long_for_sockets_is_one_line(tmp_path: Path) -> None:
-    """Red if the library of sockets says it with a traceback, or if a folder is left behind."""
+    """No folder is left."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     done = run_with(str(long))

@@ -60,13 +60,13 @@ def run(script: str) -> tuple[int, str]:
 
 
 def test_a_signal_may_interrupt_the_handler_of_another() -> None:
-    """Red if the flag has a lock: PR_SET_PDEATHSIG sends a signal for every thread of the launcher, and the second would wait for it."""
+    """PR_SET_PDEATHSIG sends a signal for every thread of the launcher: the flag must have no lock."""
     assert run(SIGNALS)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_download_is_broken_off(name: str) -> None:
-    """Red if a signal waits for the threads of a download that never ends, or leaves the run directory."""
+    """No run directory is left."""
     code, run_dir = run(DOWNLOAD.replace("SIGNAL", name))
     assert code == 0
     assert run_dir and not Path(run_dir).exists()
@@ -74,5 +74,4 @@ def test_a_download_is_broken_off(name: str) -> None:
 
 @pytest.mark.parametrize("stop", ["threading.Event().wait()", "raise RuntimeError"])
 def test_an_orphan_ends_whatever_its_stop_does(stop: str) -> None:
-    """Red if a process can outlive its launcher because its own stop hangs or fails."""
     assert run(ORPHAN.replace("STOP", stop))[0] == 1

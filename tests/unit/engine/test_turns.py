@@ -16,7 +16,7 @@ from tests.eventually import HANG_GUARD_S
 
 
 async def test_the_client_that_has_used_least_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the questions of one client come before the first of another client, or a client's large questions before its small ones."""
+    """Of one client, small questions come before large ones."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(helper, "time", clock)
     turns, order = Turns(), []
@@ -38,7 +38,7 @@ async def test_the_client_that_has_used_least_is_next(monkeypatch: pytest.Monkey
 
 
 async def test_a_client_that_leaves_passes_its_turn_on() -> None:
-    """Fails if a client that is cancelled between getting its turn and using it keeps the helper taken."""
+    """The client is cancelled between getting its turn and using it."""
     turns, holds = Turns(), asyncio.Event()
 
     async def ask() -> None:
@@ -56,7 +56,6 @@ async def test_a_client_that_leaves_passes_its_turn_on() -> None:
 
 
 async def test_small_grammars_do_not_wait_for_large_ones() -> None:
-    """Red if a small grammar waits while the process for large or slow grammars is busy."""
     release = asyncio.Event()
 
     class Small:
@@ -79,7 +78,7 @@ async def test_small_grammars_do_not_wait_for_large_ones() -> None:
 
 
 async def test_what_is_remembered_of_clients_is_bounded() -> None:
-    """A helper that was never idle remembered each client, and clients choose how many they are."""
+    """Clients choose how many they are."""
     turns = Turns()
     async with turns.take(b"heavy", 1):
         pass

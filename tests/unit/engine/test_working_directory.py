@@ -20,7 +20,6 @@ NAMES = ("server.py", "engine.py", "queue.py", "json.py", "inspect.py", "models/
 
 @pytest.fixture
 def decoys(tmp_path: Path) -> Path:
-    """A folder with modules of the names of ours and of the standard library."""
     for name in NAMES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(DECOY)
@@ -28,7 +27,7 @@ def decoys(tmp_path: Path) -> Path:
 
 
 def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if `queue.py` or `server.py` beside a user's script is executed by a supervised, a helper or a tethered process."""
+    """Supervised, helper and tethered processes."""
     monkeypatch.chdir(decoys)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory
     assert end_of_failing_child() == f"worker-0: {REASON}"
@@ -45,7 +44,7 @@ def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatc
 
 
 def test_children_of_a_clone_that_is_not_installed_use_the_clone(decoys: Path, tmp_path: Path) -> None:
-    """Red if a child uses another installation than its parent, or none: `-P` takes the clone from its search path."""
+    """`-P` takes the clone from their search path."""
     clone = tmp_path / "clone"
     clone.mkdir()
     for package in ("engine", "models"):
